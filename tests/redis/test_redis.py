@@ -1,4 +1,4 @@
-"""What is special about a store on Redis: outages, lost data, passwords, certificates, and what is left there."""
+"""Tests of `RedisStore`: outages, lost data, passwords, certificates, and data left on the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..internals import Limits
 from ..ranks import until
 from ..redis_server import RedisServer, need_redis, redis_server, request
 
-#: Seconds in which a wait must have ended of which nobody would tell but the server.
+#: Seconds within which a wait must end that only a notification of the server can end.
 SOON = 10.0
 LOST = "has lost the entries of this job"
 
@@ -33,7 +33,7 @@ Open = Callable[..., RedisStore]
 
 @pytest.fixture
 async def opened() -> AsyncIterator[Open]:
-    """Open stores that are closed at the end."""
+    """Return a function that opens stores, which are closed after the test."""
     need_redis()
     async with AsyncExitStack() as stack:
 
@@ -47,7 +47,7 @@ async def opened() -> AsyncIterator[Open]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of the test's own."""
+    """Yield a server of this test."""
     with redis_server(tmp_path) as server:
         yield server
 
@@ -96,7 +96,7 @@ async def test_aclose_ends_waits_at_once(own: RedisServer, opened: Open, limits:
 
 
 async def test_aclose_during_a_read_leaves_no_subscription(own: RedisServer, opened: Open) -> None:
-    """It has been told that its key is not there, and is about to wait for a change."""
+    """The wait has read that its key is absent, and is about to wait for a change."""
     store = opened(own.url)
     ask = store._client.call
 
@@ -113,7 +113,7 @@ async def test_aclose_during_a_read_leaves_no_subscription(own: RedisServer, ope
 
 
 async def test_wait_continues_after_a_notification_without_item(own: RedisServer, opened: Open, limits: Limits) -> None:
-    """It does not ask on and on."""
+    """The wait does not poll the server."""
     limits(redis_look_every=math.inf)
     store, other = opened(own.url), opened(own.url)
     pops = [asyncio.create_task(store.queue_pop("q")) for _ in range(2)]
@@ -152,7 +152,7 @@ async def test_waits_of_a_store_share_one_connection(own: RedisServer, opened: O
     await store.multi_set([str(number) for number in range(100)], [b"1"] * 100)
     await asyncio.gather(*waits)
     assert own.clients() == 2
-    # What nobody waits for ends the subscription.
+    # A change without a waiting call ends the subscription.
     await store.set("here", b"")
     await until(lambda: own.clients() == 1)
     assert await store.get("0") == b"1"
@@ -187,7 +187,7 @@ async def test_reached_is_the_address_of_the_server(redis: RedisServer, opened: 
 
 @pytest.mark.parametrize("assigned", [False, True])
 async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own: RedisServer, assigned: bool) -> None:
-    """Each rank and the newcomer has a store of its own."""
+    """Each rank and the newcomer has its own store."""
     options = GroupOptions(transport="unix")
 
     async def rank(number: int) -> Any:
@@ -260,10 +260,10 @@ async def test_broken_connections_are_replaced(own: RedisServer, opened: Open, l
 
 
 @asynccontextmanager
-async def answers_lost(server: RedisServer, every: int, requests: list[bytes]) -> AsyncIterator[str]:
-    """A way to the server on which one in `every` answers is lost together with its connection; gives its URL.
+async def lossy_proxy(server: RedisServer, every: int, requests: list[bytes]) -> AsyncIterator[str]:
+    """Yield the URL of a proxy that loses one in `every` replies together with its connection.
 
-    What goes there is appended to `requests`.
+    The proxy appends the requests to `requests`.
     """
     count = 0
     writers: set[asyncio.StreamWriter] = set()
@@ -301,7 +301,7 @@ async def answers_lost(server: RedisServer, every: int, requests: list[bytes]) -
 @pytest.mark.parametrize("every", [2, 3, 5])
 async def test_change_with_a_lost_reply_is_made_once(own: RedisServer, opened: Open, every: int) -> None:
     requests: list[bytes] = []
-    async with answers_lost(own, every, requests) as url:
+    async with lossy_proxy(own, every, requests) as url:
         store = opened(url)
         assert [await store.add("n", 1) for _ in range(20)] == list(range(1, 21))
         for number in range(10):
@@ -312,7 +312,7 @@ async def test_change_with_a_lost_reply_is_made_once(own: RedisServer, opened: O
         assert await store.multi_get(["n", "log"]) == [b"20", b"x" * 10]
         assert [await store.delete_key("n") for _ in range(2)] == [True, False]
         await store.aclose()
-    # What was under way on a connection that broke may come after all that came later.
+    # A request of a broken connection may reach the server after later requests.
     for asked in requests:
         if b"EVAL" in asked:
             own.send(asked)
@@ -324,7 +324,7 @@ async def test_change_with_a_lost_reply_is_made_once(own: RedisServer, opened: O
 async def test_requests_to_a_stalled_server_are_carried_out_once(
     own: RedisServer, opened: Open, limits: Limits
 ) -> None:
-    """Requests that it finds when it goes on were sent several times, and are carried out once."""
+    """The server finds requests that were sent several times, and carries out each once."""
     limits(redis_patience=0.05)
     store = opened(own.url)
     await store.set("k", b"v")
@@ -364,7 +364,7 @@ async def test_lost_data_raises_in_every_client(own: RedisServer, opened: Open, 
         for call in (third.set("k", b"v"), third.check(["k"]), third.add("n", 1), third.list_keys(), store.get("k")):
             with pytest.raises(StoreUnavailableError, match=LOST):
                 await call
-    # A new client begins anew, and nobody else takes what it has for what was lost.
+    # A new client starts a new hash, and no old client takes its entries for the lost ones.
     fresh = opened(own.url)
     await fresh.set("k", b"new")
     assert await fresh.get("k") == b"new"
@@ -387,7 +387,7 @@ async def test_older_copy_of_the_data_counts_as_lost(own: RedisServer, opened: O
             await each.get("k")
 
 
-# -- what is left on the server
+# -- data left on the server
 
 
 async def test_entries_expire_without_a_client(own: RedisServer, opened: Open, limits: Limits) -> None:
@@ -431,17 +431,17 @@ async def test_server_receives_neither_job_keys_nor_arrays(own: RedisServer) -> 
     writer.close()
     await writer.wait_closed()
     assert b"card/2" in seen
-    # MONITOR shows bytes that are no text by their numbers.
+    # MONITOR shows bytes outside ASCII as numbers.
     array = "".join(f"\\x{byte:02x}" for byte in np.float64(payload).tobytes())
     for text in (secret, secret.hex().encode(), base64.b64encode(secret), b"an object", array.encode()):
         assert text not in seen
 
 
-# -- passwords and rights
+# -- passwords and permissions
 
 
-def texts(error: BaseException) -> str:
-    """Return all that may be shown of an error and what caused it."""
+def shown_texts(error: BaseException) -> str:
+    """Return all texts of an error and its causes."""
     shown, cause = [], error
     while cause is not None:
         shown += [str(cause), repr(cause)]
@@ -468,19 +468,19 @@ async def test_password_is_used_and_never_shown(
             with pytest.raises(StoreUnavailableError, match=what) as raised:
                 await each.set("k", b"")
             assert isinstance(raised.value, AuthenticationError)
-            shown.append(texts(raised.value))
+            shown.append(shown_texts(raised.value))
         with pytest.raises(StoreTimeoutError) as missing:
             await store.get("missing", timeout=0.01)
         server.kill()
         with pytest.raises(StoreUnavailableError) as gone:
             await store.get("k", timeout=0.2)
-        shown += [texts(missing.value), texts(gone.value), str(store.trouble)]
+        shown += [shown_texts(missing.value), shown_texts(gone.value), str(store.trouble)]
         server.start()
     shown.append(repr(new_group(init_method=url, rank=0, world_size=1)._where))
     for init_method in (url, url.replace("redis", "reddis")):
         with pytest.raises(ValueError, match=r"init_method='redd?is://\.\.\.@127\.0\.0\.1") as refused:
             new_group(init_method=init_method, rank=0)
-        shown.append(texts(refused.value))
+        shown.append(shown_texts(refused.value))
     assert f"redis://127.0.0.1:{server.port}/3" in "".join(shown)
     assert "hunter" not in "".join(shown) + caplog.text
 
@@ -504,7 +504,7 @@ def test_invalid_urls_are_refused(url: str) -> None:
     need_redis()
     with pytest.raises(ValueError, match=r"url must be redis://\[\[user\]:password@\]host\[:port\]\[/db\]") as raised:
         RedisStore(url)
-    assert "hunter" not in texts(raised.value)
+    assert "hunter" not in shown_texts(raised.value)
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
@@ -588,7 +588,7 @@ async def test_server_of_another_kind_is_refused(opened: Open) -> None:
 
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of the test's own that speaks TLS, and insists on certificates of its CA."""
+    """Yield a TLS server of this test that requires client certificates of its CA."""
     files = Authority(tmp_path).make("DNS:localhost", file="server")
     with redis_server(tmp_path, files, "--tls-auth-clients", "yes") as server:
         yield server
@@ -632,7 +632,7 @@ async def test_certificate_of_another_ca_is_refused_at_once(
         with pytest.raises(StoreUnavailableError, match=refused) as raised:
             await opened(url, tls_ca=ca, timeout=SOON).set("k", b"v")
         assert isinstance(raised.value, AuthenticationError)
-    # Who names a CA trusts no other; who names none trusts those of the system.
+    # A store with tls_ca= trusts only that CA; without it, the CAs of the system.
     monkeypatch.setenv("SSL_CERT_FILE", redis.ca)
     with pytest.raises(StoreUnavailableError, match=refused):
         await opened(redis.tls_url, tls_ca=str(other.file), timeout=SOON).set("k", b"v")
@@ -640,7 +640,7 @@ async def test_certificate_of_another_ca_is_refused_at_once(
 
 
 async def test_connection_to_a_silent_server_closes_at_once(redis: RedisServer, opened: Open, limits: Limits) -> None:
-    """TLS would wait until the server closes it, too."""
+    """An orderly end of TLS would wait for the server."""
     stores = [opened(redis.url), opened(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
         await store.set("k", b"v")

@@ -1,4 +1,4 @@
-"""A rank of two as a process, for `test_stranger_soak`: it says where it listens, and how long what it does takes.
+"""One of two ranks as a process, for `test_stranger_soak`; it prints its listeners and the duration of its work.
 
 Run with "work" or "meet", the rank, the host and port of the store, the transport and for how many seconds. Lines of
 standard output: "at FAMILY ADDRESS" for each listener; "took BEGIN SECONDS" for 50 allreduces of 64 KiB, or a meeting.

@@ -1,4 +1,4 @@
-"""What `env://` recognises, by the variables that the launchers set; PMI itself is in `test_pmi.py`."""
+"""Tests of `env://` with the variables of all launchers. `test_pmi.py` tests the PMI protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocoll.rendezvous.where import Where, find_where
 
 OPTIONS = GroupOptions.resolve(None, {})
 
-#: As the launchers set them, each for rank 1 of 3, of which two are on its host.
+#: Variables as the launchers set them, for rank 1 of 3, two of which are on its host.
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "0",
@@ -57,7 +57,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_GTIDS": "0,1",
 }
-#: In the order in which they are looked for.
+#: Launchers in the order of precedence.
 ROWS = [
     ("torchrun", TORCHRUN, ("node0", 29600)),
     ("explicit variables", EXPLICIT, ("node0", 29500)),
@@ -72,16 +72,16 @@ NAMES = ["torchrun", "explicit variables", "PMI-1", "Open MPI", "Kubernetes", "S
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For sockets."""
+    """Use a private folder of this test for sockets."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def found(env: dict[str, str]) -> Where:
+def parameters_of(env: dict[str, str]) -> Where:
     return find_where(None, None, None, None, env, "")
 
 
-def address(where: Where) -> tuple[str, int]:
+def store_address(where: Where) -> tuple[str, int]:
     """Return host and port of a TCP store."""
     place = where.url.removeprefix("tcp://")
     return (place, 0) if place.startswith("unix:") else parse_endpoint(place)
@@ -93,19 +93,19 @@ def test_launcher_is_recognised_by_its_variables(name: str, env: dict[str, str],
     assert launcher is not None
     assert launcher.name == name
     assert launcher.mark(env) in env
-    where = found(env)
+    where = parameters_of(env)
     assert (where.rank, where.world_size, where.scheme) == (1, 3, "tcp")
     if name == "PMI-1":
         assert where.url == "tcp://:0"
     else:
-        host, port = address(where)
+        host, port = store_address(where)
         assert host == place[0]
         assert port == place[1] or (place[1] is None and 61440 <= port <= 65535)
     assert (where.ask is not None) == where.hosted == (name == "PMI-1")
     assert where.hosts is False
     if name != "PMI-1":
         first = env | {launcher.rank: "0", "HOSTNAME": "train-it-0"}
-        assert (found(first).url, found(first).hosts) == (where.url, True)
+        assert (parameters_of(first).url, parameters_of(first).hosts) == (where.url, True)
 
 
 def test_launchers_have_a_fixed_precedence() -> None:
@@ -122,20 +122,20 @@ def test_environment_without_a_launcher_is_not_recognised() -> None:
     for env in (
         {},
         {"AIOCOLL_WORLD_SIZE": "3", "HOSTNAME": "x-1"},
-        # A batch script of Slurm's, and a shell of salloc's.
+        # A Slurm batch script, and a shell of salloc.
         {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_NODELIST": "n1"},
         {"OMPI_MCA_btl": "tcp", "PMIX_RANK": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
     ):
         assert recognise(env) is None
         with pytest.raises(ValueError, match=r"`aiocoll run`, torchrun, mpiexec or srun; .* AIOCOLL_SINGLETON=1"):
-            found(env)
-        assert found(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 1
+            parameters_of(env)
+        assert parameters_of(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 1
 
 
 def test_singleton_variable_is_ignored_under_a_launcher() -> None:
     for _, env, _ in ROWS:
-        assert found(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 3
+        assert parameters_of(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 3
 
 
 @pytest.mark.parametrize(
@@ -169,42 +169,42 @@ def test_singleton_variable_is_ignored_under_a_launcher() -> None:
 )
 def test_missing_or_invalid_variable_is_named(env: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        found(env)
+        parameters_of(env)
 
 
 def test_open_mpi_without_a_host_name_is_refused() -> None:
     for job in ("456392705", "prterun-vm@1", "slurm.pmix.1.0"):
         with pytest.raises(RendezvousError, match=r"Open MPI .* name no host .* MASTER_PORT .* `aiocoll run`"):
-            found(OPEN_MPI_5 | {"PMIX_NAMESPACE": job})
+            parameters_of(OPEN_MPI_5 | {"PMIX_NAMESPACE": job})
     uri = "1314521088.0;tcp6://[fe80::b9b,2620:10d::3]:43370"
-    assert address(found(OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": uri}))[0] == "fe80::b9b"
+    assert store_address(parameters_of(OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": uri}))[0] == "fe80::b9b"
 
 
 def test_incomplete_variables_are_not_mixed_with_a_launcher() -> None:
-    """It says which one would be asked without them."""
+    """The error names the launcher that would be used without them."""
     with pytest.raises(ValueError, match="world_size is missing") as caught:
-        found(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
+        parameters_of(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
     assert str(caught.value).endswith(
         "; Slurm started this process (SLURM_STEP_ID): to use its variables, omit rank= and world_size= and unset"
         " MASTER_ADDR, MASTER_PORT"
     )
     without_port = {name: text for name, text in EXPLICIT.items() if name != "MASTER_PORT"}
     with pytest.raises(ValueError, match=r"^MASTER_PORT missing .*; PMI-1 started this process \(PMI_FD\)"):
-        found(SLURM | MPICH | without_port)
+        parameters_of(SLURM | MPICH | without_port)
     with pytest.raises(ValueError, match=r"^world_size is missing.*; Kubernetes .* world_size=$"):
         find_where(None, None, 1, None, KUBERNETES, "")
     with pytest.raises(ValueError, match=r"^MASTER_ADDR missing in the environment: [^;]*$"):
-        found({name: text for name, text in EXPLICIT.items() if name != "MASTER_ADDR"})
+        parameters_of({name: text for name, text in EXPLICIT.items() if name != "MASTER_ADDR"})
 
 
 def test_arguments_take_precedence_over_launchers() -> None:
     env = SLURM | {"MASTER_ADDR": "n07", "MASTER_PORT": "29500"}
     where = find_where(None, None, 2, 5, env, "")
-    assert (where.rank, where.world_size, *address(where)) == (2, 5, "n07", 29500)
+    assert (where.rank, where.world_size, *store_address(where)) == (2, 5, "n07", 29500)
     assert find_where("tcp://n08:1", None, 2, 5, SLURM, "").url == "tcp://n08:1"
 
 
-# -- places
+# -- URLs and addresses
 
 
 @pytest.mark.parametrize("scheme", ["tcp://n08:1", "file:///there", "env://"])
@@ -245,20 +245,20 @@ def test_other_query_is_part_of_the_file_name() -> None:
 
 def test_rank_0_hosts_the_store_if_the_program_changed_the_port() -> None:
     launched = EXPLICIT | {"RANK": "0", "AIOCOLL_STORE": "launcher", "AIOCOLL_STORE_PORT": "29500"}
-    assert not found(launched).hosts
-    assert not found(launched | {"MASTER_ADDR": "localhost"}).hosts
-    changed = found(launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29501"})
-    assert (changed.hosts, *address(changed)) == (True, "localhost", 29501)
+    assert not parameters_of(launched).hosts
+    assert not parameters_of(launched | {"MASTER_ADDR": "localhost"}).hosts
+    changed = parameters_of(launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29501"})
+    assert (changed.hosts, *store_address(changed)) == (True, "localhost", 29501)
     del launched["AIOCOLL_STORE_PORT"]
-    assert not found(launched | {"MASTER_PORT": "29501"}).hosts
+    assert not parameters_of(launched | {"MASTER_PORT": "29501"}).hosts
 
 
 def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
-    """Its name differs for each job."""
+    """The name of the socket differs for each job."""
     alone = {"XDG_RUNTIME_DIR": str(tmp_path)}
     slurm = SLURM | alone | {"SLURM_STEP_NUM_NODES": "1"}
     places = {
-        address(found(env))[0]
+        store_address(parameters_of(env))[0]
         for env in (
             slurm,
             slurm | {"SLURM_PROCID": "0"},
@@ -270,17 +270,17 @@ def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
     }
     assert len(places) == 5
     assert all(re.fullmatch(f"unix:{re.escape(str(tmp_path))}/aiocoll-[0-9a-f]{{16}}", place) for place in places)
-    assert not found(slurm).several_hosts
+    assert not parameters_of(slurm).several_hosts
 
 
 def test_jobs_on_several_hosts_have_different_ports() -> None:
-    ports = [address(found(SLURM | {"SLURM_JOB_ID": str(job)}))[1] for job in range(200)]
-    ports += [address(found(SLURM | {"SLURM_STEP_ID": str(step)}))[1] for step in range(3, 200)]
-    # Those that two of 397 jobs have in common, where 4,096 are to choose from: about 19.
+    ports = [store_address(parameters_of(SLURM | {"SLURM_JOB_ID": str(job)}))[1] for job in range(200)]
+    ports += [store_address(parameters_of(SLURM | {"SLURM_STEP_ID": str(step)}))[1] for step in range(3, 200)]
+    # Of 397 jobs with 4,096 possible ports, about 19 share a port with another job.
     assert len(ports) - len(set(ports)) < 40
     assert all(61440 <= port <= 65535 for port in ports)
-    assert address(found(SLURM | {"AIOCOLL_PORT": "31000"}))[1] == 31000
-    assert address(found(OPEN_MPI_5 | {"AIOCOLL_PORT": "31000"}))[1] == 31000
+    assert store_address(parameters_of(SLURM | {"AIOCOLL_PORT": "31000"}))[1] == 31000
+    assert store_address(parameters_of(OPEN_MPI_5 | {"AIOCOLL_PORT": "31000"}))[1] == 31000
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI_5, KUBERNETES, SLURM], ids=["Open MPI", "Kubernetes", "Slurm"])
@@ -288,17 +288,20 @@ def test_store_between_hosts_needs_a_key(env: dict[str, str]) -> None:
     launcher = recognise(env)
     assert launcher is not None
     with pytest.raises(AuthenticationError, match=f"^{launcher.name} started .* AIOCOLL_JOB_KEY_FILE.*mpi=pmi2"):
-        found(env).open(1.0, None, OPTIONS)
-    found(env).open(1.0, b"sixteen bytes or more", OPTIONS)
+        parameters_of(env).open(1.0, None, OPTIONS)
+    parameters_of(env).open(1.0, b"sixteen bytes or more", OPTIONS)
 
 
 def test_kubernetes_service_name_is_used() -> None:
-    assert address(found(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}))[0] == "train-it-0.mesh"
-    assert address(found(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}))[0] == "train-it-0.train-it"
-    assert address(found(KUBERNETES | {"AIOCOLL_PORT": "31000"}))[1] == 31000
+    assert store_address(parameters_of(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}))[0] == "train-it-0.mesh"
+    assert (
+        store_address(parameters_of(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}))[0]
+        == "train-it-0.train-it"
+    )
+    assert store_address(parameters_of(KUBERNETES | {"AIOCOLL_PORT": "31000"}))[1] == 31000
 
 
-# -- lists of Slurm's
+# -- host lists of Slurm
 
 
 @pytest.mark.parametrize(
@@ -315,7 +318,7 @@ def test_kubernetes_service_name_is_used() -> None:
     ],
 )
 def test_first_host_of_a_slurm_list_is_found(nodes: str, first: str) -> None:
-    assert address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == first
+    assert store_address(parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == first
 
 
 @pytest.mark.parametrize(
@@ -323,7 +326,7 @@ def test_first_host_of_a_slurm_list_is_found(nodes: str, first: str) -> None:
 )
 def test_invalid_slurm_list_is_refused(nodes: str) -> None:
     with pytest.raises(ValueError, match="must be a list of hosts"):
-        found(SLURM | {"SLURM_STEP_NODELIST": nodes})
+        parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes})
 
 
 NAME = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
@@ -331,7 +334,7 @@ RANGE = st.tuples(st.integers(0, 999), st.integers(0, 99), st.integers(1, 4)).ma
     lambda drawn: (f"{drawn[0]:0{drawn[2]}}", f"{drawn[0]:0{drawn[2]}}-{drawn[0] + drawn[1]:0{drawn[2]}}")
 )
 RANGES = st.lists(st.one_of(RANGE, st.integers(0, 99).map(lambda n: (str(n), str(n)))), min_size=1, max_size=4)
-#: What the first host has in a place, and what the list has.
+#: A part of the first host's name, and the same part of the list.
 PART = st.one_of(
     NAME.map(lambda name: (name, name)),
     RANGES.map(lambda ranges: (ranges[0][0], f"[{','.join(text for _, text in ranges)}]")),
@@ -343,14 +346,16 @@ HOST = st.lists(PART, min_size=1, max_size=4)
 @given(st.lists(HOST, min_size=1, max_size=4))
 def test_first_host_of_any_slurm_list_is_found(hosts: list[list[tuple[str, str]]]) -> None:
     nodes = ",".join("".join(text for _, text in host) for host in hosts)
-    assert address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == "".join(first for first, _ in hosts[0])
+    assert store_address(parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == "".join(
+        first for first, _ in hosts[0]
+    )
 
 
 @settings(deadline=None)
 @given(st.text("ab0-[], \n", min_size=1, max_size=20))
 def test_any_text_is_parsed_or_refused_as_slurm_list(nodes: str) -> None:
     try:
-        host = address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0]
+        host = store_address(parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0]
     except ValueError as error:
         assert str(error).startswith("SLURM_STEP_NODELIST=")  # noqa: PT017
     else:
@@ -381,7 +386,7 @@ def test_local_numbers_are_read_from_launcher_variables(monkeypatch: pytest.Monk
 def test_single_copy_permits_only_the_launcher(
     name: str, env: dict[str, str], address: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a launcher has started; nobody else is named, and nobody where single copy is off."""
+    """Only the launcher is permitted, and no process if `single_copy` is off."""
     named: list[int] = []
     monkeypatch.setattr(same_host, "permit", named.append)
     by_hand = env is EXPLICIT

@@ -1,4 +1,4 @@
-"""What is made of measured links: which are, what a group on some hosts goes by, and what of it can be believed."""
+"""Tests of measured links: the choice of pairs, the tuning of groups, and the validation of figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cards(hosts: str) -> dict[int, Card]:
 
 
 class Recorder:
-    """A transport that is asked for probes, and has none."""
+    """A transport that records requests for probes and refuses them."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -47,7 +47,7 @@ class Recorder:
     [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / BURST), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
 )
 def test_tuning_uses_the_slowest_link_between_the_hosts(hosts: str, there: float, beta: float) -> None:
-    """What the software takes comes on top; no link is faster than loopback; one that was not measured is as others."""
+    """Latency adds to the software's, no link is faster than loopback, and an unmeasured link counts as the others."""
     assert LINKS.tune(TUNING, set(hosts)) == TUNING._replace(tcp=Machine(1e-4 + there, 2e-5, beta, 3e-10), medium="tcp")
 
 
@@ -78,7 +78,7 @@ def test_leaders_are_the_lowest_ranks_of_hosts() -> None:
 
 @pytest.mark.parametrize("size", range(2, 9))
 async def test_few_hosts_measure_every_pair(size: int) -> None:
-    pairs = await asked(size)
+    pairs = await measured_pairs(size)
     assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for pair in combinations(range(size), 2)}
     assert len(pairs) <= size * (size // 2)
 
@@ -88,10 +88,10 @@ async def test_many_hosts_measure_pairs_at_doubling_distances(size: int) -> None
     expected = {
         (rank, (rank + 2**power) % size) for rank in range(size) for power in range(10) if 2**power <= size // 2
     }
-    assert set(await asked(size)) == expected
+    assert set(await measured_pairs(size)) == expected
 
 
-async def asked(size: int) -> list[tuple[int, int]]:
+async def measured_pairs(size: int) -> list[tuple[int, int]]:
     everybody = {rank: {"host": str(rank)} for rank in range(size)}
     found = []
     for rank in range(size):
@@ -116,8 +116,8 @@ def test_invalid_figures_are_refused(value: bytes) -> None:
         read_links({0: value, 1: msgpack.packb([])}, cards("ab"))
 
 
-async def machines(hosts: str, path: Path) -> list[dict[str, Machine]]:
-    """Return what each rank goes by in the world, and in a group of the ranks of its host; each has its own loop."""
+async def machine_figures(hosts: str, path: Path) -> list[dict[str, Machine]]:
+    """Return the tuning of each rank in the world and in the group of its host. Each rank has its own loop."""
 
     async def rank(number: int) -> dict[str, Machine]:
         how = GroupOptions(host_id=hosts[number], job_key=b"k" * 32, bind="127.0.0.1")
@@ -136,7 +136,7 @@ async def machines(hosts: str, path: Path) -> list[dict[str, Machine]]:
 
 
 async def test_all_ranks_use_the_same_figures(tmp_path: Path) -> None:
-    found = await machines("aab", tmp_path)
+    found = await machine_figures("aab", tmp_path)
     assert len({each["world"] for each in found}) == 1
     assert found[0]["world"].alpha > Tuning().tcp.alpha
 
@@ -146,7 +146,7 @@ async def test_group_on_one_host_ignores_links_between_hosts(tmp_path: Path, mon
         return SLOW
 
     monkeypatch.setattr(measured_links, "_measure_link", measured)
-    for each in await machines("aab", tmp_path):
+    for each in await machine_figures("aab", tmp_path):
         assert each["world"].alpha == Tuning().tcp.alpha + 25e-3
         assert each["host"].alpha == Tuning(medium="shm").machine.alpha
 
@@ -183,5 +183,5 @@ async def test_unmeasurable_link_does_not_prevent_the_rendezvous(
         raise error
 
     monkeypatch.setattr(measured_links, "measure", fails)
-    for each in await machines("ab", tmp_path):
+    for each in await machine_figures("ab", tmp_path):
         assert each["world"] == Tuning().tcp

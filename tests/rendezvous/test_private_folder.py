@@ -1,4 +1,4 @@
-"""Where the sockets of one user are, and that nobody else can be there first."""
+"""Tests of the private folder for the sockets of one user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no us
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What is /tmp otherwise."""
+    """Return a folder that replaces /tmp."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 

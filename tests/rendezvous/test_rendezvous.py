@@ -1,4 +1,4 @@
-"""Every way to meet, and what is said when ranks do not; ranks are tasks of one loop."""
+"""Tests of every init method, and of errors if ranks do not meet. Ranks are tasks of one loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rank = Callable[[int], Awaitable[Any]]
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Hide whatever the shell has set."""
+    """Remove the variables of launchers and of aiocoll from the environment."""
     for name in list(os.environ):
         if name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or (
             name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP"
@@ -45,23 +45,23 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def port() -> int:
-    """Return a port that was free just now."""
+    """Return a port that is free at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
-async def together(world_size: int, rank: Rank) -> list[Any]:
+async def run_ranks_together(world_size: int, rank: Rank) -> list[Any]:
     async with asyncio.timeout(30):
         return await asyncio.gather(*(rank(number) for number in range(world_size)))
 
 
-async def check(pg: ProcessGroup) -> str:
+async def check_group(pg: ProcessGroup) -> str:
     assert await pg.allreduce(1) == pg.size()
     assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
     return pg.group_name
 
 
-# -- ways to meet
+# -- init methods
 
 
 async def test_caller_store_stays_open() -> None:
@@ -70,9 +70,9 @@ async def test_caller_store_stays_open() -> None:
     async def rank(rank: int) -> None:
         async with new_group(store=PrefixStore("job", store), rank=rank, world_size=3) as pg:
             assert (pg.rank(), pg.size()) == (rank, 3)
-            await check(pg)
+            await check_group(pg)
 
-    await together(3, rank)
+    await run_ranks_together(3, rank)
     await store.set("still", b"open")
     await store.aclose()
 
@@ -80,10 +80,10 @@ async def test_caller_store_stays_open() -> None:
 async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
     async def rank(rank: int) -> None:
         async with new_group(init_method=f"file://{tmp_path}/meet?here#now", rank=rank, world_size=3) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(3, rank)
-    await together(3, rank)  # and again, in the same file
+    await run_ranks_together(3, rank)
+    await run_ranks_together(3, rank)  # and again, in the same file
 
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp", "shm"])
@@ -91,9 +91,9 @@ async def test_ranks_meet_over_tcp(transport: Any, port: int) -> None:
     async def rank(rank: int) -> None:
         options = GroupOptions(transport=transport)
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, options=options) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(3, rank)
+    await run_ranks_together(3, rank)
 
 
 async def test_ranks_meet_by_environment_variables(environment: pytest.MonkeyPatch, port: int) -> None:
@@ -104,9 +104,9 @@ async def test_ranks_meet_by_environment_variables(environment: pytest.MonkeyPat
     async def rank(rank: int) -> None:
         async with new_group(rank=rank) as pg:
             assert pg.size() == 2
-            await check(pg)
+            await check_group(pg)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
 
 
 async def test_rank_and_world_size_come_from_the_environment(environment: pytest.MonkeyPatch, port: int) -> None:
@@ -119,7 +119,7 @@ async def test_rank_and_world_size_come_from_the_environment(environment: pytest
 
 
 async def test_rank_0_may_start_last(port: int) -> None:
-    """The one that hosts the store comes last."""
+    """The rank that hosts the store starts last."""
     came: list[int] = []
 
     async def rank(rank: int) -> None:
@@ -127,9 +127,9 @@ async def test_rank_0_may_start_last(port: int) -> None:
             await until(lambda: len(came) == 2)
         came.append(rank)
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(3, rank)
+    await run_ranks_together(3, rank)
     assert came[-1] == 0
 
 
@@ -138,11 +138,11 @@ async def test_consecutive_groups_may_use_one_address(port: int) -> None:
         kept = []
         for _ in range(4):
             async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
-                await check(pg)
+                await check_group(pg)
                 kept.append(pg)  # a closed group that somebody holds is in nobody's way
         return kept
 
-    await together(3, rank)
+    await run_ranks_together(3, rank)
 
 
 # -- several groups
@@ -161,18 +161,18 @@ async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> 
 
         async with make() as one, make(name="second") as two, make() as three:
             assert comm_of(one).endpoint is comm_of(two).endpoint is comm_of(three).endpoint
-            assert [await check(pg) for pg in (one, two, three)] == ["world:0", "second", "world:2"]
+            assert [await check_group(pg) for pg in (one, two, three)] == ["world:0", "second", "world:2"]
             with pytest.raises(ValueError, match="name='second' is the name of an open group"):
                 await make(name="second")
             await two.barrier()
             await two.shutdown()
             async with make(name="second") as again:
-                assert await check(again) == "second"
-            await check(one)
+                assert await check_group(again) == "second"
+            await check_group(one)
 
     with pytest.MonkeyPatch.context() as patch:
         spied(patch, dial=count)
-        await together(2, rank)
+        await run_ranks_together(2, rank)
     assert len(connected) == len(set(connected)) <= 3
 
 
@@ -183,15 +183,15 @@ async def test_closing_one_group_leaves_the_others() -> None:
         one = await new_group(store=store, rank=rank, world_size=2)
         two = await new_group(store=store, rank=rank, world_size=2)
         await one.shutdown()
-        await check(two)
+        await check_group(two)
         if rank == 0:
             two.abort("over")
         await two.wait_revoked()
         async with new_group(store=store, rank=rank, world_size=2) as three:
             await two.shutdown()
-            await check(three)
+            await check_group(three)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
     await store.aclose()
 
 
@@ -203,7 +203,7 @@ async def test_another_world_size_for_the_same_job_is_refused() -> None:
     await store.aclose()
 
 
-# -- not meeting
+# -- failures
 
 
 async def test_missing_ranks_are_named() -> None:
@@ -228,7 +228,7 @@ async def test_missing_rank_0_is_explained() -> None:
 async def test_missing_connection_is_named_on_both_sides(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All have come, but nothing answers: also in a warning, long before the time is over."""
+    """All ranks have published their cards, but no connection succeeds; a warning reports it before the timeout."""
 
     async def reach(*_: Any, **__: Any) -> socket.socket:
         await asyncio.Event().wait()
@@ -249,7 +249,7 @@ async def test_missing_connection_is_named_on_both_sides(
         with pytest.raises(RendezvousError, match=message):
             await new_group(store=store, rank=rank, world_size=2, timeout=1.0, options=options)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
     told = [record.getMessage() for record in caplog.records]
     for number, text in enumerate(expected):
         warning = rf"rank {number} of 2 did not meet the others within 0.5 s: {text}; still waiting"
@@ -270,14 +270,14 @@ async def test_late_rank_is_reported_in_a_warning(caplog: pytest.LogCaptureFixtu
 
 
 async def test_process_that_replaces_a_rank_is_advised_to_join() -> None:
-    """The store assigns it a rank of a second meeting, to which nobody else comes."""
+    """The store assigns it a rank of a second rendezvous, in which no other rank takes part."""
     store = HashStore()
 
     async def rank(_: int) -> None:
         async with new_group(store=store, world_size=2):
             pass
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
     with pytest.raises(
         RendezvousError, match=r"for rank\(s\) 1 of 2: ranks have already met on this store; .* pass join=True"
     ):
@@ -288,7 +288,7 @@ async def test_process_that_replaces_a_rank_is_advised_to_join() -> None:
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
 @pytest.mark.parametrize("backwards", [False, True])
 async def test_different_world_sizes_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
-    """At once: nobody waits for the time to be over."""
+    """Every rank fails at once, without waiting for the timeout."""
     store = HashStore()
 
     async def rank(rank: int) -> Any:
@@ -309,7 +309,7 @@ async def test_different_world_sizes_are_named_on_every_rank(sizes: tuple[int, .
 
 
 async def test_taken_rank_is_refused() -> None:
-    """Two stores of one name space: as from two processes that were given the same rank."""
+    """Two stores on one server stand for two processes with the same rank."""
     store = HashStore()
     first = PrefixStore("job", store)
     second = PrefixStore("job", store)
@@ -324,16 +324,16 @@ async def test_taken_rank_is_refused() -> None:
 
 
 async def test_rendezvous_can_be_cancelled(port: int) -> None:
-    """And the next attempt finds everything as it was."""
+    """The next attempt succeeds."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await new_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
 
     async def rank(rank: int) -> None:
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
 
 
 async def test_port_0_is_permitted_for_a_single_rank() -> None:
@@ -346,16 +346,16 @@ async def test_port_0_is_permitted_for_a_single_rank() -> None:
 async def test_wildcard_master_address_means_this_host(
     host: str, encryption: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
-    """As a destination it means the loopback, so both ends agree on whether the connection is encrypted."""
+    """The wildcard as destination means the loopback, so both ends agree on encryption."""
     environment.setenv("MASTER_ADDR", host)
     environment.setenv("MASTER_PORT", str(port))
     options = GroupOptions(job_key="k" * 32, encryption=encryption)
 
     async def rank(rank: int) -> None:
         async with new_group(rank=rank, world_size=2, options=options, timeout=20) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
 
 
 # -- wrong arguments
@@ -462,7 +462,7 @@ async def test_current_group_belongs_to_a_context() -> None:
                 assert current_process_group() is pg
             assert current_process_group() is None
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
     assert current_process_group() is None
     await store.aclose()
 

@@ -1,4 +1,4 @@
-"""Meetings held by a process that is no rank, and ranks that the store assigns."""
+"""Tests of meetings held by a process that is not a rank, and of ranks that the store assigns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..internals import comm_of
 LIMIT = 20.0
 
 
-async def reduced(ticket: Ticket, **given: Any) -> tuple[int, int, float]:
+async def join_and_reduce(ticket: Ticket, **given: Any) -> tuple[int, int, float]:
     async with ticket.join(timeout=LIMIT, **given) as pg:
         return pg.rank(), pg.size(), await pg.allreduce(1.0)
 
@@ -40,13 +40,13 @@ async def reduced(ticket: Ticket, **given: Any) -> tuple[int, int, float]:
 async def test_ranks_meet_with_tickets(world_size: int, given: bool) -> None:
     async with Meeting(world_size) as meeting:
         tickets = [meeting.ticket(rank if given else None) for rank in range(world_size)]
-        met = await asyncio.gather(*(reduced(pickle.loads(pickle.dumps(ticket))) for ticket in tickets))
+        met = await asyncio.gather(*(join_and_reduce(pickle.loads(pickle.dumps(ticket))) for ticket in tickets))
         assert (met if given else sorted(met)) == [(rank, world_size, world_size) for rank in range(world_size)]
 
 
 def test_meeting_can_be_held_without_a_loop() -> None:
     with Meeting(1) as meeting:
-        assert asyncio.run(reduced(meeting.ticket(0))) == (0, 1, 1.0)
+        assert asyncio.run(join_and_reduce(meeting.ticket(0))) == (0, 1, 1.0)
 
 
 async def test_tickets_are_small_and_do_not_show_the_key() -> None:
@@ -71,7 +71,7 @@ async def test_groups_from_one_ticket_share_the_job() -> None:
 async def test_ranks_meet_again() -> None:
     async with Meeting(2) as meeting:
         for _ in range(3):
-            met = await asyncio.gather(*(reduced(meeting.ticket()) for _ in range(2)))
+            met = await asyncio.gather(*(join_and_reduce(meeting.ticket()) for _ in range(2)))
             assert sorted(met) == [(0, 2, 2.0), (1, 2, 2.0)]
 
 
@@ -99,7 +99,7 @@ async def test_newcomer_replaces_a_rank() -> None:
 
 async def test_surplus_process_is_refused() -> None:
     async with Meeting(2) as meeting:
-        came = [asyncio.create_task(reduced(meeting.ticket())) for _ in range(3)]
+        came = [asyncio.create_task(join_and_reduce(meeting.ticket())) for _ in range(3)]
         results = await asyncio.gather(*came, return_exceptions=True)
         (error,) = (each for each in results if isinstance(each, BaseException))
         assert isinstance(error, RendezvousError)
@@ -108,7 +108,7 @@ async def test_surplus_process_is_refused() -> None:
 
 async def test_waiting_rank_is_notified_when_the_meeting_ends() -> None:
     async with Meeting(2) as meeting:
-        waiting = asyncio.create_task(reduced(meeting.ticket(0)))
+        waiting = asyncio.create_task(join_and_reduce(meeting.ticket(0)))
         ticket = meeting.ticket()
         async with ticket.where().open(LIMIT, ticket.key, GroupOptions.resolve(None, {})) as store:
             await store.wait(["aiocoll/1/card/0"])
@@ -209,7 +209,7 @@ async def test_world_size_must_be_positive(size: int) -> None:
         new_group(store=FileStore("/nowhere"), world_size=size)
 
 
-# -- a program that nothing has started
+# -- a program without a launcher
 
 
 async def test_singleton_variable_makes_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,12 +242,12 @@ async def test_program_without_a_launcher_gets_a_hint() -> None:
         new_group()
 
 
-# -- deaths, and programs that know nothing of tickets
+# -- deaths, and programs without tickets
 
 
 @pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 3])
 async def test_meeting_reports_a_death_to_the_ranks(hosts: int) -> None:
-    """Also those in a group that has grown, and the one that is not gone."""
+    """The ranks of a grown group and the reported process itself receive the report, too."""
     came: asyncio.Queue[None] = asyncio.Queue()
 
     async def rank(number: int, ticket: Ticket) -> str:

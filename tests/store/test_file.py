@@ -1,4 +1,4 @@
-"""FileStore: what a shared file adds to the contract."""
+"""Tests of `FileStore` beyond the contract of stores: the shared file."""
 
 import asyncio
 import fcntl
@@ -14,14 +14,14 @@ from aiocoll.store import FileStore, TCPStore
 HEADER_SIZE = 32
 
 
-async def keys_of(path) -> list[str]:
+async def stored_keys(path) -> list[str]:
     async with FileStore(path) as store:
         return await store.list_keys()
 
 
 @pytest.fixture
 async def log(tmp_path):
-    """A closed store with keys a, b and c, and the sizes it had before each."""
+    """Return the path of a closed store with keys a, b and c, and its sizes before each key."""
     path = tmp_path / "store"
     sizes = [HEADER_SIZE]
     async with FileStore(path) as store:
@@ -37,12 +37,12 @@ async def test_torn_tail_at_any_byte_is_cut_off(log):
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         intact = list("abc")[: sum(cut >= size for size in sizes[1:])]
-        assert await keys_of(path) == intact
+        assert await stored_keys(path) == intact
         async with FileStore(path) as writer, FileStore(path) as reader:
             await reader.list_keys()
             await writer.set("new", b"1")
             assert await reader.list_keys() == [*intact, "new"]
-        assert await keys_of(path) == [*intact, "new"]
+        assert await stored_keys(path) == [*intact, "new"]
 
 
 async def test_commands_that_change_nothing_are_not_logged(log):
@@ -205,7 +205,7 @@ asyncio.run(main())
 
 async def test_concurrent_processes_count_every_addition(tmp_path):
     path = tmp_path / "store"
-    # Debug mode reports slow callbacks: on a busy machine these are slow.
+    # Without asyncio's debug mode, which reports slow callbacks on a busy machine.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
     processes = [
         await asyncio.create_subprocess_exec(

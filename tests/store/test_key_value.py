@@ -1,4 +1,4 @@
-"""What `KeyValueStore` builds on three methods: nothing is lost or done twice, however long requests take."""
+"""Tests of `KeyValueStore`: no change is lost or repeated, whatever the latency of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class DistantStore(MinimalStore):
-    """A store with a way of some turns of the loop to its server and back."""
+    """A store whose requests take some loop iterations to the server and back."""
 
     def __init__(self, entries: dict[str, bytes], turns: int = 1) -> None:
         super().__init__(entries)
@@ -42,14 +42,14 @@ class DistantStore(MinimalStore):
             await asyncio.sleep(0)
 
 
-def distant(clients: int) -> list[DistantStore]:
-    """Clients of one server, at different distances of it."""
+def distant_stores(clients: int) -> list[DistantStore]:
+    """Return clients of one server with different latencies."""
     entries: dict[str, bytes] = {}
     return [DistantStore(entries, turns % 3) for turns in range(clients)]
 
 
 async def test_concurrent_changes_of_one_key_all_count() -> None:
-    stores = distant(8)
+    stores = distant_stores(8)
     sums = await asyncio.gather(*(store.add("n", 1) for store in stores))
     assert sorted(sums) == list(range(1, 9))
     await asyncio.gather(*(store.append("log", b"x") for store in stores))
@@ -57,14 +57,14 @@ async def test_concurrent_changes_of_one_key_all_count() -> None:
 
 
 async def test_concurrent_deletes_remove_a_key_once() -> None:
-    stores = distant(8)
+    stores = distant_stores(8)
     await stores[0].set("k", b"")
     deleted = await asyncio.gather(*(store.delete_key("k") for store in stores))
     assert sorted(deleted) == [False] * 7 + [True]
 
 
 async def test_queue_items_are_popped_once_and_in_push_order() -> None:
-    stores = distant(9)
+    stores = distant_stores(9)
     popped: list[list[bytes]] = []
 
     async def push(number: int) -> None:
@@ -87,8 +87,8 @@ async def test_queue_items_are_popped_once_and_in_push_order() -> None:
 @pytest.mark.parametrize("turns", range(24))
 @pytest.mark.parametrize("again", [None, 0, 1, 2, 4])
 async def test_pop_cancelled_at_any_turn_keeps_the_items(turns: int, again: int | None) -> None:
-    """`again`: the second cancellation, which the first one has not ended yet, comes so many turns later."""
-    near, far, _ = distant(3)
+    """Cancel a second time after `again` turns, before the first cancellation has ended."""
+    near, far, _ = distant_stores(3)
     for item in (b"0", b"1"):
         await near.queue_push("q", item)
     pop = asyncio.create_task(far.queue_pop("q"))
@@ -108,7 +108,7 @@ async def test_pop_cancelled_at_any_turn_keeps_the_items(turns: int, again: int 
 
 
 async def test_pop_cancelled_while_the_store_closes_keeps_the_item() -> None:
-    near, far, _ = distant(3)
+    near, far, _ = distant_stores(3)
     await near.queue_push("q", b"item")
     pop = asyncio.create_task(far.queue_pop("q"))
     await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_pop_cancelled_while_the_store_closes_keeps_the_item() -> None:
 
 
 async def test_multi_get_returns_values_of_one_instant() -> None:
-    near, far, other = distant(3)
+    near, far, other = distant_stores(3)
     await near.multi_set(["a", "b"], [b"0", b"0"])
     ended = asyncio.Event()
 
@@ -220,7 +220,7 @@ async def test_ranks_on_a_minimal_store_meet_split_and_wait(world_size: int) -> 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 async def test_group_on_a_distant_store_grows(world_size: int) -> None:
-    """Each rank and the newcomer is a client of its own, the way to the server takes time."""
+    """Each rank and the newcomer is a client, and requests take time."""
     entries: dict[str, bytes] = {}
 
     async def rank(number: int) -> list[int]:

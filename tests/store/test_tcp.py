@@ -1,4 +1,4 @@
-"""TCPStore and StoreServer: what a network adds to the contract."""
+"""Tests of `TCPStore` and `StoreServer` beyond the contract of stores: connections, handshakes, frames."""
 
 import asyncio
 import contextlib
@@ -52,8 +52,8 @@ def server():
     server.close()
 
 
-def resident() -> int:
-    """Return the bytes of memory this process has."""
+def resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -63,7 +63,7 @@ def client(server: StoreServer, key: bytes | None = KEY, **options) -> TCPStore:
 
 @contextlib.asynccontextmanager
 async def raw_connection(server: StoreServer, *, authenticate: bool = False):
-    """A reader and a writer on a bare connection."""
+    """Yield a reader and a writer of a connection without a client."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
         if authenticate:
@@ -79,7 +79,7 @@ async def raw_connection(server: StoreServer, *, authenticate: bool = False):
 
 
 class Impostor(asyncio.Protocol):
-    """Answers `reply` to whoever connects, and hangs up or stays."""
+    """A server protocol that sends `reply` to each client, then closes the connection or stays silent."""
 
     def __init__(self, reply: bytes, hang_up: bool, transports: list) -> None:
         self._reply = reply
@@ -95,7 +95,7 @@ class Impostor(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def impostor(reply: bytes, *, hang_up: bool = True):
-    """The port of a listener that is no store."""
+    """Yield the port of a listener that is not a store."""
     transports = []
     listener = await asyncio.get_running_loop().create_server(lambda: Impostor(reply, hang_up, transports), LOCAL, 0)
     async with listener:
@@ -345,7 +345,7 @@ async def test_unused_port_is_named_in_the_error():
 
 @pytest.mark.parametrize("name", ["master", "localhost", "localhost.localdomain", "127.0.1.1"])
 async def test_name_that_resolves_to_the_loopback_is_explained(monkeypatch, name):
-    """Said where that is an accident: Debian writes a host's own name into /etc/hosts so."""
+    """The error explains it where it is an accident, as in /etc/hosts of Debian."""
     port = free_port()
 
     async def resolve(host, port):
@@ -413,19 +413,19 @@ async def test_silent_clients_use_no_memory_for_tls():
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
     of_this_process()
-    before = resident()
+    before = resident_bytes()
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(MIN_PLACES):
             await stack.enter_async_context(raw_connection(server))
         await until(lambda: len(server._unencrypted) == MIN_PLACES)
         async with client(server, encryption="tls") as store:  # came last, so all others have been looked at
             await store.set("k", b"1")
-        assert resident() - before < MIN_PLACES * (64 << 10)
+        assert resident_bytes() - before < MIN_PLACES * (64 << 10)
     await server.aclose()
 
 
 async def test_connection_uses_one_of_several_made_certificates(monkeypatch):
-    """Each gets its own then, and later callers one of them: a connection has one, whichever it is."""
+    """Threads that make certificates at the same time get different ones."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     monkeypatch.setattr(server._tls, "get", of_this_process.__wrapped__)
     server.start()
@@ -456,7 +456,7 @@ async def test_silent_client_is_disconnected_at_the_deadline(limits, encryption)
 
 
 async def test_client_that_has_proven_the_key_has_no_deadline(limits):
-    """It sends CONFIRM after the server has closed another client, which came later, at its deadline."""
+    """The client sends CONFIRM after a later client was disconnected at its deadline."""
     limits(store_handshake=0.05)
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
@@ -475,7 +475,7 @@ async def test_client_that_has_proven_the_key_has_no_deadline(limits):
 
 
 async def test_deadline_does_not_end_a_session_with_unread_data():
-    """All timers of the session fire in one callback, when HELLO is in the socket."""
+    """All timers of the session fire in one callback while HELLO is unread in the socket."""
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
 
@@ -502,7 +502,7 @@ async def test_deadline_does_not_end_a_session_with_unread_data():
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
-    """The loop of the client is blocked until the answer has come, and the timeout is over."""
+    """The client's loop is blocked until the reply has arrived and the timeout has expired."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
 
@@ -611,7 +611,7 @@ async def test_invalid_argument_on_the_wire_gets_an_error_reply(server):
         assert b"value must be bytes, got str" in await reader.readexactly(nbytes)
 
 
-#: A call, what its result must not be, and what a server has never seen missing.
+#: By command: a call, and invalid results for it.
 CALLS = {
     "set": (lambda store: store.set("k", b""), [b"", 0]),
     "add": (lambda store: store.add("n", 1), [None, b"1", 1.0, True]),
@@ -635,7 +635,7 @@ WRONG_OUTCOMES = [3, -1, None, "0", [0], True, 1.0]
 
 @pytest.mark.parametrize("command", CALLS)
 async def test_invalid_reply_closes_the_connection_with_a_reason(server, command, monkeypatch):
-    """Whatever a server says, a call raises one kind of error, at once."""
+    """Every invalid reply raises the same kind of error at once."""
     call, results = CALLS[command]
     answers = [(0, wrong) for wrong in results]
     answers += [(1, wrong) for wrong in (None, b"", [], 7)]
@@ -657,7 +657,7 @@ def send(session: Session, message: list) -> None:
 
 
 async def test_cancelled_wait_is_removed_after_its_reply(server):
-    """And not only when the connection ends."""
+    """The request is removed at once, and not only when the connection ends."""
     async with client(server) as store:
         for command in (store.get, store.queue_pop):
             waiting = asyncio.create_task(command("never"))
@@ -745,7 +745,7 @@ async def test_master_that_fails_to_open_leaves_no_thread():
 
 @pytest.fixture(scope="session")
 def uvloop_warm() -> None:
-    """uvloop's first loop opens a pipe that stays for the life of the process."""
+    """Start uvloop once: its first loop opens a pipe that stays until the process ends."""
     if uvloop is not None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(asyncio.sleep(0))
@@ -754,7 +754,7 @@ def uvloop_warm() -> None:
 @pytest.mark.usefixtures("uvloop_warm")
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 def test_cancelled_run_leaves_no_resources(name, tmp_path):
-    """The leak check of every test does the asserting."""
+    """The leak check of the test suite contains the assertions."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
     new_loop = uvloop.new_event_loop if name == "uvloop" else asyncio.new_event_loop
@@ -818,7 +818,7 @@ async def test_second_join_of_a_client_is_refused(server):
 
 
 async def test_opening_cancelled_after_encryption_does_not_affect_the_next(monkeypatch):
-    """Whose socket has the number of the one that was cancelled."""
+    """The next socket has the descriptor number of the cancelled one."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
 
@@ -850,8 +850,8 @@ async def test_server_forget_ends_connections_and_waits(server: StoreServer) -> 
         assert await after.list_keys() == ["kept/1"]
         assert await after.queue_len("queue") == 0
         await after.queue_push("later", b"mine")
-        assert await after.queue_pop("later") == b"mine", "nobody of before takes it"
-    # Nor do those count that came before.
+        assert await after.queue_pop("later") == b"mine", "no earlier client takes it"
+    # Clients from before `forget` no longer count.
     late = client(server, world_size=2, timeout=0.2)
     with pytest.raises(StoreTimeoutError):
         await late.open()
