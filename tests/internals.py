@@ -84,7 +84,7 @@ LIMITS = {
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
     "watchdog_round": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),
     # stores
-    "redis_look_every": ("aiocoll.redis.store._LOOK_EVERY",),
+    "redis_look_every": ("aiocoll.redis.store._READ_EVERY",),
     "redis_patience": ("aiocoll.redis.store.PATIENCE", "aiocoll.redis.client.PATIENCE"),
     "redis_renew_every": ("aiocoll.redis.client._RENEW_EVERY",),
     "store_entries": ("aiocoll.store.core.MAX_ENTRIES",),

@@ -473,7 +473,7 @@ FOREIGN = {
     "group.parts": {"_parts"},  # the one way to the parts of a group
     "meeting.claim": {"_hold", "_sees_disconnects"},  # of stores, which users write
     "redis.connection": {"_writer"},  # redis's
-    "store.view": {"_checked"},  # as in `meeting.claim`
+    "store.view": {"_call_checked"},  # as in `meeting.claim`
     "testing.spawn": {"_testMethodName"},  # unittest's
     "testing.virtual": {"_callback", "_ready", "_scheduled", "_when"},  # asyncio's
 }

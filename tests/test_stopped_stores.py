@@ -436,7 +436,7 @@ def test_users_store_that_stops(call: str, prefixed: bool) -> None:
         store.last, store.requests = last, 0
         timed = Timed(TIMEOUT)
         await timed(WAITS[call](used, TIMEOUT))
-        for task in store._giving_back:
+        for task in store._returning:
             task.cancel()
         return store.requests, timed.failures
 

@@ -1,6 +1,6 @@
-"""`RedisStore`: ranks meet on a Redis server. Loaded by the first use of the name, or of a ``redis://`` URL.
+"""`RedisStore`: a store on a Redis server, imported at the first use of the name or of a ``redis://`` URL.
 
-connection    the server: its address, TLS, errors, one connection
-client        the requests of one process, and the changes that the server publishes
-store         the store, and how the URL opens it
+connection    address, TLS and errors of the server; one connection
+client        requests of one process, and notifications of changes
+store         the store, and the opener of its URLs
 """

@@ -1,20 +1,19 @@
-"""`RedisClient` and `RedisChanges`: the requests of one process to a Redis server, and the changes that it publishes.
+"""`RedisClient` and `RedisChanges`: requests of one process to a Redis server, and notifications of changes.
 
-The server carries out one script, so that each request is one step there.
+Each request runs a script, so that the server carries it out in one step.
 
-All that a job has on the server is one hash, so its entries are lost together or not at all: by a restart, by an
-eviction, or when they expire. Its fields are
+A job has one hash on the server. So a restart, an eviction or an expiry loses all its entries together. Its fields are
 
-    job         a random number of the hash itself; when it is another one, or absent, the entries have been lost
-    CLIENT      for each client, the number of its last change and the result of that
+    job         a random number that identifies the hash; if it is absent or different, the entries were lost
+    CLIENT      for each client, the number and the result of its last change
     =NAME       the value of the entry NAME
 
-A client numbers its changes, and says which one was the last whose result it knows. A change that comes again, since
-its answer had been lost with a connection, is answered and not repeated. A server that has forgotten a change which it
-had answered, since it was restarted from an older copy of its data, is found out, and the hash is removed: whoever goes
-on would wait for what is not there.
+A client numbers its changes, and sends the number of the last change whose result it has received. If a change arrives
+again, because its reply was lost with a connection, the script returns the recorded result. A server that was restarted
+from an older copy of its data may have lost changes after their replies. The script detects this by the numbers and
+removes the hash, because clients would otherwise wait for lost entries.
 
-Each change renews the time at which the hash expires, and publishes the names of the entries to whoever waits.
+Each change postpones the expiry of the hash, and publishes the names of the changed entries to waiting clients.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from typing import Any, Final, Self
 from aiocoll.errors import StoreError, StoreUnavailableError
 from aiocoll.redis.connection import PATIENCE, RedisAddress, RedisConnection, pauses
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.store.base import settled
+from aiocoll.store.base import wait_until_done
 
 __all__ = ["RedisChanges", "RedisClient", "Watch"]
 
-#: Seconds after which entries that no client has renewed are removed by the server: for who looks into a failed job.
+#: Seconds after which the server removes the hash if no client renews it; long, so that failed jobs can be examined.
 _LIFETIME: Final = 86400.0
-#: Seconds without a request after which a client renews them: an outage may last for hours.
+#: Seconds without a request after which a client renews the hash; short, since an outage may last for hours.
 _RENEW_EVERY: Final = 3600.0
 #: Requests that change entries.
 _CHANGES: Final = frozenset({"swap", "set", "add"})
-#: The answer to a request for entries that are gone.
+#: The reply of the script if the entries were lost.
 _LOST: Final = b"lost"
 
 #: The hash is KEYS[1]. Arguments: its random number, the client, the number of the change, the last change whose result
-#: the client knows, milliseconds until the hash expires, the request, and the arguments of the request.
+#: the client has received, milliseconds until the hash expires, the request, and the arguments of the request.
 _SCRIPT: Final = """
 local hash = KEYS[1]
 local job, client, number, known, lifetime, request = unpack(ARGV, 1, 6)
@@ -113,7 +112,7 @@ return {result}
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request. `answer` gets an error as its result, since an exception might not be retrieved."""
+    """A request. An error becomes the result of `answer`, since an exception might never be retrieved."""
 
     command: str
     arguments: tuple[str | bytes | int, ...]
@@ -122,17 +121,18 @@ class _Request:
 
 
 class RedisClient:
-    """Sends requests, one after the other, and each until it has been answered: connections may come and go.
+    """A queue of requests to a Redis server, which reconnects and resends a request until it has a reply.
 
-    A task of its own does it, so that a caller that is cancelled takes no connection away from the others.
+    A separate task sends the requests one by one, so that a cancelled caller does not break the connection of other
+    callers.
 
     Args:
-        address: of the server.
-        name: of the hash that holds the entries.
+        address: the address of the server.
+        name: the name of the hash that holds the entries.
 
     Attributes:
-        trouble: why the server could not be reached the last time, None once it has been.
-        reached: the numeric address of the server, "" before the first connection.
+        trouble: the reason why the latest attempt to reach the server failed; None if it succeeded.
+        reached: the numeric address of the server; "" before the first connection.
     """
 
     def __init__(self, address: RedisAddress, name: str) -> None:
@@ -151,12 +151,12 @@ class RedisClient:
         self._closed = False
 
     async def call(self, command: str, *arguments: str | bytes | int, timeout: float) -> Any:
-        """Return what the server answers to a request of `_SCRIPT`.
+        """Send a request of `_SCRIPT`, and return the reply.
 
         Raises:
-            StoreUnavailableError: no server has answered within `timeout` seconds, the entries are gone, or the client
-                is closed.
-            StoreError: the server refuses the request.
+            StoreUnavailableError: no reply arrived within `timeout` seconds, the entries were lost, or the client is
+                closed.
+            StoreError: the server refused the request.
         """
         self._check_open()
         self._count += command in _CHANGES
@@ -166,7 +166,7 @@ class RedisClient:
         self._unanswered.add(request)
         self._requests.put_nowait(request)
         try:
-            if not await settled(request.answer, timeout):
+            if not await wait_until_done(request.answer, timeout):
                 raise StoreUnavailableError(
                     f"{self.trouble or f'no store at {self._address}: no answer'}; tried for {timeout:.3g} s"
                 )
@@ -179,7 +179,7 @@ class RedisClient:
         return answer
 
     async def aclose(self) -> None:
-        """Disconnect; pending and later calls raise `StoreUnavailableError`."""
+        """Disconnect. Pending and later calls raise `StoreUnavailableError`."""
         self._closed = True
         for request in self._unanswered:
             if not request.answer.done():
@@ -190,7 +190,7 @@ class RedisClient:
         runtime = Runtime.of(running_loop())
         self._client = runtime.random_bytes(16).hex()
         while True:
-            request = await self._next()
+            request = await self._next_request()
             pause = pauses()
             while not request.answer.done():
                 try:
@@ -205,7 +205,7 @@ class RedisClient:
                 if not request.answer.done():
                     request.answer.set_result(answer)
 
-    async def _next(self) -> _Request:
+    async def _next_request(self) -> _Request:
         try:
             async with asyncio.timeout(_RENEW_EVERY):
                 return await self._requests.get()
@@ -218,20 +218,20 @@ class RedisClient:
                 await self._connection.open()
                 self.reached = self._connection.reached
             if not self._job:
-                self._job = await self._ask(runtime.random_bytes(16).hex().encode(), 0, "open")
-            answer = await self._ask(self._job, request.number, request.command, *request.arguments)
+                self._job = await self._run_script(runtime.random_bytes(16).hex().encode(), 0, "open")
+            answer = await self._run_script(self._job, request.number, request.command, *request.arguments)
         self.trouble = None
         if answer == _LOST:
             return StoreUnavailableError(
                 f"{self._address} has lost the entries of this job: it was restarted without them or with an older "
                 f"copy, or its key {self._name!r} was removed (FLUSHALL, DEL, an eviction): start all ranks again, and "
-                "let the server keep what it has"
+                "configure the server to keep its data"
             )
         if request.command in _CHANGES:
             self._known = request.number
         return answer[0]
 
-    async def _ask(self, job: bytes, number: int, command: str, *arguments: str | bytes | int) -> Any:
+    async def _run_script(self, job: bytes, number: int, command: str, *arguments: str | bytes | int) -> Any:
         lifetime = int(_LIFETIME * 1e3)
         await self._connection.send(
             "EVAL", _SCRIPT, 1, self._name, job, self._client, number, self._known, lifetime, command, *arguments
@@ -247,21 +247,21 @@ class RedisClient:
 
 
 class RedisChanges:
-    """Listens while there are waits, and until the next change after the last of them.
+    """A subscription to the changes of entries. It is active while there are waits, and until the next change after.
 
-    Messages that come while there is no connection are lost, and nothing tells that a server has lost its data: who
-    waits looks again from time to time all the same.
+    Messages during an outage of the connection are lost, and a server that has lost its data sends none. So waiting
+    calls also read their entries from time to time.
 
     Args:
-        address: of the server.
-        channel: where the names of changed entries are published.
+        address: the address of the server.
+        channel: the channel on which the names of changed entries are published.
     """
 
     def __init__(self, address: RedisAddress, channel: str) -> None:
         self.refusal: StoreError | None = None
-        """Why the server does not tell, if it refuses to."""
+        """Error of a server that refuses the subscription, or None."""
         self.listening = False
-        """Whether no change is missed."""
+        """Whether the subscription is active, so that no change is missed."""
         self._address = address
         self._channel = channel
         self._connection = RedisConnection(address)
@@ -270,11 +270,11 @@ class RedisChanges:
         self._closed = False
 
     def watch(self) -> Watch:
-        """Return what tells a wait when to look again; for ``with``."""
+        """Return a watch for one waiting call, to use with ``with``."""
         return Watch(self)
 
     def add(self, name: bytes, watch: Watch) -> None:
-        """Tell `watch` of changes of an entry from now on."""
+        """Start to notify `watch` of changes of an entry."""
         self._watches.setdefault(name, set()).add(watch)
         if self._closed:
             watch.look.set()
@@ -284,16 +284,16 @@ class RedisChanges:
             self._task = runtime.create_task(self._listen(runtime), f"aiocoll changes on {self._address}")
 
     def remove(self, name: bytes, watch: Watch) -> None:
-        """Do not any more."""
+        """Stop notifying `watch` of changes of an entry."""
         self._watches[name].remove(watch)
         if not self._watches[name]:
             del self._watches[name]
 
     async def aclose(self) -> None:
-        """Disconnect; all waits look again."""
+        """Disconnect, and wake all waits."""
         self._closed = True
         await self._connection.aclose(self._task)
-        self._all_may_have_changed()
+        self._wake_all()
 
     async def _listen(self, runtime: Runtime) -> None:
         pause = pauses()
@@ -304,7 +304,7 @@ class RedisChanges:
                     await self._connection.send("SUBSCRIBE", self._channel)
                     await self._connection.receive()
                 self.listening = True
-                self._all_may_have_changed()
+                self._wake_all()
                 pause = pauses()
                 while self._watches:
                     _, _, name = await self._connection.receive()
@@ -317,19 +317,19 @@ class RedisChanges:
             finally:
                 self.listening = False
                 await self._connection.hang_up()
-        self._all_may_have_changed()
+        self._wake_all()
 
-    def _all_may_have_changed(self) -> None:
+    def _wake_all(self) -> None:
         for watches in self._watches.values():
             for watch in watches:
                 watch.look.set()
 
 
 class Watch:
-    """When a wait is to look again; it waits for one entry at a time.
+    """The notifications of one waiting call, for one entry at a time.
 
     Attributes:
-        look: set when the entry may have changed.
+        look: an event that is set when the entry may have changed.
     """
 
     def __init__(self, changes: RedisChanges) -> None:
@@ -345,17 +345,17 @@ class Watch:
             self._changes.remove(self._name, self)
 
     async def change(self, name: bytes, timeout: float) -> None:
-        """Wait until an entry may have changed since the wait has begun to look at it, for `timeout` seconds at most.
+        """Wait up to `timeout` seconds until an entry may have changed since this watch was set to it.
 
         Raises:
-            StoreError: the server refuses to tell.
+            StoreError: the server refused the subscription.
         """
         if name != self._name:
             self.__exit__()
             self._name = name
             self._changes.add(name, self)
             if self._changes.listening:
-                return  # it may have changed since the caller has looked
+                return  # the entry may have changed since the caller read it
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self.look.wait()

@@ -1,4 +1,4 @@
-"""The connection to a Redis server: its address, TLS and errors. Passwords are in no text made here."""
+"""Connection to a Redis server: address, TLS and error texts. No text of this module contains a password."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from aiocoll.store.client import StoreAuthenticationError
 
 __all__ = ["PATIENCE", "RedisAddress", "RedisConnection", "pauses"]
 
-#: Seconds in which a server that is there connects, or answers: 8 MiB take as long at 5 Mbit/s.
+#: Timeout in seconds of a connection attempt and of a reply, the time of 8 MiB at 5 Mbit/s.
 PATIENCE: Final = 15.0
-#: Seconds between attempts to connect, at first and at last.
+#: Seconds between attempts to connect, which grow from the first value to the second.
 _FIRST_RETRY: Final = 0.005
 _LAST_RETRY: Final = 0.25
-#: Seconds that closing waits for the end of an attempt to connect.
+#: Seconds to wait for the end of an attempt to connect while closing.
 _CLOSE_TIMEOUT: Final = 1.0
-#: Where servers listen by default.
+#: The default port of servers.
 _PORT: Final = 6379
 
 
 class RedisAddress:
-    """A server and one of its databases, from ``redis://[[user]:password@]host[:port][/db]``, or ``rediss://`` for TLS.
+    """The address of a Redis database: ``redis://[[user]:password@]host[:port][/db]``, or ``rediss://`` for TLS.
 
     Args:
         url: the address.
-        tls_ca: path of the certificates of the CAs that may have signed the server's; None: those of the system.
-        tls_certificate: path of a certificate to show to the server, or None.
+        tls_ca: path of the CA certificates that verify the server; None uses those of the system.
+        tls_certificate: path of the certificate to present to the server, or None.
         tls_key: path of its private key.
 
     Raises:
         BackendUnavailableError: the package `redis` is not installed.
-        ValueError, TypeError: `url` has another form, or a file cannot be used; the password is not in the message.
+        ValueError, TypeError: `url` has an invalid form, or a file cannot be used. The message omits the password.
     """
 
     def __init__(self, url: str, tls_ca: str | None, tls_certificate: str | None, tls_key: str | None) -> None:
-        self._redis, self._exceptions = _redis()
+        self._redis, self._exceptions = _import_redis()
         encrypted, self._arguments = _parse(url)
         where = describe(self._arguments["host"], self._arguments["port"])
         self._text = f"redis{'s' * encrypted}://{where}/{self._arguments['db']}"
@@ -57,61 +57,63 @@ class RedisAddress:
         return self._text
 
     def connection(self) -> Any:
-        """Return a new `redis.asyncio.Connection`, which nothing has connected yet; the caller bounds its calls."""
-        # Version 2 of the protocol has all that is used, and is known to every server and proxy.
+        """Return a new, unconnected `redis.asyncio.Connection`. The caller limits the time of its calls."""
+        # Version 2 of the protocol suffices, and every server and proxy supports it.
         arguments = {**self._arguments, "protocol": 2, "socket_timeout": None}
         if self._context is None:
             return self._redis.Connection(**arguments)
         connection = self._redis.SSLConnection(**arguments)
-        # The one that it would make trusts the CAs of the system, too.
+        # The context of the package would also trust the CAs of the system.
         connection.ssl_context.context = self._context
         return connection
 
     def refusal(self, error: Exception) -> StoreError | None:
-        """Return what to raise for an error that trying again does not mend; None if it may."""
+        """Return the exception for an error that a retry cannot resolve; None if a retry may succeed."""
         exceptions = self._exceptions
         if isinstance(error, exceptions.NoPermissionError):
             return StoreAuthenticationError(
-                f"{self} forbids what the store needs ({error}): the user in the url needs the keys and the channels "
-                "aiocoll:*, and the commands that the documentation of RedisStore lists"
+                f"{self} denies a permission that the store needs ({error}): the user in the url needs the keys and "
+                "the channels aiocoll:*, and the commands that the documentation of RedisStore lists"
             )
         if isinstance(error, exceptions.AuthenticationError | exceptions.AuthenticationWrongNumberOfArgsError):
-            return StoreAuthenticationError(f"{self} refuses user or password: {error}; correct them in the url")
+            return StoreAuthenticationError(f"{self} refused user or password: {error}; correct them in the url")
         for cause in _causes(error):
             if isinstance(cause, ssl.SSLCertVerificationError):
                 return StoreAuthenticationError(
-                    f"the certificate of {self} is refused ({cause.verify_message}): give the certificates of its CA "
-                    "by tls_ca=, and a host that the certificate names in the url"
+                    f"the certificate of {self} was refused ({cause.verify_message}): pass the certificates of its CA "
+                    "as tls_ca=, and use a host in the url that the certificate names"
                 )
         if isinstance(error, exceptions.ResponseError):
             return StoreError(f"{self} could not carry out a request: {error}")
         return None
 
     def explain(self, error: Exception) -> str:
-        """Return in words why the server was not reached."""
+        """Return an error text that explains why the server was not reached."""
         for cause in _causes(error):
             if isinstance(cause, ConnectionRefusedError):
-                return "nothing listens there (connection refused); is it running, and is the url right?"
+                return "nothing listens there (connection refused); check that the server runs and the url is correct"
             alert = isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or "")
             if alert or (self._context is not None and isinstance(cause, ConnectionResetError)):
                 return (
-                    "it has closed the connection; if it asks for certificates, give tls_certificate= and tls_key= "
+                    "the server closed the connection; if it requires certificates, pass tls_certificate= and tls_key= "
                     "of a CA that it trusts"
                 )
             if isinstance(cause, ssl.SSLError):
-                return f"what listens there does not speak TLS as expected ({cause.reason or cause})"
+                return f"the program that listens there does not use TLS as expected ({cause.reason or cause})"
             if isinstance(cause, OSError) and cause.strerror:
                 return cause.strerror
         if isinstance(error, TimeoutError):
-            return "no answer; is the url right, and is the port open in the firewall?"
+            return "no answer; check the url, and that the firewall permits the port"
         return str(error) or type(error).__name__
 
 
 class RedisConnection:
-    """One connection. Its calls raise what the package `redis` raises, or `OSError`; `hang_up` comes after each error.
+    """A connection to a Redis server. The caller closes it with `hang_up` after each error.
+
+    Methods raise the exceptions of the package `redis`, or `OSError`.
 
     Args:
-        address: of the server.
+        address: the address of the server.
     """
 
     def __init__(self, address: RedisAddress) -> None:
@@ -121,47 +123,46 @@ class RedisConnection:
 
     @property
     def connected(self) -> bool:
-        """Whether it has been opened, and not been closed since."""
+        """Whether the connection is open."""
         return bool(self._connection.is_connected)
 
     @property
     def reached(self) -> str:
-        """The numeric address of the server, once connected."""
+        """Numeric address of the server; valid after `open`."""
         return str(self._transport.get_extra_info("peername")[0])
 
     async def open(self) -> None:
         """Connect, and log in."""
         self._connecting = connecting = asyncio.ensure_future(self._connection.connect())
-        connecting.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # who is cancelled does not look
+        # Retrieve the exception, since a cancelled caller does not.
+        connecting.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.wait([connecting])
         finally:
             connecting.cancel()
         connecting.result()
-        self._transport = self._connection._writer.transport  # the package has no public way to it
+        self._transport = self._connection._writer.transport  # the package has no public attribute for it
 
     async def send(self, *words: str | bytes | int) -> None:
         """Send a command."""
         await self._connection.send_command(*words)
 
     async def receive(self) -> Any:
-        """Return the next answer, or message."""
+        """Return the next reply or published message."""
         return await self._connection.read_response()
 
     async def hang_up(self) -> None:
-        """Close it at once, whatever state it is in."""
+        """Close the connection at once, in any state."""
         if self._transport is not None:
-            self._transport.abort()  # TLS would wait for the server
+            self._transport.abort()  # closing TLS in order would wait for the server
         with suppress(Exception):
             await self._connection.disconnect(nowait=True)
 
     async def aclose(self, user: asyncio.Task[None] | None) -> None:
-        """Close it for good, and end the task that uses it.
+        """Close the connection finally, and end the task that uses it.
 
-        A TLS connection of asyncio that is cancelled in the moment in which it is made stays open, and nobody has it:
-        so an attempt may end first.
+        Wait first for an attempt to connect: if asyncio's TLS connect is cancelled at the moment of the connection, the
+        socket stays open without an owner.
         """
         if self._connecting is not None:
             await asyncio.wait([self._connecting], timeout=_CLOSE_TIMEOUT)
@@ -179,7 +180,7 @@ def pauses() -> Iterator[float]:
         pause = min(2 * pause, _LAST_RETRY)
 
 
-def _redis() -> tuple[Any, Any]:
+def _import_redis() -> tuple[Any, Any]:
     try:
         import redis.asyncio
         import redis.exceptions
@@ -189,7 +190,7 @@ def _redis() -> tuple[Any, Any]:
 
 
 def _parse(url: str) -> tuple[bool, dict[str, Any]]:
-    """Return whether to encrypt, and the arguments of a connection."""
+    """Return whether a URL requests TLS, and the arguments of a connection."""
     if not isinstance(url, str):
         raise TypeError(f"url must be str, got {type(url).__name__}")
     form = "redis://[[user]:password@]host[:port][/db], or rediss:// for TLS"
@@ -198,9 +199,9 @@ def _parse(url: str) -> tuple[bool, dict[str, Any]]:
         host, port = parts.hostname, parts.port
         database = parse_int(parts.path.removeprefix("/") or "0")
     except ValueError:
-        raise ValueError(f"url must be {form}: the port, the number of the database or an address is wrong") from None
+        raise ValueError(f"url must be {form}: the host, the port or the database number is invalid") from None
     if parts.scheme not in ("redis", "rediss") or not host or parts.query or parts.fragment or database < 0:
-        raise ValueError(f"url must be {form}; characters like / and @ of a password are written %2F and %40")
+        raise ValueError(f"url must be {form}; write characters like / and @ in a password as %2F and %40")
     return parts.scheme == "rediss", {
         "host": host,
         "port": _PORT if port is None else port,
@@ -212,7 +213,7 @@ def _parse(url: str) -> tuple[bool, dict[str, Any]]:
 
 def _context(ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
     if (certificate is None) != (key is None):
-        raise ValueError("tls_certificate and tls_key belong together: give both, or none")
+        raise ValueError("tls_certificate and tls_key belong together: pass both, or none")
     try:
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:
@@ -229,7 +230,7 @@ def _context(ca: str | None, certificate: str | None, key: str | None) -> ssl.SS
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and what it was raised for."""
+    """Yield `error` and the chain of its causes."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

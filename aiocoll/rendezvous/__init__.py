@@ -1,10 +1,10 @@
-"""From an init method to a group: the only package that combines store, transport and engine.
+"""Rendezvous: the steps from an init method to a group. Only this package combines store, transport and engine.
 
-new_group    init method -> store, rank, world size
-job          what the groups of one rank in one job share: store, key, endpoint
-exchange     what the ranks tell each other through the store
-measured_links  what the links between hosts do
-same_host    which ranks can reach each other's unix sockets
-unmet        why ranks have not met, in words
-dry_run      the job of a rank without peers (backend "fake")
+new_group       init method -> store, rank, world size
+job             one rank in one job: the store, key and endpoint that its groups share
+exchange        values that the ranks exchange through the store
+measured_links  latency and bandwidth of the links between hosts
+same_host       grouping of the ranks that can reach each other's unix sockets
+unmet           error texts for ranks that did not meet
+dry_run         the job of a rank without peers (backend "fake")
 """

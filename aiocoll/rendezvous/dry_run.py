@@ -1,23 +1,23 @@
-"""The backend "fake": one rank of a world of any size, without the others; for dry runs.
+"""Dry runs: the backend "fake", one rank of a world of any size without its peers.
 
     pg = await aiocoll.new_group("fake", rank=3, world_size=1024)
 
-Calls check their arguments, take their sequence numbers and return a `Work` as always, and it has completed already:
-nothing was sent, and arrays are unchanged (arrays that the call allocates have undefined contents). A rank knows only
-its own objects:
+Calls check their arguments, take their sequence numbers and return a `Work`, as in a real group. The work has already
+completed. No data was sent, and arrays are unchanged. Arrays that the call allocates have undefined contents. Calls
+with objects return only objects of this rank:
 
     call                result
     broadcast_object    `obj` at the root, else None
-    allgather_object    `obj` from every rank
-    gather_object       `obj` from every rank at the root, else None
-    scatter_object      its own of `objs` at the root, else None
-    alltoall_object     from every rank what was meant for it
+    allgather_object    `obj` of this rank, once per rank
+    gather_object       `obj` of this rank, once per rank, at the root, else None
+    scatter_object      the entry of `objs` for this rank at the root, else None
+    alltoall_object     the entry of `objs` for this rank, once per rank
     recv_object         None
-    recv, recv_anysource, recv_object    from the rank asked for, else from the lowest other one
 
-`incoming` waits until the group is closed; `shrink` and `grow` succeed as if all ranks called them.
+`recv`, `recv_anysource` and `recv_object` report the requested source, or the lowest other rank if any was accepted.
+`incoming` waits until the group is closed. `shrink` and `grow` succeed as if all ranks called them.
 
-Cost: a group of 100,000 ranks takes about 0.05 s and 25 MB; a call takes the time of checking its arguments.
+Cost: a group of 100,000 ranks takes about 0.05 s and 25 MB. A call takes the time of checking its arguments.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ __all__ = ["World"]
 
 
 class World:
-    """What the groups of one dry run share; the origin of each of them (see `aiocoll.group.dispatch.origin.Origin`).
+    """The state shared by the groups of one dry run, as their `aiocoll.group.dispatch.origin.Origin`.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
-        options: of its groups, resolved. Times are estimated for all ranks on one host, which exchange messages over
-            its `transport`, or TCP if that is "auto".
+        options: resolved options of its groups. Estimates of times assume that all ranks run on one host, and use its
+            `transport`, or TCP if that is "auto".
     """
 
     dry = True
 
     def __init__(self, rank: int, world_size: int, options: GroupOptions) -> None:
-        self._endpoint = _Nowhere(Runtime.of(asyncio.get_running_loop()), rank, world_size)
-        self._tuning = _tuning(options)
+        self._endpoint = _PeerlessEndpoint(Runtime.of(asyncio.get_running_loop()), rank, world_size)
+        self._tuning = _load_tuning(options)
         self._members = 0
         self._store = HashStore()
 
     def store(self, identity: int) -> Store:
-        """Return the keys of a group, of which this rank sets all."""
+        """Return a store for the keys of a group. Only this rank sets them."""
         return PrefixStore(f"group/{identity:x}", self._store)
 
     def group(self, spec: GroupSpec) -> ProcessGroup:
@@ -84,58 +84,58 @@ class World:
         return self.derive(identity, range(self._endpoint.world_size), spec._replace(name=name))
 
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
-        """Make a group of some of the ranks."""
+        """Make a group of the given ranks."""
         self._members += 1
         comm = Communicator(self._endpoint, identity, ranks, spec, 0, self._tuning)
         self._endpoint.add(comm)
         return ProcessGroup(comm, spec, self)
 
     async def invite(self, invitation: Invitation, timeout: float) -> Assignment:
-        """Take in as many newcomers as are wanted."""
+        """Accept the highest number of newcomers that the invitation permits."""
         return Assignment("", self._endpoint.rank, invitation.size + invitation.most, invitation.name)
 
     async def await_newcomer(self) -> None:
-        """Do not wait: there are as many as are wanted."""
+        """Return at once, as if all wanted newcomers had arrived."""
 
     async def meet_anew(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
-        """Make a group with others."""
+        """Make a group that includes the newcomers."""
         return World(assignment.rank, assignment.world_size, spec.options).group(spec)
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
-        """Do nothing: there are no newcomers."""
+        """Do nothing, since a dry run has no newcomers."""
 
     async def release(self) -> None:
-        """A group is closed."""
+        """Handle a closed group; the last one closes the endpoint."""
         self._members -= 1
         if not self._members:
             await self._endpoint.aclose()
 
     def drop(self, group: ProcessGroup) -> None:
-        """Do nothing: a dry run has no sockets and no threads."""
+        """Do nothing, since a dry run has no sockets and no threads."""
 
 
-def _tuning(options: GroupOptions) -> Tuning:
+def _load_tuning(options: GroupOptions) -> Tuning:
     tuning = load(options.tuning, os.environ) or Tuning()
     return tuning.over((TCP if options.transport == AUTO else find_transport(options.transport)).medium)
 
 
-class _Nowhere(Endpoint):
+class _PeerlessEndpoint(Endpoint):
     """An endpoint without peers, with one channel for all ranks."""
 
     def __init__(self, runtime: Runtime, rank: int, world_size: int) -> None:
         super().__init__(runtime, MemoryTransport(Hub(runtime), rank), rank, world_size, 0.0, False)
-        self.set_cards(_Alike({"host": "", "loop": "", "process": (0, 0, 0), "piece": 0}))
+        self.set_cards(_SameCards({"host": "", "loop": "", "process": (0, 0, 0), "piece": 0}))
 
     def _make_control(self, context: Context) -> ControlPlane:
-        return _Silent(context)
+        return _DiscardingControlPlane(context)
 
     def _make_channels(self, groups: Groups, roster: Roster, detector: FailureDetector) -> Channels:
-        return _One(self.context, groups, roster, detector, self.polling)
+        return _SingleChannel(self.context, groups, roster, detector, self.polling)
 
     def _make_agreements(self, parts: Parts) -> Agreements:
-        return _Unanimous(parts, self.registry.record_name)
+        return _UnanimousAgreements(parts, self.registry.record_name)
 
     def add(self, group: Communicator) -> None:
         self.groups[group.id] = group
@@ -150,22 +150,24 @@ class _Nowhere(Endpoint):
         await self.context.stop_tasks()
 
 
-class _One(Channels):
-    """The same channel to every rank."""
+class _SingleChannel(Channels):
+    """A table that has one channel for all ranks."""
 
     def to(self, rank: int) -> Channel:
         return super().to(-1)
 
 
-class _Unanimous(Agreements):
-    """Decisions in which all ranks agree with this rank."""
+class _UnanimousAgreements(Agreements):
+    """Agreements in which all ranks vote like this rank."""
 
     def voter(self, identity: int, number: int, ranks: Sequence[int]) -> Voter:
-        return self.voters.setdefault((identity, number, tuple(ranks)), _Willing(self.parts, identity, number, ranks))
+        return self.voters.setdefault(
+            (identity, number, tuple(ranks)), _UnopposedVoter(self.parts, identity, number, ranks)
+        )
 
 
-class _Silent(ControlPlane):
-    """A control plane without links: what it would send is dropped."""
+class _DiscardingControlPlane(ControlPlane):
+    """A control plane without links that discards all messages."""
 
     def tell(self, rank: int, message: ControlMessage) -> None:
         pass
@@ -174,7 +176,7 @@ class _Silent(ControlPlane):
         pass
 
 
-class _Willing(Voter):
+class _UnopposedVoter(Voter):
     """A voter whose peers agree with this rank."""
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
@@ -186,8 +188,8 @@ class _Willing(Voter):
         pass
 
 
-class _Alike(dict[int, Card]):
-    """The same card for every rank."""
+class _SameCards(dict[int, Card]):
+    """A mapping of every rank to the same card."""
 
     def __init__(self, card: Card) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`Job`: one rank in one job, with its store and endpoint, made by the first group and shared by all groups."""
+"""`Job`: one rank in one job. The first group makes its store and endpoint, and all groups share them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from aiocoll.meeting.holders import arrival, heed_deaths
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.native import describe_implementation
 from aiocoll.options import GroupOptions
-from aiocoll.rendezvous.exchange import Exchange, await_end, run_unless
+from aiocoll.rendezvous.exchange import Exchange, await_end, run_until_notice
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.rendezvous.measured_links import MeasuredLinks, agree_on_links
-from aiocoll.rendezvous.same_host import encryption_at, single_copy, tell_hosts_apart
+from aiocoll.rendezvous.same_host import encryption_at, single_copy, split_hosts
 from aiocoll.rendezvous.transport_choice import TransportChoice
-from aiocoll.rendezvous.unmet import not_come, not_connected, silent
+from aiocoll.rendezvous.unmet import describe_missing_links, describe_missing_ranks, describe_silent_store
 from aiocoll.runtime import Runtime
 from aiocoll.security.tls import agreed
 from aiocoll.store import PrefixStore, Store
@@ -49,7 +49,8 @@ __all__ = ["Job", "shared"]
 #: Seconds before reconnecting to a lost store: long enough not to load the host, short compared to any timeout.
 PAUSE = 0.05
 
-#: Jobs by (loop, rendezvous, rank) and hubs by (loop, job): a second group finds what the first one made.
+#: Jobs by (loop, rendezvous, rank), and hubs and card caches by (loop, kind, job). Later groups find those of the
+#: first group here.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 
 
@@ -58,8 +59,8 @@ class Job:
 
     Args:
         identity: its key in `shared`, removed with its last group.
-        store_handle: the store where the ranks meet.
-        assignment: the world, and this rank in it.
+        store_handle: the store in which the ranks meet.
+        assignment: this rank, the world size and the part of the store in which the ranks meet.
         options: resolved options of the first group.
         key: the job key, or None.
         timeout: seconds the ranks have to meet.
@@ -95,44 +96,44 @@ class Job:
         self._transport = TransportChoice(options.transport)
         self._opening = asyncio.Lock()
         self._cards: CardCache | None = None
-        # What meeting waits for: what others publish; then links.
+        # The rendezvous in progress, for error texts: first the exchange in the store, then the links.
         self._exchange: Exchange | None = None
         self._stream: StreamTransport | None = None
         self._joining: Endpoint | None = None
         self._members = 0
-        self._heeding: asyncio.Task[None] | None = None
+        self._death_watcher: asyncio.Task[None] | None = None
         store_handle.hold()
-        #: How often each name was given; None for groups without one.
+        #: The number of groups made with each name; None counts the groups without a name.
         self._names: Counter[str | None] = Counter()
         self._claims = self._make_claims()
 
     async def group(self, spec: GroupSpec, left: float, timeout: float) -> ProcessGroup:
-        """Make a group of all ranks; the first one meets the other ranks.
+        """Make a group of all ranks. The first group also carries out the rendezvous.
 
         Args:
-            spec: of the group.
+            spec: name and options of the group.
             left: seconds in which the ranks must meet.
-            timeout: seconds that errors name, of which `left` are left.
+            timeout: the timeout in seconds shown in errors, of which `left` remain.
         """
         self._members += 1
         try:
             await self._open(left, timeout)
             assert self.endpoint is not None
-            return self._join(self.endpoint, spec)
+            return self._make_world_group(self.endpoint, spec)
         except BaseException:
             await self.release()
             raise
 
-    def _join(self, endpoint: Endpoint, spec: GroupSpec) -> ProcessGroup:
+    def _make_world_group(self, endpoint: Endpoint, spec: GroupSpec) -> ProcessGroup:
         name = f"world:{self._names.total()}" if spec.name is None else spec.name
         if any(group.name == name for group in endpoint.groups.values()):
             raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
-        # A name may be used again after its group was closed: frames of the old one must not reach the new one.
+        # The name of a closed group may be used again. Frames of the old group must not reach the new one.
         self._names[spec.name] += 1
         identity = endpoint.group_id(f"{name}\0{spec.name}\0{self._names[spec.name]}")
-        return self._form(endpoint, identity, range(self.world_size), spec._replace(name=name))
+        return self._make_group(endpoint, identity, range(self.world_size), spec._replace(name=name))
 
-    def _form(self, endpoint: Endpoint, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
+    def _make_group(self, endpoint: Endpoint, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
         cards = [endpoint.cards[rank] for rank in ranks]
         hosts = {card["host"] for card in cards}
         together = self._hub is None and len(hosts) == 1
@@ -143,18 +144,18 @@ class Job:
         return ProcessGroup(comm, spec, self)
 
     def store(self, identity: int) -> Store:
-        """Return the keys of a group, which no later meeting on the same store sees."""
+        """Return a store for the keys of a group. Later jobs on the same server do not see these keys."""
         return PrefixStore(f"group/{identity:x}", self._claims.store)
 
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
-        """Make a group of some of the ranks, which have agreed on it."""
+        """Make a group of `ranks`, which have agreed on it."""
         assert self.endpoint is not None
-        group = self._form(self.endpoint, identity, ranks, spec)
+        group = self._make_group(self.endpoint, identity, ranks, spec)
         self._members += 1
         return group
 
     async def release(self) -> None:
-        """A group was closed; the last one closes endpoint and store."""
+        """Handle a closed group; the last one closes the endpoint and the store."""
         self._members -= 1
         if self._members:
             return
@@ -164,16 +165,16 @@ class Job:
         try:
             if endpoint is not None:
                 await endpoint.aclose()
-            if self._heeding is not None:
-                self._heeding.cancel()
-                await asyncio.wait([self._heeding])
+            if self._death_watcher is not None:
+                self._death_watcher.cancel()
+                await asyncio.wait([self._death_watcher])
         finally:
             await self._store_handle.drop()
             if endpoint is not None:
                 endpoint.loop_end.forget()
 
     def drop(self, group: ProcessGroup) -> None:
-        """As `release`, of an open group whose loop does not run; the store is left to its own finalizers."""
+        """Release an open group whose event loop does not run. The finalizers of the store close the store."""
         self._members -= 1
         endpoint = self.endpoint
         if endpoint is None:
@@ -186,27 +187,27 @@ class Job:
     # -- growing
 
     async def invite(self, invitation: Invitation, timeout: float) -> Assignment:
-        """Assign ranks to newcomers; return this rank's assignment."""
+        """Assign ranks to newcomers, and return the assignment of this rank."""
         return await invite(self._store_handle.store, invitation, timeout)
 
     async def await_newcomer(self) -> None:
-        """Wait until there is a newcomer."""
+        """Wait until a newcomer asks to join."""
         await await_newcomer(self._store_handle.store)
 
     async def meet_anew(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
-        """Meet newcomers in a new world, which receives nothing from older ones."""
+        """Meet the newcomers in a new job, which receives no messages of older jobs."""
         handle = self._store_handle if store is None else StoreHandle(store, lambda: store, replaceable=False)
         job = Job((*self._identity, assignment.prefix), handle, assignment, self._options, self._key, limit)
         return await job.group(spec, limit, limit)
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
-        """Publish to newcomers of the same world why the ranks cannot meet, if the store is still there."""
+        """Publish to the newcomers why the ranks cannot meet, if the store still answers."""
         place = PrefixStore(assignment.prefix, self._store_handle.store if store is None else store)
         await last_request(call_off(place, assignment.world_size, reason))
 
-    # -- meeting
+    # -- rendezvous
 
     @property
     def _store(self) -> Store:
@@ -217,37 +218,39 @@ class Job:
         return Claims(self._store, self.rank, self.world_size, self._runtime)
 
     async def _open(self, left: float, timeout: float) -> None:
-        """Meet the other ranks, unless an earlier group has. `release` closes the endpoint, whatever else fails."""
+        """Meet the other ranks, unless an earlier group has. The caller releases the job if this fails."""
         try:
             async with asyncio.timeout(None if left == float("inf") else left), self._opening:
                 await (self._meet() if self.endpoint is None else self._open_stream.renew())
         except TimeoutError as error:
-            raise RendezvousError(await self._unmet(timeout)) from error
+            raise RendezvousError(await self._describe_absence(timeout)) from error
         except OSError as error:
             if isinstance(error, AiocollError):
                 raise
             raise RendezvousError(f"rank {self.rank} could not meet the others: {error.strerror or error}") from error
 
-    async def _warn(self) -> None:
-        """Log once which ranks this rank waits for."""
+    async def _warn_when_late(self) -> None:
+        """Log once, after the warning time, which ranks this rank waits for."""
         after = self._options.warn_after
         if after != float("inf"):
             await self._runtime.sleep(after)
-            logger.warning("%s; waiting on", await self._unmet(after), extra={"rank": self.rank})
+            logger.warning("%s; still waiting", await self._describe_absence(after), extra={"rank": self.rank})
 
-    async def _unmet(self, seconds: float) -> str:
-        """Return why the ranks have not met in so many seconds."""
+    async def _describe_absence(self, seconds: float) -> str:
+        """Return an error text that explains why the ranks have not met within `seconds`."""
         store, time = self._store, f"{round(seconds, 2) or seconds:g} s"
-        missing = None if self._exchange is None else await self._exchange.missing()
+        missing = None if self._exchange is None else await self._exchange.list_missing_ranks()
         if missing:
-            who = not_come(missing, self.world_size, store.trouble, self._claims.met)
-            return f"rank {self.rank} waited {time} for {who}"
+            absent = describe_missing_ranks(missing, self.world_size, store.trouble, self._claims.met)
+            return f"rank {self.rank} waited {time} for {absent}"
         is_silent = missing is None and (self._joining is None or self.endpoint is not None)
-        why = store.trouble or (silent(store) if is_silent else not_connected(self._joining, self._stream))
+        why = store.trouble or (
+            describe_silent_store(store) if is_silent else describe_missing_links(self._joining, self._stream)
+        )
         return f"rank {self.rank} of {self.world_size} did not meet the others within {time}: {why}"
 
     async def _meet(self) -> None:
-        warning = self._runtime.create_task(self._warn(), f"aiocoll meeting {self.rank}")
+        warning = self._runtime.create_task(self._warn_when_late(), f"aiocoll meeting {self.rank}")
         try:
             await self._meet_until_done()
         finally:
@@ -262,7 +265,7 @@ class Job:
             except MeetingMovedError as error:
                 logger.debug("rank %d: %s", self.rank, error, extra={"rank": self.rank})
             except StoreUnavailableError as error:
-                # The ranks may have met before on a store that its last user is closing: there is a new one soon.
+                # This store may belong to an earlier job whose last user is closing it. A new store follows soon.
                 if (
                     self._prefix
                     or self.endpoint is not None
@@ -270,30 +273,29 @@ class Job:
                     or isinstance(error, AuthenticationError)
                 ):
                     raise
-                logger.debug(
-                    "rank %d lost the store and connects again: %s", self.rank, error, extra={"rank": self.rank}
-                )
+                logger.debug("rank %d lost the store and reconnects: %s", self.rank, error, extra={"rank": self.rank})
                 await self._store_handle.store.aclose()
                 await self._runtime.sleep(PAUSE)
                 self._store_handle.reopen()
                 self._claims = self._make_claims()
 
     async def _meet_once(self) -> None:
-        """Claim the rank, and meet the others unless a rank publishes that they cannot meet, or meet again."""
+        """Claim the rank and meet the other ranks, until a rank publishes that the rendezvous failed or moved."""
         with self._claims.active():
             await self._claims.claim()
             store = self._claims.store
-            await run_unless(self._runtime, self._attempt(store), await_end(store), f"aiocoll meeting {self.rank}")
+            name = f"aiocoll meeting {self.rank}"
+            await run_until_notice(self._runtime, self._meet_in(store), await_end(store), name)
 
-    async def _attempt(self, store: Store) -> None:
-        tuning = await self._tune() if self.rank == 0 else None
+    async def _meet_in(self, store: Store) -> None:
+        tuning = await self._load_tuning() if self.rank == 0 else None
         exchange = self._exchange = Exchange(store, self.rank, self.world_size, self._timeout)
-        job = await exchange.job(self._runtime.random_bytes)
+        job = await exchange.exchange_job_name(self._runtime.random_bytes)
         self._cards = shared.setdefault((id(self._loop), "cards", job), CardCache())
         stream, card = await self._listen(job)
         self._stream = stream
         if self.rank == 0:
-            # The medium of most messages if all ranks are on one host; links that cannot use it are only slower.
+            # The medium that carries most messages if all ranks are on one host. Links over other media are slower.
             medium = self._transport.provider.medium
             card |= {"medium": medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
         transport: Transport = stream
@@ -301,21 +303,22 @@ class Job:
         early: list[Link] = []
         transport.accepted = early.append
         try:
-            card |= await self._tell_hosts_apart(store, stream)
+            card |= await self._split_hosts(store, stream)
             await self._claims.leave_ended()
-            cards = await exchange.cards("card", card, self._cards)
+            cards = await exchange.exchange_cards("card", card, self._cards)
             holders = {card.get("holder", ""): rank for rank, card in cards.items()}
             self._tuning = from_wire(cards[0].get("tuning"), cards[0].get("medium"), ranks_on_host(0, cards))
-            transport, cards = await self._settle(exchange, stream, job, cards)
+            transport, cards = await self._choose_transport(exchange, stream, job, cards)
             if transport is stream:
                 self._links = await agree_on_links(exchange, stream, cards, self._options.connections)
             crowded = ranks_on_host(self.rank, cards) > cores()
-            endpoint = Endpoint(self._runtime, transport, self.rank, self.world_size, self._spin(cards), crowded)
+            spin = self._spin_seconds(cards)
+            endpoint = Endpoint(self._runtime, transport, self.rank, self.world_size, spin, crowded)
             self._joining = endpoint
             for link in early:
                 endpoint.accept(link)
             joining = self._join_ranks(endpoint, cards)
-            await run_unless(self._runtime, joining, self._claims.await_loss(), f"aiocoll joining {self.rank}")
+            await run_until_notice(self._runtime, joining, self._claims.await_loss(), f"aiocoll joining {self.rank}")
             stream.all_met()
         except BaseException:
             if self.endpoint is None:
@@ -325,8 +328,8 @@ class Job:
             raise
         if holder := self._store_handle.holder:
             await self._store_handle.store.set(arrival(holder), b"")
-            heeding = heed_deaths(self._store_handle.store, holders, endpoint.roster.report)
-            self._heeding = self._runtime.create_task(heeding, f"aiocoll deaths {self.rank}")
+            watching = heed_deaths(self._store_handle.store, holders, endpoint.roster.report)
+            self._death_watcher = self._runtime.create_task(watching, f"aiocoll deaths {self.rank}")
         await self._claims.confirm()
 
     async def _join_ranks(self, endpoint: Endpoint, cards: Mapping[int, Card]) -> None:
@@ -334,8 +337,11 @@ class Job:
         self.endpoint = endpoint
         _log_implementation()
 
-    async def _tune(self) -> Tuning | None:
-        """Read the tuning file, if any; a run on a virtual clock must not depend on the machine."""
+    async def _load_tuning(self) -> Tuning | None:
+        """Read the tuning file, if any. On a virtual clock, read only one named by the options.
+
+        A run on a virtual clock must not depend on the machine.
+        """
         if self._options.tuning is None and not self._runtime.may_listen:
             return None
         try:
@@ -367,17 +373,17 @@ class Job:
         card = await transport.listen() if self._runtime.may_listen else transport.card
         return transport, card | place | choice.card
 
-    async def _tell_hosts_apart(self, store: Store, stream: StreamTransport) -> Card:
+    async def _split_hosts(self, store: Store, stream: StreamTransport) -> Card:
         try:
-            return await tell_hosts_apart(store, stream, trusted=self._key is not None)
+            return await split_hosts(store, stream, trusted=self._key is not None)
         except AuthenticationError as error:
             await call_off_all(self._store, self.world_size, str(error))
             raise
 
-    async def _settle(
+    async def _choose_transport(
         self, exchange: Exchange, stream: StreamTransport, job: str, cards: Mapping[int, Card]
     ) -> tuple[Transport, Mapping[int, Card]]:
-        """Choose the transport from the cards, so that all ranks choose the same."""
+        """Choose the transport from the cards of all ranks, so that every rank makes the same choice."""
         choice = self._transport
         stream.agree_on_carrier(choice.agree(cards))
         if choice.is_auto and len({card.get("loop") for card in cards.values()}) == 1:
@@ -399,7 +405,7 @@ class Job:
             stores = {rank: card["store"] for rank, card in cards.items()}
             card = await self._listen_tcp(exchange.store, stream, stores, hosts == 1, encrypted)
             assert self._cards is not None
-            cards = await exchange.cards("tcp", card, self._cards)
+            cards = await exchange.exchange_cards("tcp", card, self._cards)
         return stream, cards
 
     async def _listen_tcp(
@@ -413,13 +419,13 @@ class Job:
             await store.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
             raise
 
-    def _spin(self, cards: Mapping[int, Card]) -> float:
-        """Return the seconds to poll: 0 if a peer is in this process, since polling would keep it from running."""
+    def _spin_seconds(self, cards: Mapping[int, Card]) -> float:
+        """Return the polling time in seconds; 0 if a peer runs in this process, because polling blocks the peer."""
         alone = all(rank == self.rank or card["process"] != cards[self.rank]["process"] for rank, card in cards.items())
         return self._options.spin_us / 1e6 if alone else 0.0
 
 
 @functools.cache
 def _log_implementation() -> None:
-    """Log which implementation runs, once per process."""
+    """Log once per process whether the accelerator or pure Python runs."""
     logger.info("aiocoll runs %s", describe_implementation())

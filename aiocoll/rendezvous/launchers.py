@@ -1,4 +1,4 @@
-"""What has started this process as a rank: a table of launchers, and what their variables say."""
+"""Launchers: the environment variables by which a process learns its rank, world size and store address."""
 
 from __future__ import annotations
 
@@ -26,57 +26,58 @@ __all__ = [
     "SLURM",
     "TORCHRUN",
     "Address",
-    "Ask",
     "Launcher",
+    "RequestAddress",
     "common_parent",
     "local_numbers",
     "recognise",
 ]
 
-#: Asks the launcher for the address of the store, and for the job key if this process has none.
-Ask = Callable[[bytes | None, GroupOptions, str, float], Awaitable[PublishedStore]]
+#: Requests the store's address from the launcher, and the job key if this process has none.
+RequestAddress = Callable[[bytes | None, GroupOptions, str, float], Awaitable[PublishedStore]]
 
-#: torchrun's; in a pod nobody else listens.
+#: The default port of torchrun. No other process of a pod listens on it.
 _PORT = 29500
-#: Ports that are derived from the name of a job: above those that kernels give to whoever asks for any.
+#: The range of ports derived from job names, above the ephemeral ports of the kernel.
 _FIRST_PORT, _PORTS = 61440, 4096
-#: A list of Slurm's begins with a host such as `x1`, `node[01-03,07]` or `rack[0-1]node[1-4]-ib`.
+#: The first entry of a Slurm host list, such as `x1`, `node[01-03,07]` or `rack[0-1]node[1-4]-ib`.
 _FIRST_HOST = re.compile(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|\Z)", re.ASCII)
 _RANGES = re.compile(r"\[(\d+)[^]]*\]")
-#: Open MPI 4 tells the addresses of mpiexec, 5 the name of its host.
+#: Open MPI 4 publishes the addresses of mpiexec, Open MPI 5 its host name.
 _ORTE_URI = re.compile(r"[^;]*;tcp(?:://([^,:]+)|6://\[([^,\]]+))")
 _PRTE_JOB = re.compile(r"prterun-(.+)-\d+@\d+")
 
 
 class Address(NamedTuple):
-    """Where the store is.
+    """The address of the store.
 
     Attributes:
         host: its address, or a unix socket.
         port: its port.
-        several_hosts: whether ranks on several hosts meet there, which need a job key.
-        ask: asks the launcher for what is not known yet.
+        several_hosts: whether ranks on several hosts meet there; they need a job key.
+        ask: requests the address from the launcher, if only the launcher has it.
     """
 
     host: str = ""
     port: int = 0
     several_hosts: bool = False
-    ask: Ask | None = None
+    ask: RequestAddress | None = None
 
 
 class Launcher(NamedTuple):
-    """A row of the table: how a launcher is recognised, and what it says.
+    """The variables of one launcher.
 
     Attributes:
-        name: of the launcher.
-        marks: variables, each of which shows that it has started this process.
-        rank: variable with the rank.
-        world_size: variable with the number of ranks.
-        address: finds where the store is.
-        local_rank: variables besides LOCAL_RANK, one of which has the number of this process on its host.
-        local_world_size: variables besides LOCAL_WORLD_SIZE, one of which tells how many ranks its host has.
-        remedy: what to do if a variable is missing.
-        is_standard: it sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which arguments of `new_group` replace.
+        name: its name in messages.
+        marks: variables whose presence shows that this launcher has started the process.
+        rank: the variable of the rank.
+        world_size: the variable of the world size.
+        address: returns the address of the store.
+        local_rank: other variables than LOCAL_RANK that may hold the number of this process on its host.
+        local_world_size: other variables than LOCAL_WORLD_SIZE that may hold the number of ranks on this host.
+        remedy: the advice in the error for a missing variable.
+        is_standard: whether it sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which arguments of `new_group`
+            override.
     """
 
     name: str
@@ -90,22 +91,22 @@ class Launcher(NamedTuple):
     is_standard: bool = False
 
     def mark(self, env: Mapping[str, str]) -> str | None:
-        """Return the variable by which it is recognised; None if it has not started this process."""
+        """Return the variable that shows this launcher; None if it has not started this process."""
         return next((name for name in self.marks if name in env), None)
 
     def numbers(self, env: Mapping[str, str]) -> tuple[int, int]:
         """Return rank and world size.
 
         Raises:
-            ValueError: they are missing or wrong; names the variable.
+            ValueError: a variable is missing or invalid; the message names it.
         """
         rank, size = (self.number(env, name) for name in (self.rank, self.world_size))
         if not 0 <= rank < size:
-            raise ValueError(f"{self.rank}={rank}, {self.world_size}={size}: {self.name} tells no such rank")
+            raise ValueError(f"{self.rank}={rank}, {self.world_size}={size}: {self.name} set an invalid rank")
         return rank, size
 
     def number(self, env: Mapping[str, str], name: str) -> int:
-        """Return the number in a variable."""
+        """Return the value of a variable as a number."""
         text = self.text(env, name)
         try:
             return parse_int(text)
@@ -113,40 +114,40 @@ class Launcher(NamedTuple):
             raise ValueError(f"{name}={text!r} in the environment must be a number ({self.name} sets it)") from None
 
     def text(self, env: Mapping[str, str], name: str) -> str:
-        """Return the text in a variable."""
+        """Return the value of a variable, which must not be empty."""
         if not env.get(name):
             raise ValueError(
-                f"{name} is missing in the environment, where {self.name} was recognised by {self.mark(env)}: "
-                f"{self.remedy}"
+                f"{name} is missing in the environment, but {self.mark(env)} shows that {self.name} started this "
+                f"process: {self.remedy}"
             )
         return env[name]
 
 
 def recognise(env: Mapping[str, str]) -> Launcher | None:
-    """Return what has started this process as a rank; None if nothing has."""
+    """Return the launcher that has started this process as a rank; None if no known one has."""
     return next((launcher for launcher in LAUNCHERS if launcher.mark(env) is not None), None)
 
 
 def common_parent(env: Mapping[str, str]) -> int | None:
-    """Return the pid of the process that has started the ranks of this host; None if no launcher has."""
+    """Return the pid of the launcher process on this host; None if no launcher has started this process."""
     launched = recognise(env) not in (None, EXPLICIT) or env.get("AIOCOLL_STORE") == "launcher"
     return os.getppid() if launched else None
 
 
 def local_numbers(env: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Return the number of this process among the ranks of its host, and how many these are; None if nothing tells.
+    """Return the local rank and local world size: this process among the ranks of its host. None if unknown.
 
     Raises:
-        ValueError: a variable is no number.
+        ValueError: a variable is not a number.
     """
     launcher = recognise(env)
     if launcher is KUBERNETES:
         return 0, 1
     ranks, sizes = ((), ()) if launcher is None else (launcher.local_rank, launcher.local_world_size)
-    return _local(env, ("LOCAL_RANK", *ranks)), _local(env, ("LOCAL_WORLD_SIZE", *sizes))
+    return _read_first(env, ("LOCAL_RANK", *ranks)), _read_first(env, ("LOCAL_WORLD_SIZE", *sizes))
 
 
-def _local(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+def _read_first(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     name = next((name for name in names if env.get(name)), None)
     if name is None:
         return None
@@ -158,15 +159,15 @@ def _local(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
         raise ValueError(f"{name}={env[name]!r} in the environment must be a number") from None
 
 
-# -- where the store is
+# -- the address of the store
 
 
-def _port_of(env: Mapping[str, str], otherwise: int) -> int:
-    """Return the port that ``AIOCOLL_PORT`` names, or another one."""
-    return otherwise if "AIOCOLL_PORT" not in env else _port(env, "AIOCOLL_PORT")
+def _port_or(env: Mapping[str, str], default: int) -> int:
+    """Return the port in ``AIOCOLL_PORT``, or `default`."""
+    return default if "AIOCOLL_PORT" not in env else _read_port(env, "AIOCOLL_PORT")
 
 
-def _port(env: Mapping[str, str], name: str) -> int:
+def _read_port(env: Mapping[str, str], name: str) -> int:
     with suppress(ValueError):
         if 0 < (port := parse_int(env[name])) <= 65535:
             return port
@@ -178,21 +179,23 @@ def _digest(job: str) -> str:
 
 
 def _on_this_host(env: Mapping[str, str], job: str) -> Address:
-    """Return a socket that no other user can take, with a short name: its path has room for 107 bytes."""
+    """Return a unix socket that no other user can take. Its name is short, since a path has at most 107 bytes."""
     return Address(f"unix:{private_folder(env)}/aiocoll-{_digest(job)[:16]}")
 
 
 def _between_hosts(env: Mapping[str, str], host: str, job: str) -> Address:
-    port = _port_of(env, _FIRST_PORT + int(_digest(job), 16) % _PORTS)
+    port = _port_or(env, _FIRST_PORT + int(_digest(job), 16) % _PORTS)
     return Address(host, port, several_hosts=True)
 
 
 def _torchrun(env: Mapping[str, str]) -> Address:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "AIOCOLL_PORT" in env:
         return _explicit(env)
-    # The port is that of torchrun's agent, which uses another protocol.
+    # The agent of torchrun listens at MASTER_PORT, and uses another protocol.
     if env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE"):
-        raise RendezvousError("under torchrun on several hosts set AIOCOLL_PORT to a port that is free on the master")
+        raise RendezvousError(
+            "torchrun started ranks on several hosts: set AIOCOLL_PORT to a port that is free on the master"
+        )
     run, restart = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return _on_this_host(env, f"{run}-{restart}-{env['MASTER_PORT']}")
 
@@ -202,31 +205,31 @@ def _explicit(env: Mapping[str, str]) -> Address:
     if missing:
         raise ValueError(
             f"{' and '.join(missing)} missing in the environment: start the ranks with `aiocoll run`, set them, "
-            "or give init_method= or store="
+            "or pass init_method= or store="
         )
     if not env["MASTER_ADDR"]:
         raise ValueError("MASTER_ADDR='' in the environment must be the host name or address of rank 0")
-    return Address(env["MASTER_ADDR"], _port(env, "AIOCOLL_PORT" if "AIOCOLL_PORT" in env else "MASTER_PORT"))
+    return Address(env["MASTER_ADDR"], _read_port(env, "AIOCOLL_PORT" if "AIOCOLL_PORT" in env else "MASTER_PORT"))
 
 
 def _pmi(env: Mapping[str, str]) -> Address:
     rank, size = PMI.numbers(env)
-    fd, port = PMI.text(env, "PMI_FD"), _port_of(env, 0)
+    fd, port = PMI.text(env, "PMI_FD"), _port_or(env, 0)
     together = local_numbers(env)[1] == size
 
-    def ask(key: bytes | None, options: GroupOptions, job: str, timeout: float) -> Awaitable[PublishedStore]:
-        # Made here, so that nothing is opened for a program that only wants to know.
+    def request(key: bytes | None, options: GroupOptions, job: str, timeout: float) -> Awaitable[PublishedStore]:
+        # The first request opens the connection: `aiocoll doctor` reads addresses without one.
         with _pmi_lock:
             if fd not in _pmi_stores:
                 _pmi_stores[fd] = PmiStore(fd, rank, size, together, port)
         return _pmi_stores[fd].find(key, options, job, timeout)
 
-    return Address(ask=ask)
+    return Address(ask=request)
 
 
-#: By ``PMI_FD``, which this process has one of: the launcher is asked once.
+#: Stores by ``PMI_FD``. A process has one such descriptor, so it sends its requests to the launcher once.
 _pmi_stores: dict[str, PmiStore] = {}
-#: For loops in several threads.
+#: Guards `_pmi_stores`, since event loops may run in several threads.
 _pmi_lock = threading.Lock()
 
 
@@ -235,13 +238,13 @@ def _open_mpi(env: Mapping[str, str]) -> Address:
     _, size = OPEN_MPI.numbers(env)
     if local_numbers(env)[1] == size:
         return _on_this_host(env, f"openmpi-{job}")
-    told = _ORTE_URI.match(env.get("OMPI_MCA_orte_hnp_uri", "")) or _PRTE_JOB.fullmatch(job)
-    if told is None:
+    found = _ORTE_URI.match(env.get("OMPI_MCA_orte_hnp_uri", "")) or _PRTE_JOB.fullmatch(job)
+    if found is None:
         raise RendezvousError(
-            f"Open MPI has started ranks on several hosts, and does not tell where (PMIX_NAMESPACE={job!r}): set RANK, "
-            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank, or start them with `aiocoll run` on each host"
+            f"Open MPI started ranks on several hosts, but its variables name no host (PMIX_NAMESPACE={job!r}): set "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank, or start them with `aiocoll run` on each host"
         )
-    host = next(filter(None, told.groups()))
+    host = next(filter(None, found.groups()))
     return _between_hosts(env, host, f"openmpi-{job}")
 
 
@@ -250,10 +253,10 @@ def _kubernetes(env: Mapping[str, str]) -> Address:
     job = name.removesuffix(f"-{env['JOB_COMPLETION_INDEX']}")
     if job == name:
         raise ValueError(
-            f"HOSTNAME={name!r} in the environment must be that of a pod of an indexed job, which ends with "
-            f"-{env['JOB_COMPLETION_INDEX']}, its JOB_COMPLETION_INDEX: leave it as Kubernetes sets it"
+            f"HOSTNAME={name!r} in the environment must end with -{env['JOB_COMPLETION_INDEX']}, the "
+            "JOB_COMPLETION_INDEX of this pod: leave HOSTNAME as Kubernetes sets it"
         )
-    return Address(f"{job}-0.{env.get('AIOCOLL_SERVICE') or job}", _port_of(env, _PORT), several_hosts=True)
+    return Address(f"{job}-0.{env.get('AIOCOLL_SERVICE') or job}", _port_or(env, _PORT), several_hosts=True)
 
 
 def _slurm(env: Mapping[str, str]) -> Address:
@@ -311,7 +314,7 @@ SLURM = Launcher(
     local_rank=("SLURM_LOCALID",),
     local_world_size=("SLURM_GTIDS",),
 )
-#: What starts ranks, for error messages.
+#: The commands that start ranks, for error messages.
 COMMANDS = "`aiocoll run`, torchrun, mpiexec or srun"
-#: Those that are recognised, the first that has left its mark before the others.
+#: The known launchers. The first one whose mark is in the environment counts.
 LAUNCHERS = (TORCHRUN, EXPLICIT, PMI, OPEN_MPI, KUBERNETES, SLURM)

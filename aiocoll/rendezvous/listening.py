@@ -1,4 +1,4 @@
-"""Where a rank listens for ranks of other hosts, and which address it tells them: by the options, or by the store."""
+"""TCP listeners for ranks on other hosts: the address to listen at and the address to publish."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["listen_between_hosts"]
 async def listen_between_hosts(
     stream: StreamTransport, options: GroupOptions, stores: Mapping[int, str], *, together: bool
 ) -> Card:
-    """Open the TCP listener of a rank; return the card that tells others where it is.
+    """Open the TCP listener of a rank, and return the card that publishes its address.
 
     Args:
-        stream: of the rank.
-        options: resolved.
-        stores: the address at which each rank has found the store, "" if it is at none.
-        together: all ranks are on this host.
+        stream: the transport of the rank.
+        options: resolved options. They determine both addresses; without them, the address of the store does.
+        stores: the address at which each rank has found the store, "" if the store has no address.
+        together: whether all ranks are on this host.
 
     Raises:
-        AiocollError: an option names nothing of this host, or nothing tells by which address others reach it.
+        AiocollError: an option names no address of this host, or the address for other hosts cannot be determined.
         ValueError: the same.
     """
-    host, told = find_route(stream.rank, stores, options.interface, options.bind, together=together)
+    host, published = find_route(stream.rank, stores, options.interface, options.bind, together=together)
     port = None
     if options.advertise is not None and not together:
-        told, port = parse_advertised(options.advertise)
-    return await stream.listen_tcp(host, told, port, options.port_range)
+        published, port = parse_advertised(options.advertise)
+    return await stream.listen_tcp(host, published, port, options.port_range)

@@ -1,8 +1,9 @@
-"""What the links between hosts do, measured while the ranks meet, so that all of them choose the same algorithms.
+"""Latency and bandwidth of the links between hosts, measured during the rendezvous.
 
-The lowest rank of each host measures the way to those of some other hosts, and publishes what it found; all ranks read
-that. With few hosts every pair is measured, with many the pairs that algorithms use: those that are 1, 2, 4, ... apart.
-A way that cannot be measured, because a firewall lets only the other side dial, for instance, is left out.
+All ranks use the same figures, so that they choose the same algorithms. The lowest rank of each host measures the links
+to the lowest ranks of some other hosts and publishes the figures. With few hosts every pair is measured. With many
+hosts the pairs that algorithms use are measured: those at distances 1, 2, 4, ... in the list of hosts. A link that
+cannot be measured is left out, for instance if a firewall permits connections in the other direction only.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["MeasuredLinks", "agree_on_links", "leaders", "measure_links", "read_links"]
 
-#: Bytes under way that the kernel allows one connection, unless it is told to allow more (net.ipv4.tcp_wmem, tcp_rmem).
+#: Bytes that the kernel keeps in flight on one connection by default (net.ipv4.tcp_wmem, tcp_rmem).
 WINDOW = 3 << 20
-#: Bytes that a link takes at once, however fast it is: more is lost where it meets what others send.
+#: Bytes of a burst that any link carries without loss. Longer bursts collide with the traffic of other senders.
 BURST = 1 << 20
-#: Bytes per second of a link on which they come too fast to tell.
+#: The rate in bytes per second assumed for a link that is too fast to measure.
 FAST = 1e9
-#: Hosts up to which every pair is measured.
+#: The highest number of hosts for which every pair is measured.
 FEW = 8
-#: Seconds after which no other train of packets is asked for, and those after which nothing is waited for: some twelve
-#: round trips around the world.
+#: Seconds after which no further packet train is requested, and seconds after which the measurement of a link ends.
+#: The latter are about twelve round trips around the world.
 ENOUGH, LIMIT = 1.0, 2.5
 
 
@@ -45,24 +46,24 @@ class MeasuredLinks:
     """The figures of links between hosts.
 
     Args:
-        figures: by the names of both hosts.
+        figures: round-trip times and rates, by the names of both hosts.
     """
 
     def __init__(self, figures: Mapping[frozenset[str], LinkFigures]) -> None:
         self._figures = figures
 
     def tune(self, tuning: Tuning, hosts: set[str]) -> Tuning:
-        """Return the tuning of a group with ranks on these hosts: what the slowest link between them does."""
+        """Return the tuning of a group with ranks on `hosts`, by the slowest link between them."""
         figures = [each for pair, each in self._figures.items() if pair <= hosts] or [*self._figures.values()]
         tcp = tuning.tcp
-        there = max((each.rtt for each in figures), default=0.0) / 2
+        latency = max((each.rtt for each in figures), default=0.0) / 2
         beta = max((1 / each.rate for each in figures if each.rate), default=0.0)
-        beta = max(tcp.beta, beta, there / BURST)
-        tcp = tcp._replace(alpha=tcp.alpha + there, beta=beta)
+        beta = max(tcp.beta, beta, latency / BURST)
+        tcp = tcp._replace(alpha=tcp.alpha + latency, beta=beta)
         return tuning._replace(tcp=tcp).over("tcp")
 
     def connections(self, one: str, most: int | None, other: str) -> int:
-        """Return how many connections a link between two hosts is to have, `most` if that is fewer."""
+        """Return the number of connections for a link between two hosts, at most `most`."""
         figures = self._figures.get(frozenset((one, other)))
         if figures is None or not sys.platform.startswith("linux"):
             return 1
@@ -73,19 +74,21 @@ class MeasuredLinks:
 async def agree_on_links(
     exchange: Exchange, stream: StreamTransport, cards: Mapping[int, Card], connections: int | None
 ) -> MeasuredLinks:
-    """Measure the links between hosts; return those that all ranks have published, the same on every rank.
+    """Measure the links between hosts, and return the figures that all ranks have published.
+
+    The result is the same on every rank.
 
     Args:
-        exchange: where they are published.
+        exchange: the exchange in which the figures are published.
         stream: the transport of this rank.
-        cards: of all ranks.
-        connections: most connections of a link; None: no limit.
+        cards: the cards of all ranks.
+        connections: the highest number of connections of a link; None means no limit.
     """
     ranks = leaders(cards)
     if len(ranks) == 1:
         return MeasuredLinks({})
     found = await measure_links(stream, cards) if stream.rank in ranks else None
-    links = read_links(await exchange.values("links", found, ranks), cards)
+    links = read_links(await exchange.exchange_values("links", found, ranks), cards)
     stream.connections = partial(links.connections, cards[stream.rank]["host"], connections)
     return links
 
@@ -99,21 +102,24 @@ def leaders(cards: Mapping[int, Card]) -> list[int]:
 
 
 async def measure_links(stream: StreamTransport, cards: Mapping[int, Card]) -> bytes:
-    """Return what the leader of a host is to publish about the links to other hosts."""
+    """Measure the links of this host, and return the figures in the form to publish.
+
+    Only the lowest rank of a host calls this.
+    """
     ranks = leaders(cards)
     place = ranks.index(stream.rank)
     others = [ranks[(place + distance) % len(ranks)] for distance in _distances(len(ranks))]
     turn = asyncio.Lock()
-    found = await asyncio.gather(*(_measured(stream, peer, cards[peer], turn) for peer in others))
-    told = [[peer, *figures] for peer, figures in zip(others, found, strict=True) if figures is not None]
-    return bytes(msgpack.packb(told))
+    found = await asyncio.gather(*(_measure_link(stream, peer, cards[peer], turn) for peer in others))
+    published = [[peer, *figures] for peer, figures in zip(others, found, strict=True) if figures is not None]
+    return bytes(msgpack.packb(published))
 
 
 def read_links(published: Mapping[int, bytes], cards: Mapping[int, Card]) -> MeasuredLinks:
-    """Return what the leaders have published.
+    """Decode the figures that the lowest ranks of the hosts have published.
 
     Raises:
-        RendezvousError: that is something else; whoever can write to the store could have written anything.
+        RendezvousError: a value is not valid. Any process with access to the store could have written it.
     """
     found = {}
     for rank, data in published.items():
@@ -124,20 +130,23 @@ def read_links(published: Mapping[int, bytes], cards: Mapping[int, Card]) -> Mea
                     _seconds(rtt), _seconds(rate)
                 )
         except (ValueError, TypeError, KeyError):
-            raise RendezvousError(f"rank {rank} published invalid links in the store: {data[:64]!r}") from None
+            raise RendezvousError(f"rank {rank} published invalid link figures in the store: {data[:64]!r}") from None
     return MeasuredLinks(found)
 
 
 def _distances(hosts: int) -> Iterator[int]:
-    """Yield how far the hosts are whose links one of them measures: each pair is measured by one of its hosts."""
+    """Yield the distances, in the list of hosts, of the peers that each host measures.
+
+    Only one host of a pair measures it.
+    """
     distance = 1
     while distance <= hosts // 2:
         yield distance
         distance += 1 if hosts <= FEW else distance
 
 
-async def _measured(stream: StreamTransport, peer: int, card: Card, turn: asyncio.Lock) -> LinkFigures | None:
-    """Measure one link; in turns, so that the packets for one do not wait for those of another."""
+async def _measure_link(stream: StreamTransport, peer: int, card: Card, turn: asyncio.Lock) -> LinkFigures | None:
+    """Measure one link at a time, so that its packets do not queue behind those of other links; None on failure."""
     try:
         async with asyncio.timeout(LIMIT):
             probe = await stream.connect_probe(peer, card)
@@ -148,7 +157,7 @@ async def _measured(stream: StreamTransport, peer: int, card: Card, turn: asynci
             finally:
                 probe.close()
     except (AiocollError, OSError, TimeoutError):
-        return None  # if the ranks do not meet, that says why
+        return None  # if this prevents the rendezvous, joining raises the error
 
 
 def _seconds(number: Any) -> float:

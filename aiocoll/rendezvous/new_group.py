@@ -1,4 +1,4 @@
-"""`new_group`: from an init method to a store, a rank and a world size, and from there to a group."""
+"""`new_group`: a group from an init method, by way of a store, a rank and a world size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aiocoll.meeting.growth import Assignment, await_assignment
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
-from aiocoll.rendezvous.where import DEFAULT, Place, find_where, nowhere
+from aiocoll.rendezvous.where import DEFAULT, Place, find_dry_run, find_where
 from aiocoll.runtime import Runtime, refuse_trio, running_loop
 from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
@@ -29,7 +29,7 @@ from aiocoll.store.deadline import DeadlineStore
 
 __all__ = ["new_group"]
 
-#: Keys found in the environment, by job: they are removed there when found, and later groups need them too.
+#: Job keys by job. They are removed from the environment when they are read, and later groups need them, too.
 _keys: dict[str, bytes] = {}
 
 
@@ -37,33 +37,34 @@ class new_group:
     """Make a group of all ranks. Await it, or use it in ``async with``, which closes the group.
 
     Args:
-        backend: None or "aio" for the library's own, a registered name, or pairs such as "cpu:aio,cuda:nccl"; see
-            `aiocoll.backends`.
-        init_method: ``env://`` (the default, except where a ticket is: see `Ticket.as_default`), ``tcp://host:port``,
-            ``file:///path``, ``redis://host:port/db`` (see `aiocoll.RedisStore`), or a ticket of an `aiocoll.Meeting`;
-            not together with `store`.
+        backend: None or "aio" for the library's own backend, a registered name, or pairs such as "cpu:aio,cuda:nccl";
+            see `aiocoll.backends`.
+        init_method: ``env://``, ``tcp://host:port``, ``file:///path``, ``redis://host:port/db`` (see
+            `aiocoll.RedisStore`), or a ticket of an `aiocoll.Meeting`. The default is ``env://``, or the ticket of
+            `Ticket.as_default`. Not together with `store`.
         store: a store that all ranks share.
-        rank: this rank; with ``env://`` from ``RANK``, or the variable of a known launcher. None where no rank hosts
-            the store, so with `store`, ``file://``, ``redis://`` and ``AIOCOLL_STORE=launcher``: a rank that is free.
-            Then no process may choose its rank, and each call is another rank.
-        world_size: number of ranks; with ``env://`` from ``WORLD_SIZE``, or the variable of that launcher.
-        timeout: seconds the ranks have to meet, and that an operation may take by default.
+        rank: this rank; with ``env://`` the default is ``RANK`` or the variable of a known launcher. None assigns a
+            free rank, if no rank hosts the store: with `store`, ``file://``, ``redis://`` and
+            ``AIOCOLL_STORE=launcher``. Then no process may choose its rank, and each call becomes another rank.
+        world_size: number of ranks; with ``env://`` the default is ``WORLD_SIZE`` or the variable of that launcher.
+        timeout: seconds within which the ranks must meet, and the default timeout of operations.
         device: a device that the backend serves and this process has, such as "cpu" or "cuda:0", or None.
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
         join: become a rank of an existing group whose ranks call `ProcessGroup.grow`; the group assigns the rank. With
-            ``env://``, ``AIOCOLL_JOIN=1`` says so too: the launcher does, to the process that replaces a lost rank.
+            ``env://``, ``AIOCOLL_JOIN=1`` has the same effect. The launcher sets it for the process that replaces a
+            lost rank.
         options: see `GroupOptions`.
 
     Returns:
-        What is awaited or entered, and gives the `ProcessGroup`.
+        An object to await or to enter with ``async with``; it yields the `ProcessGroup`.
 
     Raises:
-        ValueError, TypeError: an argument or a variable is missing or wrong.
+        ValueError, TypeError: an argument or a variable is missing or invalid.
         RendezvousError: the ranks did not meet; the message names the missing ranks.
-        AuthenticationError: another process is not of this job, or a rank on another host needs a job key.
+        AuthenticationError: another process does not belong to this job, or a rank on another host needs a job key.
 
-    Cost: for the first group of a job a few round trips to the store and one connection per rank; two ranks connect
-        when they first need it. Later groups of the same ranks share connections.
+    Cost: for the first group of a job, a few round trips to the store and one connection per rank. Other ranks connect
+        when they first exchange data. Later groups of the same ranks share connections.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class new_group:
             raise ValueError("init_method and store exclude each other: give one of them")
         self._devices = BackendConfig(backend).get_device_backend_map()
         self._backend = sole_backend(self._devices)
-        unsaid = init_method is None and store is None and rank is None and world_size is None and not join
-        if unsaid and self._backend != Backend.FAKE:
+        is_unspecified = init_method is None and store is None and rank is None and world_size is None and not join
+        if is_unspecified and self._backend != Backend.FAKE:
             init_method = DEFAULT.get()
         for argument, given, kind in (
             ("init_method", init_method, str if not isinstance(init_method, Place) else Place),
@@ -110,33 +111,33 @@ class new_group:
         job_id = self._options.job_id or ""
         if isinstance(init_method, Place):
             if (rank, world_size, join) != (None, None, False):
-                raise ValueError("leave out rank, world_size and join: init_method is a ticket, which has them")
+                raise ValueError("leave out rank, world_size and join: the ticket given as init_method determines them")
             self._where = init_method.where()
             if not self._where.world_size and (name is not None or self._backend != Backend.AIO):
                 raise ValueError(
-                    "leave out name and backend: init_method is a newcomer's ticket, the group assigns them"
+                    "leave out name and backend: init_method is a ticket of a newcomer, and the group assigns them"
                 )
-        elif join or self._asked_to_join(init_method, store):
+        elif join or self._joins_by_environment(init_method, store):
             if (rank, world_size, name) != (None, None, None) or self._backend != Backend.AIO:
                 why = "join=True" if join else "AIOCOLL_JOIN=1 in the environment"
                 raise ValueError(f"{why}: leave out rank, world_size, name and backend, which the group assigns")
             self._where = find_where(init_method, store, 0, 1, os.environ, job_id)._replace(world_size=0, hosted=True)
         elif self._backend == Backend.FAKE:
-            self._where = nowhere(rank, world_size, os.environ)
+            self._where = find_dry_run(rank, world_size, os.environ)
         else:
             self._where = find_where(init_method, store, rank, world_size, os.environ, job_id)
         if self._where.rank is None and self._backend != Backend.AIO:
-            raise ValueError(f"rank is missing: give rank=, which backend={backend!r} does not assign")
+            raise ValueError(f"rank is missing: give rank=, since backend={backend!r} does not assign ranks")
         self._pg: Any = None
 
     @property
     def timeout(self) -> float:
-        """Seconds the ranks have to meet."""
+        """Seconds within which the ranks must meet."""
         return self._timeout
 
     @property
     def newcomer(self) -> bool:
-        """Whether this becomes a rank of a group that grows."""
+        """Whether this process joins an existing group that grows."""
         return not self._where.world_size
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -150,15 +151,15 @@ class new_group:
     async def __aexit__(self, *exc: Any) -> None:
         await self._pg.__aexit__(*exc)
 
-    def _asked_to_join(self, init_method: str | None, store: Store | None) -> bool:
+    def _joins_by_environment(self, init_method: str | None, store: Store | None) -> bool:
         of_environment = store is None and init_method in (None, "env://")
         return of_environment and self._backend != Backend.FAKE and is_newcomer(os.environ)
 
     async def _make(self) -> ProcessGroup:
         options, loop = self._options, running_loop()
-        left: Callable[[], float] = partial(_left, Runtime.of(loop).time, Runtime.of(loop).time() + self._timeout)
+        left: Callable[[], float] = partial(_time_left, Runtime.of(loop).time, Runtime.of(loop).time() + self._timeout)
         if self._where.ask is not None:
-            self._where = await self._where.found(self._key(), options, self._timeout)
+            self._where = await self._where.resolve(self._key(), options, self._timeout)
         where = self._where
         if (factory := factory_of(self._backend)) is not None:
             return await self._make_by(factory, options)
@@ -171,9 +172,12 @@ class new_group:
         identity = (id(loop), where.identity, where.rank)
         job = shared.get(identity)
         if job is None:
-            job = shared[identity] = self._job(identity, self._open_store_handle(options), where.rank)
+            job = shared[identity] = self._make_job(identity, self._open_store_handle(options), where.rank)
         elif job.world_size != where.world_size:
-            raise ValueError(f"world_size={where.world_size}, but the groups of this job have {job.world_size} ranks")
+            raise ValueError(
+                f"world_size={where.world_size}, but other groups of this job have {job.world_size} ranks; pass the "
+                "same world_size, or use another store"
+            )
         return await job.group(GroupSpec(self._name, self._timeout, options, self._devices), left(), self._timeout)
 
     async def _assign(self, options: GroupOptions, left: Callable[[], float]) -> ProcessGroup:
@@ -183,12 +187,12 @@ class new_group:
             size = self._where.world_size
             first = await assign(DeadlineStore(store_handle.store, left()), size)
             for rank in (*range(first, size), *range(first)):
-                job = self._job((id(store_handle), rank), store_handle, rank)
+                job = self._make_job((id(store_handle), rank), store_handle, rank)
                 try:
                     return await job.group(
                         GroupSpec(self._name, self._timeout, options, self._devices), left(), self._timeout
                     )
-                except RankTakenError as error:  # this process may be in place of one that has ended
+                except RankTakenError as error:  # try the next rank: this process may replace one that has ended
                     taken = error
             raise taken
         finally:
@@ -222,7 +226,7 @@ class new_group:
             where.store, lambda: where.open(self._timeout, key, options), where.replaceable, where.holder
         )
 
-    def _job(self, identity: tuple[Any, ...], store_handle: StoreHandle, rank: int) -> Job:
+    def _make_job(self, identity: tuple[Any, ...], store_handle: StoreHandle, rank: int) -> Job:
         assignment = Assignment("", rank, self._where.world_size, self._name or "")
         return Job(identity, store_handle, assignment, self._options, self._key(), self._timeout)
 
@@ -238,7 +242,7 @@ class new_group:
         return group
 
     def _make_fake(self, options: GroupOptions) -> ProcessGroup:
-        from aiocoll.rendezvous.dry_run import World  # few programs have one
+        from aiocoll.rendezvous.dry_run import World  # imported late: few programs do dry runs
 
         rank, size = self._where.rank, self._where.world_size
         assert rank is not None
@@ -246,7 +250,7 @@ class new_group:
 
 
 def _refuse_absent(device: str) -> None:
-    """Raise `ValueError` for a device that this process does not have, if its kind has a backend."""
+    """Raise `ValueError` if this process does not have `device`, and a backend serves devices of its kind."""
     kind, _, index = device.partition(":")
     if kind != "cpu" and kind in devices:
         backend = devices.get(kind)
@@ -254,8 +258,8 @@ def _refuse_absent(device: str) -> None:
             raise ValueError(f"device={device!r} not found: this process may use {count} {backend.label} devices")
 
 
-def _left(time: Callable[[], float], end: float) -> float:
-    """Return the seconds until `end`, not below 0."""
+def _time_left(time: Callable[[], float], end: float) -> float:
+    """Return the seconds until `end`, at least 0."""
     return max(0.0, end - time())
 
 

@@ -1,4 +1,4 @@
-"""PMI-1: lines on an inherited socket, by which processes that a launcher of MPI has started exchange some bytes."""
+"""PMI-1 client: the processes of an MPI launcher exchange a short value by lines on an inherited socket."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from aiocoll.numerals import parse_int
 
 __all__ = ["Pmi"]
 
-#: The name of the value that rank 0 publishes.
+#: The key of the value that rank 0 publishes.
 _NAME = "aiocoll"
-#: Bytes of an answer, several times those of the longest.
+#: The highest number of bytes in a reply: several times the longest valid one.
 _LONGEST = 16384
 
 
 class Pmi:
     """The connection of this process to its launcher.
 
-    The launcher counts who enters its barrier, so nothing is asked twice: `share` may be cancelled and called again, by
-    another loop, too, and goes on where it was.
+    The launcher counts the processes that enter its barrier, so no request is sent twice. `share` may be cancelled and
+    called again, also in another event loop. It then continues with the request in flight.
 
     Args:
-        fd: the number of the socket, as ``PMI_FD`` has it.
+        fd: the socket descriptor, as in ``PMI_FD``.
 
     Raises:
-        ValueError: there is no such socket.
+        ValueError: `fd` is not an open socket of this process.
     """
 
     def __init__(self, fd: str) -> None:
@@ -38,8 +38,8 @@ class Pmi:
                 raise OSError("not a socket")
         except (ValueError, OverflowError, OSError) as error:
             raise ValueError(
-                f"PMI_FD={fd!r}: not a socket that this process inherited ({error}); only the process that the "
-                "launcher has started can ask it, not one that is started by that"
+                f"PMI_FD={fd!r}: not a socket that this process inherited ({error}); make the group in the process "
+                "that the launcher started, not in a child of it"
             ) from None
         self._socket = socket.socket(fileno=os.dup(number))
         self._received = b""
@@ -47,70 +47,71 @@ class Pmi:
         self._answers: dict[str, dict[str, str]] = {}
 
     async def share(self, value: str | None, *, last: bool) -> str:
-        """Return what rank 0 gives to all, once all have called this.
+        """Return the value of rank 0, after all ranks have called this method.
 
         Args:
-            value: of rank 0, without blanks; None on the others.
-            last: nothing in this process will ask the launcher again. Then it no longer ends all processes when this
-                one ends by an error.
+            value: the value on rank 0, without blanks; None on other ranks.
+            last: whether this process sends no more requests to the launcher. The launcher then no longer ends all
+                processes if this one ends with an error.
 
         Raises:
-            RendezvousError: the launcher is gone, or answers something else.
+            RendezvousError: the launcher has closed the connection or sent an invalid reply.
         """
-        await self._ask("init pmi_version=1 pmi_subversion=1", "response_to_init")
-        name = await self._ask("get_my_kvsname", "my_kvsname", "kvsname")
+        await self._request("init pmi_version=1 pmi_subversion=1", "response_to_init")
+        name = await self._request("get_my_kvsname", "my_kvsname", "kvsname")
         if value is not None:
-            await self._ask(f"put kvsname={name} key={_NAME} value={value}", "put_result")
-        await self._ask("barrier_in", "barrier_out")
-        found = await self._ask(f"get kvsname={name} key={_NAME}", "get_result", "value")
+            await self._request(f"put kvsname={name} key={_NAME} value={value}", "put_result")
+        await self._request("barrier_in", "barrier_out")
+        found = await self._request(f"get kvsname={name} key={_NAME}", "get_result", "value")
         if last:
-            await self._ask("finalize", "finalize_ack")
+            await self._request("finalize", "finalize_ack")
         return found
 
     def close(self) -> None:
-        """Give up the connection; the socket that was inherited stays as it was."""
+        """Close this end of the connection, and leave the inherited socket unchanged."""
         if self._socket.fileno() >= 0:
-            os.set_blocking(self._socket.fileno(), True)  # both are one to the kernel, and some loops change it
+            # Both descriptors share this flag, and some event loops clear it.
+            os.set_blocking(self._socket.fileno(), True)
             self._socket.close()
 
-    async def _ask(self, command: str, answer: str, field: str = "cmd") -> str:
-        """Return a field of the answer to a command."""
+    async def _request(self, command: str, answer: str, field: str = "cmd") -> str:
+        """Send a command, and return a field of the reply."""
         if command not in self._answers:
             try:
                 if self._sent != command:
                     self._socket.send(f"cmd={command}\n".encode(), socket.MSG_DONTWAIT)
                     self._sent = command
-                line = await self._line()
+                line = await self._read_line()
             except OSError as error:
-                raise RendezvousError(f"the launcher cannot be asked any more (PMI): {error.strerror}") from error
+                raise RendezvousError(f"the connection to the launcher (PMI) failed: {error.strerror}") from error
             self._answers[command] = dict(word.partition("=")[::2] for word in line.split(" "))
         fields = self._answers[command]
         if fields.get("cmd") != answer or fields.get("rc", "0") != "0" or not fields.get(field):
-            # The rest of the line may hold the job key.
-            said = " ".join(f"{name}={fields[name][:40]}" for name in ("cmd", "rc") if name in fields) or "no command"
+            # The error omits the rest of the line, which may hold the job key.
+            reply = " ".join(f"{name}={fields[name][:40]}" for name in ("cmd", "rc") if name in fields) or "no command"
             raise RendezvousError(
-                f"the launcher does not answer {command.split()[0]!r} as PMI-1 does, but with {said!r}: set RANK, "
-                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank, which count before it"
+                f"the launcher sent {reply!r} in reply to {command.split()[0]!r}, which is not PMI-1: set RANK, "
+                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank, which take precedence over PMI"
             )
         return fields[field]
 
-    async def _line(self) -> str:
+    async def _read_line(self) -> str:
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST:
-                raise RendezvousError("the launcher does not speak PMI-1 on PMI_FD: a line has no end")
-            await self._readable()
+                raise RendezvousError(f"the launcher does not use PMI-1 on PMI_FD: a line exceeds {_LONGEST} bytes")
+            await self._wait_readable()
             try:
                 received = self._socket.recv(_LONGEST, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 continue
             if not received:
-                raise RendezvousError("the launcher has closed its connection (PMI) before all ranks had met")
+                raise RendezvousError("the launcher closed its connection (PMI) before all ranks had met")
             self._received += received
         line, _, self._received = self._received.partition(b"\n")
         return line.decode(errors="replace")
 
-    async def _readable(self) -> None:
-        """Wait for a byte; none is lost when this is cancelled."""
+    async def _wait_readable(self) -> None:
+        """Wait until the socket has data, without reading it; a cancellation loses no data."""
         loop, readable = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._socket, readable.set)
         try:

@@ -1,4 +1,4 @@
-"""A store whose address and key rank 0 publishes through the launcher, by PMI."""
+"""Store of a PMI job: rank 0 serves it, and publishes its address and key through the launcher."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from aiocoll.transport.stream.route import find_route
 
 __all__ = ["PmiStore", "PublishedStore"]
 
-#: Launchers take values of 1,024 characters, two for each byte.
+#: The most bytes of a published error: launchers accept values of 1,024 characters, two per byte.
 _LONGEST = 480
-#: Begins what rank 0 publishes if it has no store.
-_TROUBLE = "!"
+#: The first character of the value if rank 0 publishes an error in place of an address.
+_ERROR_MARK = "!"
 
 
 class PublishedStore(NamedTuple):
-    """Where the store is, and the job key; None if every rank has one of its own."""
+    """The address of the store and the job key; the key is None if every rank has its own copy."""
 
     host: str
     port: int
@@ -39,16 +39,16 @@ class PublishedStore(NamedTuple):
 
 
 class PmiStore:
-    """The store of a job that a launcher with PMI has started; rank 0 serves it from a thread, as long as it lives.
+    """The store of a job that a PMI launcher has started. Rank 0 serves it from a thread until its process ends.
 
-    The launcher is asked once. All groups of this process, of all its loops, meet there.
+    A process requests the address from the launcher once. All its groups, in all its event loops, meet on this store.
 
     Args:
-        fd: see `Pmi`.
+        fd: the socket descriptor of `Pmi`.
         rank: this rank.
         world_size: number of ranks.
-        together: all ranks are on this host.
-        port: port of the store; 0 means a free one.
+        together: whether all ranks are on this host.
+        port: port of the store; 0 means a free port.
     """
 
     def __init__(self, fd: str, rank: int, world_size: int, together: bool, port: int) -> None:
@@ -58,93 +58,94 @@ class PmiStore:
         self._together = together
         self._port = port
         self._lock = threading.Lock()
-        self._asking: Future[None] | None = None
-        self._found: PublishedStore | AiocollError | ValueError | None = None
+        self._request_in_flight: Future[None] | None = None
+        self._outcome: PublishedStore | AiocollError | ValueError | None = None
         self._server: StoreServer | None = None
-        # What rank 0 publishes, and where it finds its own store.
-        self._value: str | None = None
-        self._own: PublishedStore | AiocollError | ValueError | None = None
+        # On rank 0: the published text, and the address of the store for this process, or the error.
+        self._published: str | None = None
+        self._own_store: PublishedStore | AiocollError | ValueError | None = None
 
     async def find(self, key: bytes | None, options: GroupOptions, job: str, timeout: float) -> PublishedStore:
-        """Return where the store is, once all ranks have asked.
+        """Return the address of the store, after all ranks have called this.
 
         Args:
-            key: the job key that this process has by other means, or None.
-            options: resolved.
+            key: the job key that this process has from elsewhere, or None.
+            options: resolved options.
             job: name of the job.
-            timeout: seconds that the others have to come.
+            timeout: seconds to wait for the other ranks.
 
         Raises:
-            RendezvousError: they did not, the launcher is gone, or rank 0 could not serve the store.
-            AiocollError, ValueError: on rank 0, the reason for that.
+            RendezvousError: the other ranks did not arrive, the launcher closed the connection, or rank 0 could not
+                serve the store.
+            AiocollError, ValueError: on rank 0, the reason why it could not serve the store.
         """
         try:
             async with asyncio.timeout(None if timeout == float("inf") else timeout):
-                while self._found is None:
-                    await self._take_turns(key, options, job)
+                while self._outcome is None:
+                    await self._request_once(key, options, job)
         except TimeoutError:
             raise RendezvousError(
-                f"rank {self._rank} waited {timeout:g} s at the barrier of the launcher (PMI): all {self._world_size} "
-                "processes that it has started have to make a group, with init_method='env://'"
+                f"rank {self._rank} waited {timeout:g} s at the launcher's barrier (PMI): all {self._world_size} "
+                "processes that the launcher started must make a group, with init_method='env://'"
             ) from None
-        if isinstance(self._found, Exception):
-            raise self._found
-        return self._found if key is None else self._found._replace(key=key)
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome if key is None else self._outcome._replace(key=key)
 
     def close(self) -> None:
-        """Close connection and store."""
+        """Close the connection and the store."""
         self._pmi.close()
         if self._server is not None:
             self._server.close()
 
-    async def _take_turns(self, key: bytes | None, options: GroupOptions, job: str) -> None:
-        """Ask the launcher, or wait as long as another task of this process does, whatever its loop."""
+    async def _request_once(self, key: bytes | None, options: GroupOptions, job: str) -> None:
+        """Request the address, or wait for the request of another task of this process, in any event loop."""
         with self._lock:
-            asking, mine = self._asking, Future[None]()
-            if self._found is not None:
+            other, mine = self._request_in_flight, Future[None]()
+            if self._outcome is not None:
                 return
-            if asking is None:
-                self._asking = mine
-        if asking is not None:
-            await asyncio.wrap_future(asking)
+            if other is None:
+                self._request_in_flight = mine
+        if other is not None:
+            await asyncio.wrap_future(other)
             return
-        mine.set_running_or_notify_cancel()  # one who waits no longer does not end it for others
+        mine.set_running_or_notify_cancel()  # a cancelled waiter must not cancel the future for other waiters
         warning = self._warn_after(options.warn_after)
         try:
             try:
-                found: PublishedStore | AiocollError | ValueError = await self._ask(key, options, job)
+                found: PublishedStore | AiocollError | ValueError = await self._exchange(key, options, job)
             except (AiocollError, ValueError) as error:
                 found = error
             self._pmi.close()
-            self._found = found
+            self._outcome = found
         finally:
             if warning is not None:
                 warning.cancel()
-            self._asking = None
+            self._request_in_flight = None
             mine.set_result(None)
 
-    async def _ask(self, key: bytes | None, options: GroupOptions, job: str) -> PublishedStore:
-        if self._rank == 0 and self._own is None:
+    async def _exchange(self, key: bytes | None, options: GroupOptions, job: str) -> PublishedStore:
+        if self._rank == 0 and self._own_store is None:
             try:
-                self._own = self._serve(key, options, job)
+                self._own_store = self._serve(key, options, job)
             except (AiocollError, ValueError) as error:
-                self._own, self._value = error, f"{_TROUBLE}{error}".encode()[:_LONGEST].hex()
-        # A library of MPI in this process has to be able to ask, too.
-        text = await self._pmi.share(self._value, last="mpi4py.MPI" not in sys.modules)
-        if isinstance(self._own, Exception):
-            raise self._own
-        return self._own or _read(text)
+                self._own_store, self._published = error, f"{_ERROR_MARK}{error}".encode()[:_LONGEST].hex()
+        # An MPI library in this process may still need the launcher.
+        text = await self._pmi.share(self._published, last="mpi4py.MPI" not in sys.modules)
+        if isinstance(self._own_store, Exception):
+            raise self._own_store
+        return self._own_store or _parse_published(text)
 
     def _serve(self, key: bytes | None, options: GroupOptions, job: str) -> PublishedStore:
-        """Start the store; return where this process finds it."""
-        host, told = find_route(0, {0: ""}, options.interface, options.bind, together=self._together)
+        """Start the store, and return its address for this process."""
+        host, published = find_route(0, {0: ""}, options.interface, options.bind, together=self._together)
         if options.advertise is not None and not self._together:
-            told, _ = parse_advertised(options.advertise)
-        made = random_bytes(KEY_SIZE) if key is None else key
+            published, _ = parse_advertised(options.advertise)
+        store_key = random_bytes(KEY_SIZE) if key is None else key
         server = StoreServer(
             host,
             self._port,
-            key=made,
+            key=store_key,
             job=job,
             world_size=self._world_size,
             **security_arguments(options),
@@ -152,26 +153,29 @@ class PmiStore:
         _, port = server.start()
         atexit.register(server.close)
         self._server = server
-        self._value = f"{told} {port} {made.hex() if key is None else ''}".encode().hex()
-        return PublishedStore(local_address(host), port, made)
+        self._published = f"{published} {port} {store_key.hex() if key is None else ''}".encode().hex()
+        return PublishedStore(local_address(host), port, store_key)
 
     def _warn_after(self, seconds: float) -> asyncio.TimerHandle | None:
         if seconds == float("inf"):
             return None
-        words = "rank %d waited %g s at the barrier of the launcher (PMI): not all %d processes have come; waiting on"
-        given = (self._rank, seconds, self._world_size)
+        text = "rank %d waited %g s at the launcher's barrier (PMI): not all %d processes have arrived; still waiting"
+        values = (self._rank, seconds, self._world_size)
         return asyncio.get_running_loop().call_later(
-            seconds, lambda: logger.warning(words, *given, extra={"rank": self._rank})
+            seconds, lambda: logger.warning(text, *values, extra={"rank": self._rank})
         )
 
 
-def _read(text: str) -> PublishedStore:
-    """Return what rank 0 has published."""
+def _parse_published(text: str) -> PublishedStore:
+    """Decode the value that rank 0 has published."""
     try:
         published = bytes.fromhex(text).decode(errors="replace")
-        if published.startswith(_TROUBLE):
+        if published.startswith(_ERROR_MARK):
             raise RendezvousError(f"rank 0 could not serve the store: {published[1:]}")
         host, port, key = published.split(" ")
         return PublishedStore(host, parse_int(port), bytes.fromhex(key) or None)
     except ValueError:
-        raise RendezvousError("the launcher (PMI) did not hand over what rank 0 has published") from None
+        raise RendezvousError(
+            "the launcher (PMI) returned an invalid store address: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+            "for each rank"
+        ) from None

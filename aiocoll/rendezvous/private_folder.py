@@ -1,4 +1,4 @@
-"""A folder for the sockets of one user: nobody else can take a name in it first."""
+"""A private folder for the sockets of one user, in which no other user can create entries."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ __all__ = ["private_folder"]
 
 
 def private_folder(env: Mapping[str, str]) -> str:
-    """Return a folder that only this user may enter, the same for all of its processes on this host.
+    """Return a folder that only this user may enter. It is the same for all processes of the user on this host.
 
     Raises:
-        RendezvousError: another user has made what should be that folder.
+        RendezvousError: another user owns the folder or may enter it.
     """
     import tempfile
 
     folder = env.get("XDG_RUNTIME_DIR", "")
-    if _trouble(folder) is None:
+    if _find_problem(folder) is None:
         return folder
     folder = os.path.join(tempfile.gettempdir(), f"aiocoll-{os.geteuid()}")
-    with suppress(OSError):  # it is there, or cannot be
+    with suppress(OSError):  # the folder exists, or the check below reports the problem
         os.mkdir(folder, 0o700)
-    if (trouble := _trouble(folder)) is not None:
+    if (problem := _find_problem(folder)) is not None:
         raise RendezvousError(
-            f"{folder} is not a folder of this user alone ({trouble}), so others could keep ranks from meeting in it: "
-            "remove it, or let XDG_RUNTIME_DIR name one that is"
+            f"{folder} is not private to this user ({problem}), so other users could block the rendezvous: remove it, "
+            "or set XDG_RUNTIME_DIR to a private folder"
         )
     return folder
 
 
-def _trouble(folder: str) -> str | None:
-    """Return why other users may enter a folder, or own it; None if they cannot."""
+def _find_problem(folder: str) -> str | None:
+    """Return why a folder is not private to this user; None if it is."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`Meeting`: a process that is no rank lets others become ranks, with tickets in place of addresses, ports and keys."""
+"""`Meeting` and `Ticket`: a process that is not a rank holds the store, and hands out tickets to become a rank."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Meeting", "Ticket"]
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a process needs to become a rank. Small, and can be pickled.
+    """A permit that lets one process become a rank: small, and can be pickled.
 
-    Whoever has it can join the job, for it has the job key: send it only where nobody else reads it.
+    A ticket contains the job key, so any process that has it can join the job. Send it only over private connections.
 
     Attributes:
-        host: where the meeting is.
-        port: where the meeting is.
+        host: address of the meeting.
+        port: port of the meeting.
         job: name of the job.
         key: the job key.
         world_size: number of ranks; 0 for a newcomer to a group that grows.
-        rank: which one its holder becomes; None: one that is free.
-        holder: how the meeting calls the process that has it.
+        rank: the rank that its holder becomes; None for a free rank.
+        holder: the meeting's name for the process that has the ticket.
     """
 
     host: str
@@ -46,7 +46,7 @@ class Ticket:
     holder: str = ""
 
     def where(self) -> Where:
-        """Return where the ranks meet, for `new_group`."""
+        """Return the store address, rank and world size for `new_group`."""
         return Where(
             (self.host, self.port, self.job),
             self.rank,
@@ -59,10 +59,10 @@ class Ticket:
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[None]:
-        """Have `new_group` and `elastic` without arguments join by this ticket, in a ``with`` block.
+        """Make this ticket the default init method of `new_group` and `elastic`, in a ``with`` block.
 
-        So a program runs unchanged that finds its job in the environment otherwise. It holds for this task and those
-        that it starts; arguments that say where to meet go before.
+        A program that otherwise finds its job in the environment runs unchanged. The default holds for this task and
+        the tasks that it starts. Arguments such as `init_method`, `store` and `rank` take precedence.
         """
         token = DEFAULT.set(self)
         try:
@@ -77,30 +77,30 @@ class Ticket:
             **given: other arguments of `new_group`: `name`, `timeout`, `options`, ...
 
         Returns:
-            What is awaited or entered, and gives the `ProcessGroup`.
+            An object to await or to enter with ``async with``; it yields the `ProcessGroup`.
 
         Raises:
-            StoreUnavailableError: the process that holds the meeting is gone, or cannot be reached from here.
-            RendezvousError: the other ranks did not come; a newcomer: no group has grown.
+            StoreUnavailableError: the process that holds the meeting has ended or cannot be reached from here.
+            RendezvousError: the other ranks did not arrive, or no group grew to include this newcomer.
         """
         return new_group(init_method=self, **given)
 
 
 class Meeting:
-    """Where the ranks of a job meet: a store and a job key, held by a process that starts them but is none of them.
+    """A store and a job key for the rendezvous of a job, held by a process that starts the ranks but is not a rank.
 
         with aiocoll.Meeting(4) as meeting:
             for rank in range(4):
-                start(work, meeting.ticket(rank))  # on any pool of processes; there: pg = await ticket.join()
+                start(work, meeting.ticket(rank))  # in any process pool; the worker calls: pg = await ticket.join()
 
-    The store is served from a thread of its own. Enter it with ``with`` or ``async with``; at the end of the block the
-    ranks can no longer meet or grow, but groups that there are go on.
+    A thread serves the store. Enter the meeting with ``with`` or ``async with``. After the block, ranks can no longer
+    meet or grow, but existing groups continue.
 
     Args:
         world_size: number of ranks.
-        host: address of this machine at which the ranks reach it; with the default, those of this machine do.
-        port: 0 means a free one.
-        encryption: see `GroupOptions`, the same for all ranks.
+        host: address of this machine at which the ranks reach it; the default reaches only ranks of this machine.
+        port: port of the store; 0 means a free port.
+        encryption: see `GroupOptions`; the same on all ranks.
 
     Attributes:
         world_size: number of ranks.
@@ -145,52 +145,53 @@ class Meeting:
         """Return a ticket for one process.
 
         Args:
-            rank: which rank it becomes; None: one that is free when it joins, and then for all tickets.
+            rank: the rank that the process becomes. None assigns a free rank when it joins; then use None for all
+                tickets.
 
         Raises:
-            ValueError: there is no such rank, or the meeting has not begun.
+            ValueError: `rank` is out of range, or the meeting has not been entered.
         """
         rank = None if rank is None else to_int(rank, "rank", "an int or None")
         if rank is not None and not 0 <= rank < self.world_size:
-            raise ValueError(f"rank={rank}: must be from 0 to {self.world_size - 1}, one less than world_size")
+            raise ValueError(f"rank={rank}: must be from 0 to {self.world_size - 1} (world_size - 1)")
         return self._ticket(self.world_size, rank)
 
     def newcomer(self) -> Ticket:
-        """Return a ticket for a process that takes part when the ranks call `ProcessGroup.grow`.
+        """Return a ticket for a process that joins when the ranks call `ProcessGroup.grow`.
 
         Raises:
-            ValueError: the meeting has not begun.
+            ValueError: the meeting has not been entered.
         """
         return self._ticket(0, None)
 
     def has_arrived(self, ticket: Ticket) -> bool:
-        """Return whether the process that has a ticket of this meeting has become a rank.
+        """Return whether the holder of a ticket has become a rank.
 
         Args:
-            ticket: of this meeting.
+            ticket: a ticket of this meeting.
         """
         return self._server.has(arrival(ticket.holder))
 
     def report_death(self, ticket: Ticket, reason: str) -> None:
-        """Tell the ranks that the process which had a ticket is gone, where what runs it knows that.
+        """Report to the ranks that the holder of a ticket has ended. Call this if the process pool knows it.
 
-        To each of them it is as if another one called `ProcessGroup.report_death`: see there also for what becomes of a
-        process that lives after all.
+        The effect on each rank is that of `ProcessGroup.report_death` called by another rank. `report_death` also
+        describes the case of a process that still runs.
 
         Args:
-            ticket: of this meeting, given to that process only.
-            reason: what the errors say about it.
+            ticket: a ticket of this meeting, given to that process only.
+            reason: the explanation in the errors of the ranks.
 
         Raises:
-            ValueError: the ticket is of another meeting.
+            ValueError: the ticket belongs to another meeting.
         """
         if ticket.job != self._job:
-            raise ValueError("ticket is not one of this meeting")
+            raise ValueError("ticket belongs to another meeting; pass one that this meeting made")
         self._server.put(*death(next(self._deaths), ticket.holder, fitting(reason)))
 
     def _ticket(self, world_size: int, rank: int | None) -> Ticket:
         if not self._started:
-            raise ValueError("the meeting has not begun: enter it, `with aiocoll.Meeting(...) as meeting:`")
+            raise ValueError("the meeting has not been entered: use `with aiocoll.Meeting(...) as meeting:`")
         return Ticket(
             self._server.host, self._server.port, self._job, self._key, world_size, rank, random_bytes(8).hex()
         )

@@ -1,4 +1,4 @@
-"""The choice of a group's transport: by this rank's options, then by the cards of all ranks."""
+"""Choice of a group's transport, by the options of this rank and the cards of all ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["TransportChoice"]
 
 
 class TransportChoice:
-    """The transport that one rank asks for.
+    """The transport requested by the options of one rank.
 
     Args:
         name: the option `transport`.
 
     Attributes:
-        provider: of that name.
-        is_auto: the ranks choose.
+        provider: the registered transport of that name.
+        is_auto: whether `name` is "auto", so that the cards determine the transport.
     """
 
     def __init__(self, name: str) -> None:
         self.provider = find_transport(name)
         self.is_auto = name == AUTO
-        # The transport whose carrier this rank offers.
+        # The transport whose carrier this rank offers to the other ranks.
         self._carrier_name, self._carrier_provider = name, self.provider
         if self.is_auto:
             self._carrier_name, self._carrier_provider = max(
@@ -34,10 +34,10 @@ class TransportChoice:
             )
 
     def make_carrier(self, request: CarrierRequest) -> DataCarrier | None:
-        """Return the carrier that this rank offers; None without one, or if "auto" finds it unavailable.
+        """Return the carrier that this rank offers; None if it has none, or if "auto" finds it unavailable.
 
         Raises:
-            BackendUnavailableError: the carrier of the transport that the options name is not available.
+            BackendUnavailableError: the options name a transport whose carrier is unavailable.
         """
         make = self._carrier_provider.make_carrier
         try:
@@ -57,28 +57,29 @@ class TransportChoice:
 
     @property
     def carries_all(self) -> bool:
-        """Whether the carrier has all data links, and not only those between hosts."""
+        """Whether the carrier makes all data links, and not only those between hosts."""
         return not self.is_auto and self.provider.make_carrier is not None
 
     @property
     def card(self) -> Card:
-        """The fields of this rank's card that publish its carrier; none without one."""
+        """Card fields that publish the carrier of this rank; empty without a carrier."""
         if self._carrier_provider.make_carrier is None:
             return {}
         return {"offers" if self.is_auto else "carrier": self._carrier_name}
 
     def agree(self, cards: Mapping[int, Card]) -> bool:
-        """Return whether the carrier is used; the same on every rank.
+        """Return whether the ranks use the carrier. The result is the same on every rank.
 
         Raises:
-            RendezvousError: some ranks ask for a carrier by name, and others do not.
+            RendezvousError: some ranks request a carrier by name, and others do not.
         """
         named = {rank: card.get("carrier", "") for rank, card in cards.items()}
         if len(names := {*named.values()}) > 1:
             name = max(names)
             others = [rank for rank, other in named.items() if other != name]
             raise RendezvousError(
-                f"transport={name!r} on some ranks, but not on {_listed(others)}: set the same transport on every rank"
+                f"transport={name!r} on some ranks, but not on {_format_ranks(others)}: set the same transport on "
+                "every rank"
             )
         if not self.is_auto:
             return self.carries_all
@@ -95,6 +96,6 @@ def _candidates() -> Iterable[tuple[str, TransportProvider]]:
             yield name, provider
 
 
-def _listed(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     names = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"

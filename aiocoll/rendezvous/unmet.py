@@ -1,4 +1,4 @@
-"""Why ranks have not met, in words for errors and warnings."""
+"""Texts for errors and warnings about ranks that have not met."""
 
 from __future__ import annotations
 
@@ -9,47 +9,50 @@ from aiocoll.store import Store
 from aiocoll.transport.base import Card
 from aiocoll.transport.stream.transport import StreamTransport
 
-__all__ = ["not_come", "not_connected", "silent"]
+__all__ = ["describe_missing_links", "describe_missing_ranks", "describe_silent_store"]
 
 
-def not_come(missing: Sequence[int], world_size: int, drawback: str | None, before: int) -> str:
-    """Name the ranks that have published nothing in the store.
+def describe_missing_ranks(missing: Sequence[int], world_size: int, drawback: str | None, before: int) -> str:
+    """Describe the ranks that have published nothing in the store.
 
     Args:
-        missing: the ranks.
-        world_size: how many there should be.
-        drawback: why some may not reach the store.
-        before: how often ranks have met on it.
+        missing: these ranks.
+        world_size: the expected number of ranks.
+        drawback: the reason why some ranks may not reach the store, or None.
+        before: the number of earlier rendezvous on this store.
     """
-    who = ", ".join(map(str, missing))
+    names = ", ".join(map(str, missing))
     because = f" ({drawback})" if drawback else ""
-    hint = "are they running with the same master address?"
+    hint = "check that they run and use the same master address"
     if before:
-        hint = "ranks have met on this store before: to come in the place of a lost one, pass join=True"
-    return f"rank(s) {who} of {world_size}: {hint}{because}"
+        hint = "ranks have already met on this store; to replace a lost rank, pass join=True"
+    return f"rank(s) {names} of {world_size}: {hint}{because}"
 
 
-def silent(store: Store) -> str:
-    """Return the text for a store that does not answer."""
-    return f"{store} does not answer; is the process that serves it stopped?"
+def describe_silent_store(store: Store) -> str:
+    """Describe a store that does not answer."""
+    return f"{store} does not answer; check that the process that serves it runs and is not stopped"
 
 
-def not_connected(endpoint: Endpoint | None, transport: StreamTransport | None) -> str:
-    """Return which connection is missing when all ranks have published their cards: between whom, where, and why."""
+def describe_missing_links(endpoint: Endpoint | None, transport: StreamTransport | None) -> str:
+    """Describe the connections that are missing after all ranks have published their cards.
+
+    The text names the ranks and addresses, and the reason if it is known.
+    """
     if transport is not None and (trouble := transport.trouble):
         return trouble
     if endpoint is None:
-        return "all ranks have come, but not all have published their addresses"
+        return "all ranks have arrived, but some have not published their addresses"
     hub, rank = endpoint.control.hub, endpoint.rank
     if rank != hub:
-        return f"rank {hub} has not connected to all others: see its message"
-    absent = ", ".join(f"{each} (at {_address(endpoint.cards, each)})" for each in endpoint.control.absent())
+        return f"rank {hub} is not connected to all other ranks; see the error message of rank {hub}"
+    absent = ", ".join(f"{each} (at {_format_address(endpoint.cards, each)})" for each in endpoint.control.absent())
     return (
-        f"rank(s) {absent} have not connected to rank {rank} at {_address(endpoint.cards, rank)}: do they run, and do "
-        "firewalls let them?"
+        f"rank(s) {absent} have not connected to rank {rank} at {_format_address(endpoint.cards, rank)}; check that "
+        "they run and that firewalls permit the connection"
     )
 
 
-def _address(cards: Mapping[int, Card], rank: int) -> str:
+def _format_address(cards: Mapping[int, Card], rank: int) -> str:
     card = cards[rank]
     return f"{card['tcp'][0]} port {card['tcp'][1]}" if card["tcp"] else f"unix socket {card['unix']}"

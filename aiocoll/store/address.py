@@ -1,4 +1,4 @@
-"""Where a TCP store listens: host and port, or ``unix:NAME`` (``unix:@NAME``: Linux abstract socket, no file)."""
+"""Addresses of TCP stores: host and port, or ``unix:NAME`` (``unix:@NAME``: Linux abstract socket, no file)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from aiocoll.users import peer_trouble
 __all__ = ["StoreEndpoint", "check_peer", "describe", "is_unix", "listen", "literal", "means_loopback", "resolve"]
 
 _UNIX = "unix:"
-#: Connections that the kernel queues until they are accepted: all ranks of a large job at once. The kernel lowers it to
-#: its own limit (net.core.somaxconn, 4096 since Linux 5.4).
+#: Connections that the kernel queues before they are accepted, enough for all ranks of a large job at once. The kernel
+#: lowers it to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
 _BACKLOG = 4096
-#: Seconds of an outage after which a connection is closed, about as long as with the defaults of Linux: waits at a
-#: store have their own timeouts.
+#: Seconds of an outage after which a connection is closed. They match the defaults of Linux, since requests have
+#: timeouts of their own.
 _MAX_OUTAGE = 900.0
 
 
@@ -33,11 +33,11 @@ class StoreEndpoint(NamedTuple):
     sockaddr: Any
 
     def require_key(self, key: bytes | None) -> None:
-        """Raise `AuthenticationError` if other machines can reach this endpoint and there is no key."""
+        """Raise `AuthenticationError` if other machines can reach this endpoint and `key` is None."""
         require_key("localhost" if isinstance(self.sockaddr, str) else self.sockaddr[0], key)
 
     def reachable(self) -> StoreEndpoint:
-        """Return where a client connects: to the loopback if this is the wildcard of its host."""
+        """Return the endpoint to which a local client connects: the loopback if this is the wildcard address."""
         if isinstance(self.sockaddr, str):
             return self
         host, port = self.sockaddr[:2]
@@ -45,7 +45,7 @@ class StoreEndpoint(NamedTuple):
         mapped = getattr(address, "ipv4_mapped", None)
         if not (mapped or address).is_unspecified:
             return self
-        # A server on the wildcard of IPv6 takes IPv4, too, where the host may have no other loopback.
+        # A server on the IPv6 wildcard also accepts IPv4, and some hosts have no IPv6 loopback.
         return StoreEndpoint(socket.AF_INET, ("127.0.0.1", port))
 
     def socket(self) -> socket.socket:
@@ -58,22 +58,22 @@ class StoreEndpoint(NamedTuple):
 
 
 def is_unix(host: str) -> bool:
-    """Return whether `host` is a unix socket."""
+    """Return whether `host` names a unix socket."""
     return host.startswith(_UNIX)
 
 
 def describe(host: str, port: int) -> str:
-    """Return the address as error messages show it."""
+    """Return the address in the form of error messages."""
     if is_unix(host):
         return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def resolve(host: str, port: int) -> list[StoreEndpoint]:
-    """Look up `host`; literal addresses and unix sockets need no thread.
+    """Look up the endpoints of `host`. Numeric addresses and unix sockets need no thread.
 
     Raises:
-        OSError: it cannot be resolved.
+        OSError: `host` cannot be resolved.
     """
     known = literal(host, port)
     if known is not None:
@@ -84,15 +84,15 @@ async def resolve(host: str, port: int) -> list[StoreEndpoint]:
 
 
 def listen(host: str, port: int, key: bytes | None) -> socket.socket:
-    """Bind and listen on `host`, an address of this machine; `port` 0 means a free one.
+    """Bind and listen on `host`, an address of this machine; `port` 0 means a free port.
 
     Raises:
-        AuthenticationError: other machines can reach the address and there is no key.
+        AuthenticationError: other machines can reach the address, and `key` is None.
         StoreUnavailableError: the address is not available.
     """
     where = describe(host, port)
     try:
-        endpoint = literal(host, port) or _first(host, port)
+        endpoint = literal(host, port) or _resolve_first(host, port)
         endpoint.require_key(key)
         sock = endpoint.socket()
         try:
@@ -108,13 +108,13 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
             errno.EADDRINUSE: "another program uses it, choose another port or 0",
             errno.EADDRNOTAVAIL: "it is not an address of this machine",
             errno.EMFILE: "raise ulimit -n",
-        }.get(exc.errno or 0, "give an address of this machine")
+        }.get(exc.errno or 0, "pass an address of this machine")
         raise StoreUnavailableError(f"the store cannot listen on {where}: {exc.strerror or exc}; {hint}") from exc
     return sock
 
 
 def check_peer(sock: socket.socket) -> None:
-    """Raise `AuthenticationError` unless the other end of a unix socket runs as this user (where the kernel tells)."""
+    """Raise `AuthenticationError` if the other end of a unix socket runs as another user, if the kernel reports it."""
     if sock.family == socket.AF_UNIX and (foreign := peer_trouble(sock)) is not None:
         raise AuthenticationError(f"the other end of the unix socket {foreign}")
 
@@ -131,17 +131,17 @@ def literal(host: str, port: int) -> StoreEndpoint | None:
     if version == 4:
         return StoreEndpoint(socket.AF_INET, (host, port))
     if "%" in host:
-        # The scope's number must be looked up; numeric hosts never ask a name server.
-        return _first(host, port)
+        # The number of the scope must be looked up. Numeric addresses need no name server.
+        return _resolve_first(host, port)
     return StoreEndpoint(socket.AF_INET6, (host, port, 0, 0))
 
 
 def means_loopback(name: str) -> bool:
-    """Whether a name always means loopback."""
+    """Return whether a host name always means the loopback."""
     return name.split(".")[0].lower() in ("localhost", "ip6-localhost", "ip6-loopback", "localhost4", "localhost6")
 
 
-def _first(host: str, port: int) -> StoreEndpoint:
+def _resolve_first(host: str, port: int) -> StoreEndpoint:
     family, _, _, _, sockaddr = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return StoreEndpoint(family, sockaddr)
 
@@ -150,23 +150,23 @@ def _bind(sock: socket.socket, endpoint: StoreEndpoint) -> None:
     path = endpoint.sockaddr
     if not isinstance(path, str):
         if os.name == "posix":
-            # A restarted job need not wait for the old job's connections to leave TIME_WAIT.
+            # A restarted job can bind at once, although connections of the old job are in TIME_WAIT.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if path[0] == "::":
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # all addresses, whatever the system's default
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # include IPv4, whatever the system default
         sock.bind(path)
     elif path.startswith("\0"):
         sock.bind(path)
     else:
         _remove_stale(path)
-        # Linux gives the socket file this mode at bind, so other users can never connect.
+        # Linux creates the socket file with this mode, so other users can never connect.
         os.fchmod(sock.fileno(), 0o600)
         sock.bind(path)
         os.chmod(path, 0o600)
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a server that died; keep one that answers, and any other file."""
+    """Remove the socket file of a server that died. Keep the socket of a running server, and any other file."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

@@ -1,10 +1,10 @@
 """`Store`: the interface of every store.
 
-A store is a small dictionary that the ranks of a job share: str keys, bytes values (a str is stored in UTF-8), plus
-first-in-first-out queues with names of their own. Ranks meet through it; arrays are sent by groups. The public methods
-of `Store` check arguments and pass them on as commands (`aiocoll.store.commands`): `_call` carries out those that are
-answered at once, `_wait` those that wait for keys. `KeyValueStore` implements both by three methods that a new store
-has to write.
+A store is a small dictionary that the ranks of a job share. Keys are str, values are bytes (a str is stored in UTF-8).
+It also has first-in-first-out queues with names of their own. Ranks meet through a store, and send arrays through
+groups. The public methods of `Store` check arguments and pass them on as commands (`aiocoll.store.commands`). `_call`
+carries out commands that return at once, and `_wait` commands that wait for keys. `KeyValueStore` implements both with
+three methods, which a new store has to provide.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store.commands import check_arguments, count_bytes
 from aiocoll.user_code import describe
 
-__all__ = ["GRACE", "Store", "answered", "count_of_clients", "seconds", "settled", "timed_out"]
+__all__ = ["GRACE", "Store", "await_reply", "check_world_size", "seconds", "timeout_error", "wait_until_done"]
 
 T = TypeVar("T")
 
-#: Seconds beyond its timeout after which a call to a store that has stopped answering is cancelled.
+#: Seconds after its timeout when a request is cancelled if the store does not answer.
 GRACE = 0.7
-#: Loop iterations within these seconds: an answer that arrived while the loop was blocked counts.
+#: Loop iterations within these seconds, so that a reply that arrived while the loop was blocked is read.
 _TURNS = 16
 
-#: Turns of the loop in which an answer that has arrived is read and passed on.
+#: Loop iterations needed to read and deliver a reply that has arrived.
 _TURNS_TO_READ = 4
 
 
 class Store(ABC):
-    """Base of all stores; to write one, see `KeyValueStore`.
+    """Base class of all stores. To write a store, see `KeyValueStore`.
 
-    Every method raises `TypeError` or `ValueError` for a wrong argument, `StoreError` for one over a limit (keys 1 KiB,
-    values 8 MiB; 65,536 keys and queued items, 256 MiB in all), and `StoreUnavailableError` once the store is closed or
-    unreachable. Cancelling a wait leaves nothing behind, and a queue keeps its item.
+    Every method raises `TypeError` or `ValueError` for an invalid argument. It raises `StoreError` for an argument over
+    a limit: 1 KiB for keys, 8 MiB for values, and in all 65,536 keys and queued items and 256 MiB. It raises
+    `StoreUnavailableError` if the store is closed or unreachable. A cancelled wait leaves nothing behind, and its queue
+    keeps the item.
 
-    Cost of a call: with a `HashStore` a few microseconds, with a `FileStore` a lock and at most one write, with a
-    `TCPStore` one round trip, with a `RedisStore` one or two. The store notifies a wait when it ends; only a file is
-    polled, every 20 ms.
+    Cost: with a `HashStore` a few microseconds per call, with a `FileStore` a lock and at most one write, with a
+    `TCPStore` one round trip, with a `RedisStore` one or two. The store notifies waiting calls; only a `FileStore`
+    polls, every 20 ms.
     """
 
-    #: Whether requests may stay unanswered, so that every call needs a time limit.
+    #: Whether requests may remain without a reply, so that every call needs a time limit.
     _may_stop = True
 
     def __init__(self, timeout: float | timedelta = 300.0) -> None:
@@ -57,17 +58,17 @@ class Store(ABC):
 
     @property
     def trouble(self) -> str | None:
-        """Address of the store and why it cannot be reached, while connecting is still being tried."""
+        """Address of the store and the reason why it cannot be reached, during attempts to connect; else None."""
         return None
 
     @property
     def reached(self) -> str:
-        """The numeric address by which this process has reached the store, "" if it has none."""
+        """Numeric address by which this process has reached the store; "" if there is none."""
         return ""
 
     @property
     def timeout(self) -> float:
-        """Seconds a call waits when it is given no timeout."""
+        """Default timeout of calls in seconds."""
         return self._timeout
 
     @timeout.setter
@@ -75,10 +76,10 @@ class Store(ABC):
         self._timeout = seconds(timeout)
 
     def set_timeout(self, timeout: float | timedelta) -> None:
-        """Set `timeout`.
+        """Set the default timeout of calls.
 
         Args:
-            timeout: seconds a call waits when it is given no timeout.
+            timeout: seconds.
         """
         self.timeout = timeout
 
@@ -87,7 +88,7 @@ class Store(ABC):
 
     @property
     def _sees_disconnects(self) -> bool:
-        """Whether `_hold` gives a key up when this client disconnects or dies."""
+        """Whether the store marks keys of `_hold` with `LEFT` when this client disconnects or dies."""
         return False
 
     async def set(self, key: str, value: bytes | str) -> None:
@@ -98,172 +99,172 @@ class Store(ABC):
             value: at most 8 MiB; a str is stored in UTF-8.
 
         Raises:
-            StoreError: a limit; nothing was changed.
+            StoreError: a limit was exceeded; nothing was changed.
         """
-        await self._checked("set", key, _encoded(value))
+        await self._call_checked("set", key, _encode(value))
 
     async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
-        """Wait until `key` exists.
+        """Wait until `key` exists, and return its value.
 
         Args:
-            key: its name.
-            timeout: seconds to wait; 0 looks once, `inf` waits for ever, None is the store's own.
+            key: name of the key.
+            timeout: seconds to wait; 0 looks once, `inf` waits without limit, None is the default timeout of the store.
 
         Returns:
-            Its value.
+            The value.
 
         Raises:
-            StoreTimeoutError: it did not appear in time.
+            StoreTimeoutError: the key did not appear in time.
         """
-        value: bytes = await self._waited("get", timeout, key)
+        value: bytes = await self._wait_checked("get", timeout, key)
         return value
 
     async def add(self, key: str, amount: int) -> int:
         """Add `amount` to the decimal number under `key`; an absent key counts as 0.
 
         Args:
-            key: its name.
-            amount: may be negative; fits 64 bits.
+            key: name of the key.
+            amount: the number to add, which may be negative; fits 64 bits.
 
         Returns:
-            The sum, which is stored.
+            The sum, which is now stored.
 
         Raises:
             StoreError: the value is not a decimal number, or the sum does not fit 64 bits; nothing was changed.
         """
-        with suppress(TypeError):  # the check of all arguments refuses it
+        with suppress(TypeError):  # the common check of arguments raises the error
             amount = operator.index(amount)
-        total: int = await self._checked("add", key, amount)
+        total: int = await self._call_checked("add", key, amount)
         return total
 
     async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Store `desired` if the value is `expected`, or if `key` is absent and `expected` is empty.
 
-        The result is the same for the client that stored `desired` and one that found it there: to find a winner, let
-        each client propose a different value.
+        The result does not show whether this client stored `desired` or found it there. To elect a winner, let each
+        client propose a different value.
 
         Args:
-            key: its name.
+            key: name of the key.
             expected: current value for which `desired` is stored.
             desired: value to store.
 
         Returns:
-            The value now stored; `expected` if the key is absent and stays so.
+            The value now stored; `expected` if the key was absent and stays absent.
 
         Raises:
-            StoreError: a limit; nothing was changed.
+            StoreError: a limit was exceeded; nothing was changed.
         """
-        value: bytes = await self._checked("compare_set", key, _encoded(expected), _encoded(desired))
+        value: bytes = await self._call_checked("compare_set", key, _encode(expected), _encode(desired))
         return value
 
     async def check(self, keys: Iterable[str]) -> bool:
-        """Return whether keys exist, without waiting.
+        """Return whether all `keys` exist, without waiting.
 
         Args:
-            keys: their names.
+            keys: names of the keys.
 
         Returns:
-            Whether all of them exist.
+            Whether all keys exist.
         """
-        present: bool = await self._checked("check", _listed("keys", keys))
+        present: bool = await self._call_checked("check", _to_list("keys", keys))
         return present
 
     async def wait(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> None:
         """Wait until all `keys` exist.
 
         Args:
-            keys: their names.
-            timeout: seconds to wait; 0 looks once, `inf` waits for ever, None is the store's own.
+            keys: names of the keys.
+            timeout: seconds to wait; 0 looks once, `inf` waits without limit, None is the default timeout of the store.
 
         Raises:
-            StoreTimeoutError: some did not appear in time; the message lists them.
+            StoreTimeoutError: some keys did not appear in time; the message lists them.
         """
-        await self._waited("wait", timeout, _listed("keys", keys))
+        await self._wait_checked("wait", timeout, _to_list("keys", keys))
 
     async def delete_key(self, key: str) -> bool:
         """Remove `key`.
 
         Args:
-            key: its name.
+            key: name of the key.
 
         Returns:
-            Whether it existed.
+            Whether the key existed.
         """
-        existed: bool = await self._checked("delete_key", key)
+        existed: bool = await self._call_checked("delete_key", key)
         return existed
 
     async def num_keys(self) -> int:
         """Count the keys.
 
         Returns:
-            Their number; queues are not counted.
+            The number of keys, without queues.
         """
-        count: int = await self._checked("num_keys", "")
+        count: int = await self._call_checked("num_keys", "")
         return count
 
     async def append(self, key: str, value: bytes | str) -> None:
-        """Append `value` to what is stored under `key`; an absent key counts as empty.
+        """Append `value` to the value of `key`; an absent key counts as empty.
 
         Args:
-            key: its name.
-            value: appended to the current value; both together are at most 8 MiB.
+            key: name of the key.
+            value: bytes to append; the new value may have at most 8 MiB.
 
         Raises:
-            StoreError: a limit; nothing was changed.
+            StoreError: a limit was exceeded; nothing was changed.
         """
-        await self._checked("append", key, _encoded(value))
+        await self._call_checked("append", key, _encode(value))
 
     async def multi_get(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> list[bytes]:
         """Wait until all `keys` exist and read them atomically.
 
         Args:
-            keys: their names.
-            timeout: seconds to wait; 0 looks once, `inf` waits for ever, None is the store's own.
+            keys: names of the keys.
+            timeout: seconds to wait; 0 looks once, `inf` waits without limit, None is the default timeout of the store.
 
         Returns:
-            Their values, in the order of `keys`.
+            The values, in the order of `keys`.
 
         Raises:
-            StoreTimeoutError: some did not appear in time; the message lists them.
+            StoreTimeoutError: some keys did not appear in time; the message lists them.
         """
-        values: list[bytes] = await self._waited("multi_get", timeout, _listed("keys", keys))
+        values: list[bytes] = await self._wait_checked("multi_get", timeout, _to_list("keys", keys))
         return values
 
     async def multi_set(self, keys: Iterable[str], values: Iterable[bytes | str]) -> None:
         """Store one value per key, all or none.
 
         Args:
-            keys: their names.
-            values: as many; 16 MiB in all in a `TCPStore`, 32 MiB in a `FileStore`.
+            keys: names of the keys.
+            values: one value per key; at most 16 MiB in all in a `TCPStore`, 32 MiB in a `FileStore`.
 
         Raises:
-            StoreError: a limit; nothing was changed.
+            StoreError: a limit was exceeded; nothing was changed.
         """
-        await self._checked(
-            "multi_set", _listed("keys", keys), [_encoded(value) for value in _listed("values", values)]
+        await self._call_checked(
+            "multi_set", _to_list("keys", keys), [_encode(value) for value in _to_list("values", values)]
         )
 
     async def list_keys(self) -> list[str]:
         """List the keys.
 
         Returns:
-            All keys, in the order they were first set, or in that of the server of a `KeyValueStore`; queues are not
-            listed.
+            All keys, without queues. They are in the order in which they were first set, but a `KeyValueStore` lists
+            them in the order of its server.
         """
-        keys: list[str] = await self._checked("list_keys", "")
+        keys: list[str] = await self._call_checked("list_keys", "")
         return keys
 
     async def queue_push(self, key: str, value: bytes | str) -> None:
-        """Append an item to a queue; a queue and a key of the same name are unrelated.
+        """Append an item to a queue. A queue and a key of the same name are unrelated.
 
         Args:
             key: name of the queue, at most 1 KiB in UTF-8.
             value: the item, at most 8 MiB.
 
         Raises:
-            StoreError: a limit; nothing was changed.
+            StoreError: a limit was exceeded; nothing was changed.
         """
-        await self._checked("queue_push", key, _encoded(value))
+        await self._call_checked("queue_push", key, _encode(value))
 
     async def queue_pop(self, key: str, block: bool = True, timeout: float | timedelta | None = None) -> bytes:
         """Remove the first item of a queue; waiting calls are served in order.
@@ -271,15 +272,15 @@ class Store(ABC):
         Args:
             key: name of the queue.
             block: False raises `StoreTimeoutError` at once if the queue is empty.
-            timeout: seconds to wait for an item; `inf` waits for ever, None is the store's own.
+            timeout: seconds to wait for an item; `inf` waits without limit, None is the default timeout of the store.
 
         Returns:
             The item.
 
         Raises:
-            StoreTimeoutError: there was none in time.
+            StoreTimeoutError: the queue had no item in time.
         """
-        value: bytes = await self._waited("queue_pop", timeout if block else 0.0, key)
+        value: bytes = await self._wait_checked("queue_pop", timeout if block else 0.0, key)
         return value
 
     async def queue_len(self, key: str) -> int:
@@ -289,9 +290,9 @@ class Store(ABC):
             key: name of the queue.
 
         Returns:
-            Their number; 0 for a queue that was never used.
+            The number of items; 0 for a queue that was never used.
         """
-        count: int = await self._checked("queue_len", key)
+        count: int = await self._call_checked("queue_len", key)
         return count
 
     @abstractmethod
@@ -306,30 +307,33 @@ class Store(ABC):
 
     @abstractmethod
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out one of `COMMANDS`, its arguments already checked."""
+        """Carry out one of `COMMANDS`. The arguments have been checked."""
 
     @abstractmethod
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        """Carry out one of `WAITS`, its arguments already checked."""
+        """Carry out one of `WAITS`. The arguments have been checked."""
 
     async def _hold(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Do what `compare_set` does; a store that sees this client disconnect replaces `desired` by `LEFT`."""
-        value: bytes = await self._checked("hold", key, expected, desired)
+        """Carry out `compare_set` for a key that the store sets to `LEFT` when it sees this client disconnect."""
+        value: bytes = await self._call_checked("hold", key, expected, desired)
         return value
 
-    async def _checked(self, command: str, *arguments: Any) -> Any:
+    async def _call_checked(self, command: str, *arguments: Any) -> Any:
         check_arguments(command, arguments)
-        request = self._uncancelled(command, self._call, arguments)
-        return await (answered(request, self._timeout, self, command) if self._may_stop else request)
+        request = self._run_uncancelled(command, self._call, arguments)
+        return await (await_reply(request, self._timeout, self, command) if self._may_stop else request)
 
-    async def _waited(self, command: str, timeout: float | timedelta | None, *arguments: Any) -> Any:
+    async def _wait_checked(self, command: str, timeout: float | timedelta | None, *arguments: Any) -> Any:
         check_arguments(command, arguments)
         limit = self.timeout if timeout is None else seconds(timeout)
-        request = self._uncancelled(command, self._wait, arguments, limit)
-        return await (answered(request, limit, self, command) if self._may_stop else request)
+        request = self._run_uncancelled(command, self._wait, arguments, limit)
+        return await (await_reply(request, limit, self, command) if self._may_stop else request)
 
-    async def _uncancelled(self, command: str, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-        """Await a call; a `CancelledError` of a custom store must not look like a cancellation of its caller."""
+    async def _run_uncancelled(self, command: str, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
+        """Await a call, and turn a `CancelledError` raised by a custom store itself into a `StoreError`.
+
+        Otherwise it would look like a cancellation of the caller.
+        """
         try:
             return await call(command, *args)
         except asyncio.CancelledError as error:
@@ -337,31 +341,34 @@ class Store(ABC):
             if task is None or task.cancelling():
                 raise
             raise StoreError(
-                f"{type(self).__name__} raised {describe(error)} in {command}(), and no task had cancelled the call"
+                f"{type(self).__name__} raised {describe(error)} in {command}(), but the call was not cancelled: "
+                "let the store raise StoreError"
             ) from error
 
 
 def seconds(timeout: float | timedelta) -> float:
-    """Return `timeout` in seconds; refuse a negative one and NaN."""
+    """Return `timeout` in seconds; raise `ValueError` for NaN and negative numbers."""
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     number = to_float(value, "timeout", "seconds or a timedelta")
     if math.isnan(number) or number < 0:
-        raise ValueError(f"timeout must not be negative, got {timeout}: use 0 to look once, math.inf to wait for ever")
+        raise ValueError(
+            f"timeout must not be negative, got {timeout}: use 0 to look once, math.inf to wait without limit"
+        )
     return number
 
 
-async def answered(request: Coroutine[Any, Any, T], timeout: float, store: Store, command: str) -> T:
-    """Return the result of `request`, which ends within `timeout` seconds by itself unless `store` has stopped.
+async def await_reply(request: Coroutine[Any, Any, T], timeout: float, store: Store, command: str) -> T:
+    """Return the result of `request`, which ends within `timeout` seconds by itself if `store` answers.
 
     Raises:
-        StoreTimeoutError: the request had not ended `GRACE` seconds later, and was cancelled.
+        StoreTimeoutError: the request had not ended `GRACE` seconds after its timeout, and was cancelled.
     """
     if timeout == math.inf:
         return await request
     try:
         runtime, limit = Runtime.of(running_loop()), asyncio.timeout(None)
     except RuntimeError:
-        request.close()  # it was not awaited, and Python would warn
+        request.close()  # else Python warns that the coroutine was never awaited
         raise
     pause = max(0.0, GRACE + min(0.0, timeout)) / _TURNS
     timer: asyncio.TimerHandle
@@ -386,11 +393,11 @@ async def answered(request: Coroutine[Any, Any, T], timeout: float, store: Store
         timer.cancel()
 
 
-async def settled(future: asyncio.Future[Any], timeout: float) -> bool:
-    """Wait until `future` is done; False when `timeout` seconds passed first.
+async def wait_until_done(future: asyncio.Future[Any], timeout: float) -> bool:
+    """Wait up to `timeout` seconds until `future` is done, and return whether it is.
 
-    The future itself is never cancelled: a result that arrives together with a timeout or a cancellation is kept in it.
-    A loop that was blocked reads what has arrived meanwhile before the timeout counts.
+    The future is never cancelled. So it keeps a result that arrives together with a timeout or a cancellation. After
+    the timeout, a loop that was blocked first reads the data that has arrived meanwhile.
     """
     await asyncio.wait([future], timeout=None if timeout == math.inf else timeout)
     for _ in range(_TURNS_TO_READ):
@@ -400,8 +407,8 @@ async def settled(future: asyncio.Future[Any], timeout: float) -> bool:
     return future.done()
 
 
-def timed_out(where: str, command: str, missing: list[str], timeout: float) -> StoreTimeoutError:
-    """Return the error of a wait that ended with `missing` keys (or an empty queue), naming at most 16 of them."""
+def timeout_error(where: str, command: str, missing: list[str], timeout: float) -> StoreTimeoutError:
+    """Return the error of a wait that timed out. It names at most 16 of the `missing` keys, or the empty queue."""
     names = ", ".join(map(repr, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
     if command == "queue_pop":
         return StoreTimeoutError(f"queue {names} of {where} had no item within {timeout:g} s")
@@ -410,23 +417,23 @@ def timed_out(where: str, command: str, missing: list[str], timeout: float) -> S
     )
 
 
-def count_of_clients(world_size: int | None) -> int | None:
-    """Return the number of clients of a store; None if it may be any, as None and -1 say."""
+def check_world_size(world_size: int | None) -> int | None:
+    """Check the argument `world_size` of a store; return None for any number of clients, which None and -1 mean."""
     number = -1 if world_size is None else to_int(world_size, "world_size", "an int or None")
     if number < 1 and number != -1:
         raise ValueError(f"world_size must be at least 1, or -1 for any number, got {number}")
     return None if number == -1 else number
 
 
-def _encoded(value: Any) -> Any:
-    """Return text in UTF-8, and anything else as it is."""
+def _encode(value: Any) -> Any:
+    """Return text encoded in UTF-8, and other objects unchanged."""
     if isinstance(value, str):
         count_bytes("value", value)
         return value.encode()
     return value
 
 
-def _listed(name: str, items: Any) -> list[Any]:
+def _to_list(name: str, items: Any) -> list[Any]:
     if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
         raise TypeError(f"{name} must be a list, got {type(items).__name__}")
     return list(items)

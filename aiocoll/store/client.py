@@ -1,4 +1,4 @@
-"""`ClientLink`: a `TCPStore`'s connection to the server, and `connect`, which makes one."""
+"""`ClientLink`: the connection of a `TCPStore` to its server. `connect` makes one."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from aiocoll.security.tls import Tls, binding, is_encrypted
 from aiocoll.security.tls_trouble import closed_without_reason, in_words
 from aiocoll.sockets import is_ready
 from aiocoll.store.address import StoreEndpoint, check_peer, describe, is_unix, literal, means_loopback, resolve
-from aiocoll.store.base import settled, timed_out
+from aiocoll.store.base import timeout_error, wait_until_done
 from aiocoll.store.frames import FrameProtocol, pack
 from aiocoll.store.replies import ReplyStatus, check_reply
 
 __all__ = ["ClientLink", "ClientSecurity", "StoreAuthenticationError", "connect"]
 
-#: Seconds between attempts to connect: ranks start at about the same time, so the first retries come soon.
+#: Seconds between attempts to connect. Ranks start at about the same time, so the first retries follow quickly.
 _FIRST_RETRY = 0.005
 _LAST_RETRY = 0.25
-#: Seconds that a server gets to confirm the end of a wait; it needs them only when it is overloaded.
+#: Seconds to wait for the server to confirm a cancelled wait. Only an overloaded server needs them.
 _CANCEL_TIMEOUT = 0.5
-#: Seconds to send the remaining bytes when the link is closed.
+#: Seconds to send the remaining bytes while the link closes.
 _CLOSE_TIMEOUT = 0.25
 
 
 class StoreAuthenticationError(StoreUnavailableError, AuthenticationError):
-    """The store cannot be reached because one end refused the other."""
+    """The client or the store refused the other end, so the store cannot be reached."""
 
 
 class _Request(NamedTuple):
-    """A command that was sent; `answer` is cancelled with the connection, since an exception might not be retrieved."""
+    """A request in flight. A lost connection cancels `answer`, since an exception might never be retrieved."""
 
     command: str
     arguments: tuple[Any, ...]
@@ -52,12 +52,12 @@ class _Request(NamedTuple):
 
 
 class ClientLink(FrameProtocol):
-    """Sends requests, many concurrently, and matches the answers to them.
+    """A client connection with many concurrent requests, which matches replies to requests.
 
     Attributes:
-        ready: done at the end of the handshake, with its error or None.
-        connected: whether there has been a connection, encrypted if it is to be.
-        tls: what secures the connection, if anything.
+        ready: a future that is done at the end of the handshake, with its error or None.
+        connected: whether the connection was made, including its encryption.
+        tls: the certificates and contexts of an encrypted connection, or None.
     """
 
     def __init__(self, handshake: ClientHandshake, where: str, tls: Tls | None = None) -> None:
@@ -73,46 +73,47 @@ class ClientLink(FrameProtocol):
         self._requests: dict[int, _Request] = {}
         self._count = 0
         self._failure = (
-            f"store {where} closed the connection: its process (rank 0, the launcher, or who holds a meeting) has ended"
+            f"store {where} closed the connection: its process (rank 0, the launcher, or the owner of the meeting) "
+            "has ended"
         )
 
     async def call(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        """Carry out a command that is answered at once; `timeout` is for a server that does not answer."""
+        """Carry out a command that needs no wait; fail if the server sends no reply within `timeout` seconds."""
         number, future = self._send(command, arguments)
         try:
-            if not await settled(future, timeout):
+            if not await wait_until_done(future, timeout):
                 raise StoreTimeoutError(f"store {self._where} did not answer {command} within {timeout:g} s")
         finally:
             self._requests.pop(number, None)
-        _, result = self._answer(future)
+        _, result = self._unwrap_reply(future)
         return result
 
     async def wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        """Carry out a command that waits; at the timeout, or on cancellation, the server drops it."""
+        """Carry out a command that waits for keys. A timeout or a cancellation ends the wait at the server."""
         outcome, payload = await self._wait(command, arguments, timeout)
         if outcome is ReplyStatus.MISSING:
-            raise timed_out(f"store {self._where}", command, payload, timeout)
+            raise timeout_error(f"store {self._where}", command, payload, timeout)
         return payload
 
     async def join(self, world_size: int, timeout: float) -> None:
-        """Wait until `world_size` clients have joined, this one included."""
+        """Wait until `world_size` clients have joined, including this one."""
         outcome, payload = await self._wait("join", (world_size,), timeout)
         if outcome is ReplyStatus.MISSING:
             raise StoreTimeoutError(
                 f"{world_size - len(payload)} of {world_size} clients connected to store {self._where} "
-                f"within {timeout:g} s: start the other ranks, or give the right world_size"
+                f"within {timeout:g} s: start the other ranks, or correct world_size"
             )
 
     async def aclose(self) -> None:
         """Close the connection; requests in flight raise `StoreUnavailableError`."""
         self._failure = f"the TCPStore for {self._where} is closed: make a new one"
         self.transport.close()
-        if not await settled(self._closed, _CLOSE_TIMEOUT):
+        if not await wait_until_done(self._closed, _CLOSE_TIMEOUT):
             self.transport.abort()
-            await settled(self._closed, _CLOSE_TIMEOUT)
+            await wait_until_done(self._closed, _CLOSE_TIMEOUT)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin the handshake, if the certificate of the server is that of a store."""
+        """Start the handshake, after a check that the server's certificate names a store."""
         super().connection_made(transport)
         self.connected = True
         if secured := transport.get_extra_info("ssl_object"):
@@ -129,31 +130,31 @@ class ClientLink(FrameProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail all pending requests."""
         if not self.ready.done():
-            perhaps = "not an aiocoll store, or one that is ending"
+            causes = "not an aiocoll store, or one that is ending"
             if self.tls is not None:
-                perhaps += f", or {closed_without_reason(self.tls)}"
-            hung_up = ConnectionResetError(f"something listens there but closes the connection: {perhaps}")
-            self.ready.set_result(self.certificate_trouble(exc) or self.foreign_answer() or hung_up)
+                causes += f", or {closed_without_reason(self.tls)}"
+            reset = ConnectionResetError(f"something listens there but closes the connection: {causes}")
+            self.ready.set_result(self.certificate_trouble(exc) or self.foreign_answer() or reset)
         for request in self._requests.values():
             request.answer.cancel()
         self._requests.clear()
         self._closed.set_result(None)
 
     def broken(self, exc: Exception) -> None:
-        """Keep the reason for the pending requests."""
+        """Record the reason of the failure for the pending requests."""
         self._failure = f"store {self._where}: {exc}"
         if not self.ready.done():
             self.ready.set_result(exc)
 
     def foreign_answer(self) -> AuthenticationError | None:
-        """Return an error if the other end has sent something that is not the handshake of a store."""
-        said = self.received_so_far()
-        if self._challenged or may_be_ours(said):
+        """Return an error if the other end has sent anything but the handshake of a store; else None."""
+        received = self.received_so_far()
+        if self._challenged or may_be_ours(received):
             return None
-        return AuthenticationError(f"it is not an aiocoll store: it sent {said[:32]!r}")
+        return AuthenticationError(f"it is not an aiocoll store: it sent {received[:32]!r}")
 
     def message_received(self, number: int, word: Any, payload: Any) -> None:
-        """Complete the request of an answer; the answer to an abandoned request is dropped."""
+        """Complete the request of a reply, and drop the reply to an abandoned request."""
         request = self._requests.get(number)
         if request is not None:
             answer = check_reply(request.command, request.arguments, word, payload)
@@ -166,7 +167,7 @@ class ClientLink(FrameProtocol):
             check_names(names, store_name(self.tls.job), "the certificate of the server")
 
     def certificate_trouble(self, exc: BaseException | None) -> WrongCertificateError | None:
-        """Return an error if the connection has failed with `exc` because of a certificate."""
+        """Return the error to raise if `exc` shows a refused certificate; else None."""
         return in_words(exc, self.tls, "the server") if isinstance(exc, ssl.SSLError) and self.tls is not None else None
 
     def _challenge_received(self, block: bytearray) -> None:
@@ -183,21 +184,21 @@ class ClientLink(FrameProtocol):
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> tuple[ReplyStatus, Any]:
         number, future = self._send(command, arguments)
         try:
-            if not await settled(future, timeout):
+            if not await wait_until_done(future, timeout):
                 self._cancel(number)
-                await settled(future, _CANCEL_TIMEOUT)
+                await wait_until_done(future, _CANCEL_TIMEOUT)
         except asyncio.CancelledError:
             if not future.done():
                 self._cancel(number)
             if command == "queue_pop":
-                # Runs now if the item has arrived, later if the item and the cancellation cross.
-                future.add_done_callback(lambda popped: self._give_back(number, arguments[0], popped))
+                # The callback runs now if the item has arrived. It runs later if item and cancellation cross.
+                future.add_done_callback(lambda popped: self._return_item(number, arguments[0], popped))
             raise
         if not future.done():
             wanted = arguments[0] if isinstance(arguments[0], list) else list(map(str, arguments))
-            raise timed_out(f"store {self._where}, which does not answer,", command, wanted, timeout)
+            raise timeout_error(f"store {self._where}, which does not answer,", command, wanted, timeout)
         self._requests.pop(number, None)
-        return self._answer(future)
+        return self._unwrap_reply(future)
 
     def _send(self, command: str, arguments: tuple[Any, ...]) -> tuple[int, asyncio.Future[tuple[ReplyStatus, Any]]]:
         if self.transport.is_closing():
@@ -212,13 +213,13 @@ class ClientLink(FrameProtocol):
         if not self.transport.is_closing():
             self.transport.write(pack([number, "cancel", []]))
 
-    def _give_back(self, number: int, key: str, popped: asyncio.Future[tuple[ReplyStatus, Any]]) -> None:
+    def _return_item(self, number: int, key: str, popped: asyncio.Future[tuple[ReplyStatus, Any]]) -> None:
         self._requests.pop(number, None)
         if not popped.cancelled() and popped.result()[0] is ReplyStatus.RESULT and not self.transport.is_closing():
             self._count += 1
             self.transport.write(pack([self._count, "queue_return", [key, popped.result()[1]]]))
 
-    def _answer(self, future: asyncio.Future[tuple[ReplyStatus, Any]]) -> tuple[ReplyStatus, Any]:
+    def _unwrap_reply(self, future: asyncio.Future[tuple[ReplyStatus, Any]]) -> tuple[ReplyStatus, Any]:
         if future.cancelled():
             raise StoreUnavailableError(self._failure)
         outcome, payload = future.result()
@@ -228,13 +229,13 @@ class ClientLink(FrameProtocol):
 
 
 class ClientSecurity(NamedTuple):
-    """How a client proves who it is, and encrypts.
+    """Authentication and encryption of a client.
 
     Attributes:
-        key: the job key; None where no key is needed.
-        identity: of this client.
-        encryption: as `TCPStore` takes it.
-        secure: makes the certificates; called in a thread, once the connection is known to be one that is encrypted.
+        key: the job key; None if no key is needed.
+        identity: the identity of this client.
+        encryption: the argument `encryption` of `TCPStore`.
+        secure: makes the certificates. It is called in a thread, if the connection will be encrypted.
     """
 
     key: bytes | None
@@ -246,13 +247,13 @@ class ClientSecurity(NamedTuple):
 async def connect(
     host: str, port: int, security: ClientSecurity, runtime: Runtime, timeout: float, trouble: Callable[[str], None]
 ) -> ClientLink:
-    """Connect and authenticate; errors that a later start of the server could resolve are retried until `timeout`.
+    """Connect and authenticate. Retry, until `timeout`, after errors that a later start of the server could resolve.
 
-    The reason of each failed attempt is passed to `trouble` at once: this call may be cancelled before it can raise.
+    The reason of each failed attempt is passed to `trouble` at once, since this call may be cancelled before it raises.
 
     Raises:
-        ValueError: raised by `security.secure`, as are errors of what it needs.
-        StoreUnavailableError: the message says where, why, and for how long it was tried.
+        ValueError: `security.secure` raised it, or another error of the certificates.
+        StoreUnavailableError: no store was reached; the message names address, reason and duration of the attempts.
         StoreAuthenticationError: one end refused the other, or the other end is not a store.
     """
     key, identity, encryption, secure = security
@@ -276,9 +277,9 @@ async def connect(
                 except AuthenticationError:
                     raise
                 except OSError as exc:
-                    reason = _explain(exc) + _astray(host, endpoint)
+                    reason = _explain(exc) + _explain_loopback(host, endpoint)
                     if encryption != "auto" and isinstance(exc, ConnectionResetError | ssl.SSLError):
-                        reason += f"; is it, too, given encryption={encryption!r} (AIOCOLL_ENCRYPTION)?"
+                        reason += f"; check that the server also uses encryption={encryption!r} (AIOCOLL_ENCRYPTION)"
         except AuthenticationError as exc:
             raise StoreAuthenticationError(f"cannot use the store at {where}: {exc}") from exc
         except _UnresolvedError as exc:
@@ -292,7 +293,7 @@ async def connect(
 
 
 class _UnresolvedError(Exception):
-    """The host name cannot be resolved (yet)."""
+    """A host name that cannot be resolved, perhaps not yet."""
 
 
 async def _resolve(host: str, port: int) -> list[StoreEndpoint]:
@@ -304,14 +305,18 @@ async def _resolve(host: str, port: int) -> list[StoreEndpoint]:
 
 
 async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, timeout: float) -> ClientLink:
-    """Connect `link` and wait for the end of its handshake; OSError or AuthenticationError if that fails."""
+    """Connect `link` and complete its handshake.
+
+    Raises:
+        OSError, AuthenticationError: the connection or the handshake failed.
+    """
     loop = asyncio.get_running_loop()
     sock = endpoint.socket()
     transport: asyncio.BaseTransport | None = None
     connecting = True
 
     def has_arrived() -> bool:
-        """Return whether something has come that this coroutine has not handled."""
+        """Return whether data or an event has arrived that this coroutine has not handled."""
         is_read = link.ready.done() or (link.connected and transport is None)
         return is_read or is_ready(sock.fileno(), to_write=connecting)
 
@@ -332,7 +337,7 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, 
             raise failure
     except BaseException as exc:
         if transport is None:
-            if link.connected:  # and `create_connection` was cancelled at that moment
+            if link.connected:  # `create_connection` was cancelled at the moment of the connection
                 link.transport.abort()
             else:
                 sock.close()
@@ -347,18 +352,18 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, 
     return link
 
 
-def _astray(host: str, endpoint: StoreEndpoint) -> str:
-    """Return that the name of another machine has led to this one, if it has."""
+def _explain_loopback(host: str, endpoint: StoreEndpoint) -> str:
+    """Return a hint if the name of another machine resolves to the loopback; else ""."""
     if literal(host, 0) is not None or means_loopback(host) or not is_loopback(endpoint.sockaddr[0]):
         return ""
-    return f" {host!r} means {endpoint.sockaddr[0]} here, which is this machine itself (/etc/hosts?)"
+    return f"; {host!r} resolves to {endpoint.sockaddr[0]} here, this machine itself (see /etc/hosts)"
 
 
 def _explain(exc: OSError) -> str:
     if isinstance(exc, ConnectionRefusedError | FileNotFoundError):
-        return "nothing listens there (connection refused); is rank 0, or the launcher, running at this address?"
+        return "nothing listens there (connection refused); check that rank 0 or the launcher runs at this address"
     if isinstance(exc, ssl.SSLError):
-        return f"what listens there does not speak TLS as expected ({exc.reason or exc})"
+        return f"the program that listens there does not use TLS as expected ({exc.reason or exc})"
     if isinstance(exc, TimeoutError):
-        return str(exc) or "no answer to the connection attempt; is the address right, and open in the firewall?"
+        return str(exc) or "no answer to the connection attempt; check the address and the firewall"
     return exc.strerror or str(exc)

@@ -1,7 +1,7 @@
-"""The commands every store understands, and the checks of their arguments.
+"""Commands of all stores, and the checks of their arguments.
 
-A command is a name and a tuple of arguments. `StoreCore` applies it, `FileStore` logs it and `TCPStore` sends it, so
-the arguments are described once, here, by one letter each.
+A command is a name and a tuple of arguments. `StoreCore` applies it, `FileStore` logs it and `TCPStore` sends it. The
+tables of this module describe each argument by one letter.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ __all__ = [
     "MAX_ENTRIES",
     "MAX_TOTAL_BYTES",
     "MAX_VALUE_BYTES",
-    "OF_CONNECTIONS",
+    "SERVER_COMMANDS",
     "WAITS",
+    "add_prefix",
     "check_arguments",
     "check_request",
     "count_bytes",
     "keys_of",
-    "prefixed",
 ]
 
-#: Bytes of a key in UTF-8; keys are names, and they are repeated in every error message.
+#: The most bytes of a key in UTF-8. Keys are short names, since every error message repeats them.
 MAX_KEY_BYTES: Final = 1024
-#: Bytes of one value: a store is for meeting, arrays are sent by a group.
+#: The most bytes of a value. A store is for the rendezvous; groups send arrays.
 MAX_VALUE_BYTES: Final = 8 << 20
-#: Keys and queued items together.
+#: The most keys and queued items together.
 MAX_ENTRIES: Final = 1 << 16
-#: Bytes of all values together, so that a faulty rank cannot use up the memory of the store's host.
+#: The most bytes of all values together, so that a faulty rank cannot use up the memory of the store's host.
 MAX_TOTAL_BYTES: Final = 256 << 20
-#: Counters are 64-bit, as msgpack's integers are.
+#: The largest counter: 64 bits, as the integers of msgpack.
 MAX_INTEGER: Final = (1 << 63) - 1
 
-#: Value of a key that a client held until it disconnected.
+#: The value of a key that a client held until it disconnected.
 LEFT: Final = b"left"
 
-#: Ends the name of the key that is then set, too: a list of keys shows at once which clients have left.
+#: The suffix of a second key that is then set, so that a list of keys shows which clients have left.
 LEFT_SUFFIX: Final = "/left"
 
-#: `hold` does what `compare_set` does; a server replaces the value by `LEFT` when the client disconnects.
+#: Commands that return at once. k: key, K: keys, v: value, V: values, i: integer, p: prefix of keys.
 #:
-#: Answered at once. k: key, K: keys, v: value, V: values, i: integer, p: prefix of keys.
+#: `hold` is a `compare_set` whose value the server replaces by `LEFT` when the client disconnects.
 COMMANDS: Final = MappingProxyType(
     {
         "set": "kv",
@@ -66,34 +66,34 @@ COMMANDS: Final = MappingProxyType(
     }
 )
 
-#: Answered once the keys exist (`queue_pop`: once the queue has an item).
+#: Commands that return when the keys exist (`queue_pop`: when the queue has an item).
 WAITS: Final = MappingProxyType({"get": "k", "multi_get": "K", "wait": "K", "queue_pop": "k"})
 
-#: For a server only. c: number of clients. They wait for that many clients, and cancel a request.
-OF_CONNECTIONS: Final = MappingProxyType({"join": "c", "cancel": ""})
+#: Commands for a server only: wait for a number of clients (c), and cancel a request.
+SERVER_COMMANDS: Final = MappingProxyType({"join": "c", "cancel": ""})
 
 
 def check_arguments(command: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse a command that no store could carry out.
+    """Check the arguments of a command of stores.
 
     Raises:
-        TypeError, ValueError: a wrong argument.
-        StoreError: a key or value over its limit, or no such command.
+        TypeError, ValueError: an argument is invalid.
+        StoreError: a key or value exceeds its limit, or the command does not exist.
     """
     _check(COMMANDS.get(command) or WAITS.get(command), command, arguments)
 
 
 def check_request(command: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse a request that a server cannot carry out; raises as `check_arguments` does."""
-    if command in OF_CONNECTIONS:
-        _check(OF_CONNECTIONS[command], command, arguments)
+    """Check the arguments of a request to a server; raise the errors of `check_arguments`."""
+    if command in SERVER_COMMANDS:
+        _check(SERVER_COMMANDS[command], command, arguments)
     else:
         check_arguments(command, arguments)
 
 
 def _check(kinds: str | None, command: str, arguments: tuple[Any, ...]) -> None:
     if kinds is None or len(kinds) != len(arguments):
-        raise StoreError(f"no store command {command!r} with {len(arguments)} arguments")
+        raise StoreError(f"unknown store command {command!r} with {len(arguments)} arguments")
     for kind, argument in zip(kinds, arguments, strict=True):
         if kind in "kp":
             _check_key(argument)
@@ -110,11 +110,11 @@ def _check(kinds: str | None, command: str, arguments: tuple[Any, ...]) -> None:
 
 
 def keys_of(arguments: tuple[Any, ...]) -> list[str]:
-    """Return the keys (or the queue) that a wait is for."""
+    """Return the keys, or the queue, of a wait."""
     return arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
 
 
-def prefixed(prefix: str, command: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def add_prefix(prefix: str, command: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return `arguments` with `prefix` before every key."""
     kinds = COMMANDS.get(command) or WAITS[command]
     return tuple(
@@ -125,7 +125,7 @@ def prefixed(prefix: str, command: str, arguments: tuple[Any, ...]) -> tuple[Any
 
 def _check_key(key: object) -> None:
     if type(key) is str and len(key) <= MAX_KEY_BYTES and key.isascii():
-        return  # fast path: a thousand ranks that meet send a million keys
+        return  # hot path: a rendezvous of a thousand ranks sends a million keys
     if not isinstance(key, str):
         raise TypeError(f"key must be str, got {type(key).__name__}")
     nbytes = count_bytes("key", key)
@@ -134,10 +134,10 @@ def _check_key(key: object) -> None:
 
 
 def count_bytes(name: str, text: str) -> int:
-    """Return how many bytes `text`, the argument `name`, has in UTF-8.
+    """Return the number of bytes of `text`, the argument `name`, in UTF-8.
 
     Raises:
-        ValueError: it has a lone surrogate.
+        ValueError: `text` has a lone surrogate.
     """
     try:
         return len(text.encode())

@@ -1,6 +1,6 @@
-"""`StoreCore`: the contents of a store and the pending waits, in one plain synchronous object.
+"""`StoreCore`: the contents of a store and its pending waits, as a plain synchronous object.
 
-`HashStore` and the TCP server hold one, which calls back when a wait ends; `FileStore` replays its log into one.
+`HashStore` and the TCP server have one, which calls back when a wait ends. `FileStore` replays its log into one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["PendingWait", "StoreCore"]
 
 
 class PendingWait:
-    """One wait in progress. It watches a single missing key at a time, so a wait for n keys costs O(n) in all."""
+    """A wait in progress. It watches one missing key at a time, so a wait for n keys costs O(n) in all."""
 
     __slots__ = ("command", "deliver", "keys", "watched")
 
@@ -26,15 +26,15 @@ class PendingWait:
         self.command = command
         self.keys = keys
         self.deliver = deliver
-        # Ranks mostly come in order: with the last key watched first, a thousand that wait for each other wake once.
+        # Ranks mostly arrive in order. Since the last key is watched first, a thousand waiting ranks wake only once.
         self.watched = max(0, len(keys) - 1)
 
 
 class StoreCore:
-    """Keys, queues and waiters. Commands come with their arguments checked by `check_arguments`."""
+    """Keys, queues and waits. The caller has checked the arguments of commands by `check_arguments`."""
 
     def __init__(self) -> None:
-        #: Grows by one with every command that changed something.
+        #: The number of commands that have changed keys or queues.
         self.changes = 0
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
@@ -55,14 +55,14 @@ class StoreCore:
         }
 
     def apply(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out one of `COMMANDS`; raises `StoreError`, having changed nothing, at a limit."""
+        """Carry out one of `COMMANDS`; raise `StoreError` and change nothing if a limit is exceeded."""
         return self._handlers[command](*arguments)
 
     def start(self, command: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> PendingWait | None:
-        """Begin one of `WAITS`: `deliver(result)` is called now, or by the command that ends the wait.
+        """Start one of `WAITS`. Call `deliver(result)` now, or in the command that ends the wait.
 
         Returns:
-            The argument for `drop`, or None if the result has been delivered.
+            The wait, for `drop`; None if the result has been delivered.
         """
         keys = keys_of(arguments)
         waiter = PendingWait(command, keys, deliver)
@@ -76,7 +76,7 @@ class StoreCore:
         return waiter
 
     def drop(self, waiter: PendingWait) -> None:
-        """Remove a wait that has not been delivered."""
+        """Remove a wait whose result has not been delivered."""
         waiting: dict[str, Any] = self._poppers if waiter.command == "queue_pop" else self._watchers
         key = waiter.keys[waiter.watched]
         waiting[key].remove(waiter)
@@ -84,19 +84,19 @@ class StoreCore:
             del waiting[key]
 
     def missing(self, command: str, arguments: tuple[Any, ...]) -> list[str]:
-        """Return the keys (or the queue) that a wait is still missing."""
+        """Return the keys of a wait that do not exist yet, or its queue if that is empty."""
         present: Mapping[str, Any] = self._queues if command == "queue_pop" else self._values
         return [key for key in keys_of(arguments) if key not in present]
 
     def forget(self, kept: str | None) -> None:
-        """Remove all keys and queues, but those whose names begin with `kept`."""
+        """Remove all keys and queues, except those whose names begin with `kept`."""
 
-        def goes(name: str) -> bool:
+        def is_removed(name: str) -> bool:
             return kept is None or not name.startswith(kept)
 
-        for key in list(filter(goes, self._values)):
+        for key in list(filter(is_removed, self._values)):
             self._reserve(0, -len(self._values.pop(key)))
-        for queue in list(filter(goes, self._queues)):
+        for queue in list(filter(is_removed, self._queues)):
             while self._queue_take(queue) is not None:
                 pass
 
@@ -107,7 +107,10 @@ class StoreCore:
         return [self._values[key] for key in keys] if command == "multi_get" else None
 
     def _watch(self, waiter: PendingWait) -> bool:
-        """Deliver if every key exists, else watch the next missing one; keys passed before may be deleted by now."""
+        """Deliver the result if every key exists, else watch the next missing key; return whether it watches one.
+
+        Keys that existed at an earlier check may have been deleted, so all are checked.
+        """
         count = len(waiter.keys)
         for i in range(waiter.watched, waiter.watched + count):
             if waiter.keys[i % count] not in self._values:
@@ -127,9 +130,9 @@ class StoreCore:
 
     def _reserve(self, entries: int, nbytes: int) -> None:
         if entries > 0 and len(self._values) + self._queued + entries > MAX_ENTRIES:
-            raise StoreError(f"the store is full: {MAX_ENTRIES} keys and queued items; delete keys that are done with")
+            raise StoreError(f"the store is full: {MAX_ENTRIES} keys and queued items; delete unused keys")
         if nbytes > 0 and self._nbytes + nbytes > MAX_TOTAL_BYTES:
-            raise StoreError(f"the store is full: {MAX_TOTAL_BYTES} bytes of values; delete keys that are done with")
+            raise StoreError(f"the store is full: {MAX_TOTAL_BYTES} bytes of values; delete unused keys")
         self._nbytes += nbytes
         self.changes += 1
 
@@ -163,7 +166,7 @@ class StoreCore:
             self._queues.setdefault(key, deque()).append(value)
 
     def _queue_return(self, key: str, value: bytes) -> None:
-        """Put back an item that was popped for a cancelled call: to the front, even beyond the limits."""
+        """Put the item of a cancelled pop back to the front of its queue, even beyond the limits."""
         if not self._hand_over(key, value):
             self._queued += 1
             self._nbytes += len(value)

@@ -8,24 +8,24 @@ from typing import Any, TypeVar
 
 from aiocoll.errors import StoreError, StoreTimeoutError
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.store.base import GRACE, Store, answered
+from aiocoll.store.base import GRACE, Store, await_reply
 from aiocoll.store.view import StoreView
 
 __all__ = ["DeadlineStore", "last_request"]
 
 T = TypeVar("T")
 
-#: Seconds for a last request of a call that fails, which should raise soon even if the store has stopped.
+#: Seconds for the last request of a failing call, which should raise soon even if the store does not answer.
 _LAST_REQUEST = 0.3
 
 
 class DeadlineStore(StoreView):
-    """A view of `store` for one call with a timeout, which may make many requests.
+    """A view of `store` for one call that has a timeout and makes many requests.
 
-    Waits end at the deadline. Other requests may still be made in the `GRACE` seconds after it, and are cancelled then.
+    Waits end at the deadline. Other requests are possible until `GRACE` seconds after it, and are then cancelled.
 
     Args:
-        store: answers the requests.
+        store: the store that carries out the requests.
         timeout: seconds until the deadline.
     """
 
@@ -37,30 +37,30 @@ class DeadlineStore(StoreView):
         self._deadline = self._runtime.time() + timeout
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        return await self._in_time(command, super()._call(command, arguments))
+        return await self._await_in_time(command, super()._call(command, arguments))
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        limit = min(timeout, max(0.0, self._left()))
-        return await self._in_time(command, super()._wait(command, arguments, limit))
+        limit = min(timeout, max(0.0, self._time_left()))
+        return await self._await_in_time(command, super()._wait(command, arguments, limit))
 
-    def _left(self) -> float:
+    def _time_left(self) -> float:
         return self._deadline - self._runtime.time()
 
-    async def _in_time(self, command: str, request: Coroutine[Any, Any, Any]) -> Any:
-        left = self._left()
+    async def _await_in_time(self, command: str, request: Coroutine[Any, Any, Any]) -> Any:
+        left = self._time_left()
         if left <= -GRACE:
             request.close()
-            late = f"{command} was not sent to {self}: the {self._seconds:g} s of the call are over"
+            late = f"{command} was not sent to {self}: the timeout of the call, {self._seconds:g} s, has expired"
             raise StoreTimeoutError(self._failure or late)
         try:
-            return await answered(request, left, self._store, command)
+            return await await_reply(request, left, self._store, command)
         except StoreTimeoutError as error:
             self._failure = str(error)
             raise
 
 
 async def last_request(request: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of a request for a call that is failing; None if the store fails or does not answer soon."""
+    """Return the result of the last request of a failing call; None if the store fails or does not answer soon."""
     try:
         async with asyncio.timeout(_LAST_REQUEST):
             return await request

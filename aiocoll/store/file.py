@@ -1,8 +1,8 @@
 """`FileStore`: a store in a file, for processes of one machine.
 
-The file is a log of the commands that changed something; every process replays it into its own `StoreCore`, so all see
-the same history. Commands run under the file's lock, hence one at a time across all processes. The lock is taken
-without blocking the loop, and held for microseconds and never across an await. A file cannot notify: waiting polls.
+The file is a log of the commands that changed keys or queues. Every process replays it into its own `StoreCore`, so all
+processes see the same history. Commands run under the file's lock, one at a time across all processes. Taking the lock
+does not block the event loop. A process holds it for microseconds, and never across an await. Waits poll the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from aiocoll.errors import BackendUnavailableError, StoreError, StoreTimeoutError, StoreUnavailableError
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.security.handshake import job_id
-from aiocoll.store.base import Store, count_of_clients, timed_out
+from aiocoll.store.base import Store, check_world_size, timeout_error
 from aiocoll.store.commands import COMMANDS, check_arguments, keys_of
 from aiocoll.store.core import StoreCore
 from aiocoll.store.polling import Poll
@@ -31,25 +31,26 @@ __all__ = ["FILE_OPENER", "FileStore"]
 
 _SCHEME = "file://"
 
-#: Bytes of history replayed at once without the lock, about 1 ms; then the loop runs other callbacks.
+#: Bytes of history replayed in one step without the lock, about 1 ms. Other callbacks run between steps.
 _SLICE = 1 << 13
 
-#: Record that a member has closed; not a command, so `list_keys` never sees it.
-_LEAVE = "leave"
-#: Seconds in which closing takes the lock; without it the file stays, as after a crash.
-_LEAVE_TIMEOUT = 0.25
+#: The record of a member that has closed. It is not a command and sets no key.
+_DEPARTURE = "leave"
+#: Seconds to take the lock while closing. After a failure the file remains, as after a crash.
+_DEPARTURE_TIMEOUT = 0.25
 
 
 class FileStore(Store):
-    """A store that processes of one machine (or of a file system with working `flock`) reach by a path.
+    """A store in a file, for processes of one machine, or of several on a file system with working `flock`.
 
     Args:
-        file_name: the file; the first member creates it with mode 0600. A symlink, a file of another user or one that
-            others may open is refused.
-        world_size: how many members will call `aclose`; the last one removes the file. None or -1: it is never removed.
-        timeout: seconds that calls wait when they are given no timeout.
-        job: name of the job; a file left behind by another job is refused instead of joined.
-        runtime: clock to use; None is the running loop's.
+        file_name: the file; the first member creates it with mode 0600. Symbolic links, files of other users and files
+            that other users may open are refused.
+        world_size: number of members that will call `aclose`; the last one removes the file. With None or -1 the file
+            is never removed.
+        timeout: default timeout of calls in seconds.
+        job: name of the job; the file of another job is refused.
+        runtime: clock to use; None is the clock of the running loop.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class FileStore(Store):
     ) -> None:
         super().__init__(timeout)
         self.path = os.fspath(file_name)
-        self._world_size = count_of_clients(world_size)
+        self._world_size = check_world_size(world_size)
         self._job_id = job_id(job)
         self._runtime = runtime
         self._log: LogFile | None = None
         self._core = StoreCore()
-        self._left = 0
+        self._departed = 0
         self._closing = False
         self._closed = False
 
@@ -76,14 +77,14 @@ class FileStore(Store):
         return f"FileStore {self.path}"
 
     async def aclose(self) -> None:
-        """Close the file; the last of `world_size` members removes it."""
+        """Close the file. The last of `world_size` members removes it."""
         if self._closing:
             return
         self._closing = True
         try:
             if self._world_size is not None:
                 with suppress(StoreUnavailableError, StoreTimeoutError):
-                    await self._locked(self._leave, min(self._timeout, _LEAVE_TIMEOUT))
+                    await self._run_locked(self._record_departure, min(self._timeout, _DEPARTURE_TIMEOUT))
         finally:
             self._closed = True
             if self._log is not None:
@@ -91,7 +92,7 @@ class FileStore(Store):
                 self._log = None
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        return await self._locked(lambda log: self._apply(log, command, arguments), self._timeout)
+        return await self._run_locked(lambda log: self._apply(log, command, arguments), self._timeout)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         keys = keys_of(arguments)
@@ -106,16 +107,18 @@ class FileStore(Store):
                     return item
             if not await poll.pause():
                 missing = self._core.missing(command, arguments) or keys
-                raise timed_out(f"FileStore {self.path}", command, missing, timeout)
+                raise timeout_error(f"FileStore {self.path}", command, missing, timeout)
 
-    async def _locked(self, action: Callable[[LogFile], Any], timeout: float) -> Any:
-        """Run `action`, which must not await, under the lock, on an up-to-date core."""
+    async def _run_locked(self, action: Callable[[LogFile], Any], timeout: float) -> Any:
+        """Run `action` under the lock, on an up-to-date core. `action` must not await."""
         poll = Poll(self._clock(), timeout)
         await self._replay()
-        while not self._opened().try_lock():
+        while not self._open_log().try_lock():
             if not await poll.pause():
-                raise StoreTimeoutError(f"another process held the lock of {self.path} for {timeout:g} s")
-        log = self._opened()
+                raise StoreTimeoutError(
+                    f"another process held the lock of {self.path} for {timeout:g} s; check that it is not stopped"
+                )
+        log = self._open_log()
         try:
             self._catch_up(log)
             return action(log)
@@ -126,15 +129,15 @@ class FileStore(Store):
         return self._runtime or Runtime(running_loop())
 
     async def _replay(self) -> None:
-        """Catch up without the lock, in steps between which the loop runs."""
-        while self._catch_up(self._opened(), _SLICE):  # noqa: ASYNC110, this polls nothing: it shares the loop
+        """Apply new records without the lock, in steps between which the loop runs."""
+        while self._catch_up(self._open_log(), _SLICE):  # noqa: ASYNC110, this polls nothing: it shares the loop
             await asyncio.sleep(0)
 
-    def _opened(self) -> LogFile:
+    def _open_log(self) -> LogFile:
         if self._closed:
             raise StoreUnavailableError(f"the FileStore on {self.path} is closed: make a new one")
         if sys.platform == "win32":
-            raise BackendUnavailableError("FileStore needs flock, which Windows does not have: use a TCPStore")
+            raise BackendUnavailableError("FileStore needs flock, which is not available on Windows: use a TCPStore")
         if self._log is None:
             from aiocoll.store.log import LogFile
 
@@ -142,17 +145,17 @@ class FileStore(Store):
         return self._log
 
     def _catch_up(self, log: LogFile, *nbytes: int) -> bool:
-        """Apply commands of other members, at least `nbytes` of them; return whether there may be more."""
+        """Apply new records, all or at least `nbytes` of them; return whether there may be more."""
         try:
             return log.read(self._carry_out, *nbytes)
         except BaseException:
-            self._start_over(log)
+            self._reset(log)
             raise
 
     def _carry_out(self, message: list[Any]) -> None:
         command, *arguments = message
-        if command == _LEAVE and not arguments:
-            self._left += 1
+        if command == _DEPARTURE and not arguments:
+            self._departed += 1
             return
         if command not in COMMANDS:
             raise StoreError("not a command of this version of aiocoll")
@@ -166,25 +169,25 @@ class FileStore(Store):
             try:
                 log.append([command, *arguments])
             except BaseException:
-                self._start_over(log)
+                self._reset(log)
                 raise
         return result
 
-    def _start_over(self, log: LogFile) -> None:
-        """Discard the state, which may be ahead of the file or contain half a record, and replay the file."""
+    def _reset(self, log: LogFile) -> None:
+        """Discard the state, which may differ from the file after an error, and replay the file."""
         self._core = StoreCore()
-        self._left = 0
+        self._departed = 0
         log.rewind()
 
-    def _leave(self, log: LogFile) -> None:
-        log.append([_LEAVE])
-        self._left += 1
-        if self._world_size is not None and self._left >= self._world_size:
+    def _record_departure(self, log: LogFile) -> None:
+        log.append([_DEPARTURE])
+        self._departed += 1
+        if self._world_size is not None and self._departed >= self._world_size:
             log.remove()
 
 
 class _FileOpener:
-    """See `aiocoll.store.registry.StoreOpener`."""
+    """The `aiocoll.store.registry.StoreOpener` of ``file:///path`` URLs."""
 
     served_by_rank_0 = False
     has_secrets = False
@@ -195,9 +198,9 @@ class _FileOpener:
             raise ValueError("the path of a file must be absolute, like file:///shared/job")
 
     def open(self, request: StoreRequest) -> Store:
-        """Return the store in that file."""
+        """Return the store in the file of the URL."""
         return FileStore(request.url.removeprefix(_SCHEME), request.world_size, timeout=request.timeout)
 
 
-#: Opens ``file:///path``.
+#: The opener of ``file:///path``.
 FILE_OPENER = _FileOpener()

@@ -1,8 +1,8 @@
 """Framing of store connections, for both ends: reads of exact sizes, and messages in frames.
 
     frame    length u32 (big endian, 1 to 16 MiB), then one msgpack value
-    request  [id, command, arguments]; "cancel" ends the wait of the same id, which is then answered with MISSING
-    reply    [id, ReplyStatus, payload]: the result; a text; or, for a cancelled wait, the missing keys
+    request  [id, command, arguments]; "cancel" ends the wait with the same id, and its reply is then MISSING
+    reply    [id, ReplyStatus, payload]; the payload is the result, an error text, or the missing keys of a wait
 
 Requests have an id, so a wait does not block later requests.
 """
@@ -22,25 +22,23 @@ from aiocoll.store.commands import MAX_ENTRIES, MAX_VALUE_BYTES
 
 __all__ = ["FrameProtocol", "pack"]
 
-#: Bytes of a frame: two of the largest values. Decoded, it takes at most about 70 times that.
+#: The most bytes of a frame: two values of the largest size. A decoded frame takes at most about 70 times as much.
 MAX_FRAME = 16 << 20
-#: Bytes of memory for a frame whose body has not begun to arrive; doubled whenever they are full.
+#: Bytes allocated for a frame before its body arrives. The memory is doubled whenever it is full.
 _FIRST_BLOCK = 64 << 10
 _LENGTH = struct.Struct("!I")
 
 
 def pack(message: list[Any]) -> bytes:
-    """Return `message` as a frame; `StoreError` if it is too long for one."""
+    """Return `message` as a frame; raise `StoreError` if it is too long."""
     body: bytes = msgpack.packb(message)
     if len(body) > MAX_FRAME:
-        raise StoreError(
-            f"{len(body)} bytes in one command or answer, the limit is {MAX_FRAME}: ask for fewer keys at once"
-        )
+        raise StoreError(f"{len(body)} bytes in one command or reply, the limit is {MAX_FRAME}: use fewer keys at once")
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameProtocol(asyncio.BufferedProtocol):
-    """A connection that reads exactly the expected bytes, and allocates memory as they arrive, not as announced."""
+    """A connection that reads blocks of an expected size, and allocates memory only as bytes arrive."""
 
     transport: asyncio.Transport
 
@@ -52,15 +50,15 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        # Not a check with isinstance: uvloop's transports have the methods, not the base class.
+        # No isinstance check, since the transports of uvloop have the methods but not the base class.
         self.transport = cast("asyncio.Transport", transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the part of the block that is still missing."""
+        """Return the part of the block that has not been received."""
         return memoryview(self._block)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handle the block once it is complete; an invalid block ends this connection only."""
+        """Handle the block when it is complete. An invalid block ends only this connection."""
         self._filled += nbytes
         if self._filled < len(self._block):
             return
@@ -80,7 +78,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self.transport.abort()
 
     def received_so_far(self) -> bytes:
-        """Return the bytes of the block that has not been completed."""
+        """Return the bytes received of the incomplete block."""
         return bytes(self._block[: self._filled])
 
     def _expect(self, nbytes: int, handler: Callable[[bytearray], None]) -> None:
@@ -95,7 +93,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def _length_received(self, block: bytearray) -> None:
         (nbytes,) = _LENGTH.unpack(block)
         if not 0 < nbytes <= MAX_FRAME:
-            raise ProtocolError(f"a store frame of {nbytes} bytes, the limit is {MAX_FRAME}")
+            raise ProtocolError(f"received a store frame of {nbytes} bytes; the limit is {MAX_FRAME}")
         self._expect(nbytes, self._body_received)
 
     def _body_received(self, block: bytearray) -> None:
@@ -109,16 +107,16 @@ class FrameProtocol(asyncio.BufferedProtocol):
                 max_ext_len=0,
             )
         except ValueError as exc:
-            raise ProtocolError(f"a store frame that cannot be decoded: {exc}") from exc
+            raise ProtocolError(f"received a store frame that cannot be decoded: {exc}") from exc
         if not isinstance(message, list) or len(message) != 3 or type(message[0]) is not int:
-            raise ProtocolError("a store frame that is neither a request nor a reply")
+            raise ProtocolError("received a store frame that is neither a request nor a reply")
         self._expect_frame()
         self.message_received(*message)
 
     @abstractmethod
     def message_received(self, number: int, word: Any, payload: Any) -> None:
-        """Handle a decoded frame; `ProtocolError` closes the connection."""
+        """Handle a decoded frame. A `ProtocolError` closes the connection."""
 
     @abstractmethod
     def broken(self, exc: Exception) -> None:
-        """Called with the reason before the connection is aborted."""
+        """Record the reason why the connection is about to be aborted."""

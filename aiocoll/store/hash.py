@@ -1,4 +1,4 @@
-"""`HashStore`: a store inside one event loop."""
+"""`HashStore`: a store in memory, inside one event loop."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.runtime import running_loop
-from aiocoll.store.base import Store, settled, timed_out
+from aiocoll.store.base import Store, timeout_error, wait_until_done
 from aiocoll.store.core import PendingWait, StoreCore
 
 __all__ = ["HashStore"]
 
 
 class HashStore(Store):
-    """A dictionary for ranks that are tasks of one loop; a wait is a future that the awaited command resolves."""
+    """A store for ranks that are tasks of one event loop. A wait is a future that the command it waits for resolves."""
 
     _may_stop = False
 
@@ -26,7 +26,7 @@ class HashStore(Store):
         self._closed = False
 
     async def aclose(self) -> None:
-        """Close the store for all who share it."""
+        """Close the store for all its users."""
         self._closed = True
         for future, waiter in self._waits.items():
             if not future.done():
@@ -47,8 +47,8 @@ class HashStore(Store):
             return future.result()
         self._waits[future] = waiter
         try:
-            if not await settled(future, timeout):
-                raise timed_out("HashStore", command, self._core.missing(command, arguments), timeout)
+            if not await wait_until_done(future, timeout):
+                raise timeout_error("HashStore", command, self._core.missing(command, arguments), timeout)
             return future.result()
         except asyncio.CancelledError:
             if future.done() and future.exception() is None and command == "queue_pop":

@@ -1,4 +1,4 @@
-"""`KeyValueStore`: a store on any server of keys and values, from three methods."""
+"""`KeyValueStore`: base class of stores on any key-value server, with three methods to implement."""
 
 from __future__ import annotations
 
@@ -13,72 +13,73 @@ import msgpack
 
 from aiocoll.errors import StoreError, StoreTimeoutError
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.store.base import Store, timed_out
+from aiocoll.store.base import Store, timeout_error
 from aiocoll.store.commands import MAX_VALUE_BYTES, keys_of
 from aiocoll.store.polling import Poll
 from aiocoll.store.values import UPDATES, Update
 
 __all__ = ["QUEUE", "KeyValueStore", "refuse_reserved"]
 
-#: Begins the name of the entry that holds a queue; no key may begin so.
+#: The prefix of entries that hold queues. Keys must not begin with it.
 QUEUE: Final = "aiocoll:queue:"
-#: Seconds that a cancelled `queue_pop` waits for its request; a server that has stopped does not answer it.
-_GIVE_BACK: Final = 0.2
+#: Seconds that a cancelled `queue_pop` waits for its request, in case the server does not answer.
+_RETURN_TIMEOUT: Final = 0.2
 
 
 class KeyValueStore(Store):
-    """Base of a user's store: implement `read`, `compare_and_swap`, `names` and `aclose`; the rest is built on them.
+    """Base class for custom stores. Implement `read`, `compare_and_swap`, `names` and `aclose`.
 
-    The three methods work on entries: a name (str, at most 1,038 bytes in UTF-8) and a value (bytes, at most 8 MiB).
-    Each key is an entry of that name. A queue is one entry, which exists while the queue has items; its name begins
-    with ``aiocoll:queue:``, and `ValueError` refuses such a key. Arguments have been checked when the three are called.
+    The first three methods work on entries: a name (str, at most 1,038 bytes in UTF-8) and a value (bytes, at most
+    8 MiB). A key is an entry of the same name. A queue is one entry, which exists while the queue has items. Its name
+    begins with ``aiocoll:queue:``; keys with this prefix raise `ValueError`. The base class checks all arguments.
 
-    The three should wait at most `timeout` seconds for a server that does not answer. They raise
-    `StoreUnavailableError` then, and once the store is closed; `StoreError` if the server refuses an entry.
+    The three methods should wait at most `timeout` seconds for the server, then raise `StoreUnavailableError`. They
+    raise the same error after the store was closed, and `StoreError` if the server refuses an entry.
 
-    The other calls are atomic for one key or queue, among any number of clients, with these limits:
+    All other methods are built on these. They are atomic for one key or queue, among any number of clients, with these
+    limits:
 
-    - A change is one `read` and one `compare_and_swap`, retried at once while other clients change the same entry. Some
-      client succeeds at every try, but fairness is not guaranteed.
-    - Waiting calls poll every 20 ms (at first every 1 ms), one missing key at a time. A key that exists only between
-      two polls is not seen. Clients that wait at a queue are served in no particular order.
-    - `multi_set` stores one key after the other: others may see the first ones, and an error leaves them stored.
-    - `multi_get` reads until two readings in a row are equal, so it takes two per key at least; `check` reads once, one
-      key after the other.
-    - A queue holds 8 MiB in all, and each push and pop sends all of it. A cancelled `queue_pop` waits up to 0.2 s for
-      the answer to its request; an item that it had taken is put back to the front, and another client may have popped
-      the next. If the client dies at that moment, the item is lost.
-    - The maximal number of entries and the order of `list_keys` are those of the server.
+    - A change is one `read` and one `compare_and_swap`, retried at once while other clients change the same entry. One
+      client succeeds at every attempt, but fairness is not guaranteed.
+    - Waiting calls poll every 20 ms (at first every 1 ms), one missing key at a time. They miss a key that exists only
+      between two polls. Clients that wait for items of a queue are served in no particular order.
+    - `multi_set` stores one key after the other. Other clients may see the first keys, and an error leaves them stored.
+    - `multi_get` reads until two consecutive readings are equal, at least twice per key. `check` reads each key once.
+    - A queue holds 8 MiB in all, and each push and pop transfers all of it. A cancelled `queue_pop` waits up to 0.2 s
+      for its reply, and puts a popped item back to the front. Another client may have popped the next item meanwhile.
+      If the client dies at that moment, the item is lost.
+    - The server determines the maximum number of entries and the order of `list_keys`.
 
-    Override calls that the server does better (a `multi_get` in one request, a `get` that is notified). An override
-    gets the arguments of the caller, unchecked; the three methods of queues are overridden together or not at all.
+    Override methods for which the server has a better way, such as a `multi_get` in one request or a `get` with
+    notification. An override receives the caller's arguments without checks. Override the three queue methods together
+    or not at all.
     """
 
     def __init__(self, timeout: float | timedelta = 300.0) -> None:
         super().__init__(timeout)
-        self._giving_back: set[asyncio.Task[None]] = set()
+        self._returning: set[asyncio.Task[None]] = set()
 
     @abstractmethod
     async def read(self, name: str) -> bytes | None:
-        """Return the value of an entry; None if there is no such entry.
+        """Return the value of an entry; None if the entry does not exist.
 
-        It must see all changes made before the call, by any client.
+        The result must include all changes made before the call, by any client.
 
         Args:
-            name: of the entry.
+            name: name of the entry.
         """
 
     @abstractmethod
     async def compare_and_swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
-        """Store `new` under `name` if the value is `old`, in one step.
+        """Store `new` under `name` if the value is `old`, in one atomic step.
 
         Args:
-            name: of the entry.
-            old: value that it must have; None: it must be absent.
-            new: value to store; None removes the entry.
+            name: name of the entry.
+            old: the value that the entry must have; None means that it must not exist.
+            new: the value to store; None removes the entry.
 
         Returns:
-            Whether it was stored. False means that nothing was changed; the caller reads again and retries.
+            Whether the value was `old`. Otherwise nothing was changed, and the caller reads again and retries.
         """
 
     @abstractmethod
@@ -110,20 +111,20 @@ class KeyValueStore(Store):
         poll = Poll(Runtime.of(running_loop()), timeout)
         keys = keys_of(arguments)
         if command == "queue_pop":
-            while (item := await self._take(keys[0])) is None:
+            while (item := await self._pop_item(keys[0])) is None:
                 if not await poll.pause():
-                    raise timed_out(type(self).__name__, command, keys, timeout)
+                    raise timeout_error(type(self).__name__, command, keys, timeout)
             return item
-        values = await self._collect(keys, poll, timeout)
+        values = await self._read_all(keys, poll, timeout)
         if command == "get":
             return values[0]
         if command == "wait":
             return None
-        while values != (again := await self._collect(keys, poll, timeout)):
+        while values != (again := await self._read_all(keys, poll, timeout)):
             values = again
             if not await poll.pause():
                 raise StoreTimeoutError(
-                    f"values of {len(keys)} keys kept changing for {timeout:g} s: get fewer at once"
+                    f"values of {len(keys)} keys kept changing for {timeout:g} s: read fewer keys at once"
                 )
         return values
 
@@ -137,8 +138,8 @@ class KeyValueStore(Store):
             if not changes or await self.compare_and_swap(name, old, new):
                 return result
 
-    async def _collect(self, keys: list[str], poll: Poll, timeout: float) -> list[bytes]:
-        """Read the values of all keys once none was missing."""
+    async def _read_all(self, keys: list[str], poll: Poll, timeout: float) -> list[bytes]:
+        """Wait until one reading finds all keys, and return their values."""
         in_time = True
         while True:
             found = {key: await self.read(key) for key in keys}
@@ -147,37 +148,37 @@ class KeyValueStore(Store):
                 return values
             missing = [key for key in keys if found[key] is None]
             if not in_time:
-                raise timed_out(type(self).__name__, "wait", missing, timeout)
+                raise timeout_error(type(self).__name__, "wait", missing, timeout)
             in_time = await poll.pause()
             while in_time and await self.read(missing[-1]) is None:
                 in_time = await poll.pause()
 
-    async def _take(self, key: str) -> bytes | None:
-        """Remove the first item of a queue, if there is one; if the caller is cancelled, the item is put back."""
-        taking = asyncio.ensure_future(self._update_queue(_queue_take, key))
+    async def _pop_item(self, key: str) -> bytes | None:
+        """Remove and return the first item of a queue; None if it is empty. Put the item back on cancellation."""
+        popping = asyncio.ensure_future(self._update_queue(_queue_take, key))
         try:
-            await asyncio.wait([taking])
+            await asyncio.wait([popping])
         except asyncio.CancelledError:
-            giving_back = asyncio.ensure_future(self._give_back(key, taking))
-            self._giving_back.add(giving_back)
-            giving_back.add_done_callback(self._giving_back.discard)
-            await asyncio.wait([giving_back], timeout=_GIVE_BACK)
+            returning = asyncio.ensure_future(self._return_item(key, popping))
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+            await asyncio.wait([returning], timeout=_RETURN_TIMEOUT)
             raise
-        item: bytes | None = taking.result()
+        item: bytes | None = popping.result()
         return item
 
-    async def _give_back(self, key: str, taking: asyncio.Future[Any]) -> None:
-        with suppress(StoreError):  # nothing was taken, or the store is gone with the queue
-            item = await taking
+    async def _return_item(self, key: str, popping: asyncio.Future[Any]) -> None:
+        with suppress(StoreError):  # no item was popped, or the store with its queue is lost
+            item = await popping
             if item is not None:
                 await self._update_queue(_queue_return, key, item)
 
 
 def refuse_reserved(arguments: tuple[Any, ...]) -> None:
-    """Raise `ValueError` for a key that begins like the entry of a queue; takes the arguments of a command."""
+    """Raise `ValueError` if a key in the arguments of a command has the prefix of queues."""
     for key in keys_of(arguments):
         if key.startswith(QUEUE):
-            raise ValueError(f"key {key!r} begins with {QUEUE!r}, which is for queues: choose another name")
+            raise ValueError(f"key {key!r} begins with {QUEUE!r}, the prefix of queues: choose another name")
 
 
 def _queue_push(key: str, old: bytes | None, item: bytes) -> Update:

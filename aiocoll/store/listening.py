@@ -1,4 +1,4 @@
-"""The address on which the process that serves a store listens, given the address that its clients use."""
+"""Listening address of a store server, found from the address that its clients use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocoll.store.address import StoreEndpoint, is_unix, literal, means_loopbac
 
 __all__ = ["find_address", "local_address"]
 
-#: Seconds between two look-ups of an unknown name: name servers cache that they do not know it.
+#: Seconds between two lookups of an unknown name, since name servers cache negative answers.
 _RETRY = 0.5
 #: All addresses; the IPv6 wildcard includes IPv4.
 _ANY = ("::", "0.0.0.0")
@@ -28,22 +28,23 @@ async def find_address(
     timeout: float,
     trouble: Callable[[str], None],
 ) -> tuple[str, str | None]:
-    """Return the address to listen on, that of `host` if it is one of this machine; and why ranks may not reach it.
+    """Return the address to listen on, and the reason why other hosts may not reach it, or None.
 
-    A name may become resolvable only while this waits. The machine's own name may resolve to loopback here (Debian
-    writes 127.0.1.1 into /etc/hosts) and to another address elsewhere: then it listens on all addresses, given a key.
+    The address is that of `host` if `host` belongs to this machine. A name may become resolvable only during this call.
+    The machine's own name may resolve to the loopback here (Debian writes 127.0.1.1 into /etc/hosts) and to another
+    address on other hosts. Then the store listens on all addresses, if there is a job key.
 
     Args:
         host: name or address that clients use.
-        bind: an address of this machine to listen on where `host` is none or only its loopback; or "any".
-        key: the job key; without one, the store does not listen where other machines can reach it.
+        bind: the address to listen on if `host` does not belong to this machine or resolves to its loopback; or "any".
+        key: the job key; without one, the store does not listen at addresses that other machines can reach.
         runtime: clock.
         timeout: seconds in which the name must become resolvable.
-        trouble: called with the reason why this waits.
+        trouble: called with the reason while the name cannot be resolved.
 
     Raises:
-        StoreUnavailableError: `host` cannot be resolved, or is not of this machine.
-        AuthenticationError: other machines can reach it and there is no key.
+        StoreUnavailableError: `host` cannot be resolved, or does not belong to this machine.
+        AuthenticationError: other machines can reach the address, and `key` is None.
     """
     if is_unix(host):
         return host, None
@@ -68,13 +69,13 @@ async def find_address(
     if key is not None:
         return _wildcard(), None
     return own[0], (
-        f"the store listens on {own[0]} only, since {host!r} resolves to it here (/etc/hosts?), so ranks on other "
-        "hosts cannot reach it: give its real address, and a job key"
+        f"the store listens on {own[0]} only, since {host!r} resolves to it here (see /etc/hosts), so ranks on other "
+        "hosts cannot reach it: pass its real address, and a job key"
     )
 
 
 def local_address(host: str) -> str:
-    """Return the address by which this process reaches its own store on `host`."""
+    """Return the address at which this process reaches its own store on `host`."""
     return "127.0.0.1" if host in _ANY else host
 
 
@@ -91,7 +92,7 @@ async def _look_up(host: str, runtime: Runtime, timeout: float, trouble: Callabl
                     f"the store cannot listen on {why}; tried for {runtime.time() - began:.1f} s: it must be a name or "
                     "an address of this machine, where rank 0 hosts the store"
                 ) from error
-        trouble(f"the store cannot listen on {why} as yet")
+        trouble(f"the store cannot listen yet on {why}")
         await runtime.sleep(min(_RETRY, left))
 
 
@@ -100,7 +101,7 @@ def _wildcard() -> str:
 
 
 def _is_own(endpoint: StoreEndpoint) -> bool:
-    """Whether this machine has the address, even if another program uses the port."""
+    """Return whether this machine has the address, even if another program uses the port."""
     try:
         with socket.socket(endpoint.family, socket.SOCK_DGRAM) as probe:
             probe.bind((endpoint.sockaddr[0], 0, *endpoint.sockaddr[2:]))

@@ -1,14 +1,14 @@
 r"""`LogFile`: an append-only file of messages that several processes share.
 
-Only the holder of the `flock` appends, each record with one write; the kernel drops the lock of a process that dies.
-Such a death leaves a last record with fewer bytes than its length says, a *torn tail*: readers stop before it, and the
-next writer cuts it off. Any other invalid record is damage, and an error: cutting it off would give this process
-another history than the others have. Damage is a wrong checksum, a tail of zeros (which a crash of the host leaves, in
-place of records that others had read), or a file that has become shorter.
+Only the holder of the `flock` appends, with one write per record. The kernel releases the lock of a process that dies.
+Such a death may leave an incomplete last record, a *torn tail*. Readers stop before it, and the next writer cuts it
+off. Any other invalid record is damage and raises an error, since a process that cut it off would have another history
+than other processes. Damage is a wrong checksum, a file that has become shorter, or a tail of zeros. A crash of the
+host leaves such a tail in place of records that processes have read.
 
-Readers need no lock, since bytes before the tail never change. But while a writer replaces a torn tail a reader may see
-some of the old bytes and some of the new: apparent damage is read again under the lock before it is reported.
-Nothing is synced to disk: the file outlives processes, not the host.
+Readers need no lock, since bytes before the tail never change. But while a writer replaces a torn tail, a reader may
+see a mixture of old and new bytes. So apparent damage is read again under the lock before it is reported. The log is
+never synced to disk: it survives the end of processes, but not a crash of the host.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ __all__ = ["LogFile"]
 
 _T = TypeVar("_T")
 
-#: Bytes of the file; the history is never compacted, and replaying more than this would take seconds.
+#: The most bytes of the file. The history is never compacted, and replaying more would take seconds.
 _MAX_FILE = 1 << 30
-#: Bytes read at once when catching up; a longer record is read whole.
+#: Bytes read at once. A longer record is read as a whole.
 _READ_SIZE = 1 << 14
-#: More than any log holds.
+#: A number of bytes that no log reaches.
 _EVERYTHING = 1 << 62
 
 
 class LogFile:
-    """One open log. Opening checks that the file can be trusted and is a store of this job.
+    """An open log file. The constructor checks the owner and mode of the file, and that it belongs to this job.
 
     Attributes:
-        position: bytes read so far, up to the end of a record; 0 before the header.
+        position: number of bytes read, up to the end of a record; 0 before the header.
     """
 
     def __init__(self, path: str, job_id: bytes) -> None:
@@ -70,11 +70,11 @@ class LogFile:
             raise
 
     def close(self) -> None:
-        """Close the file; the lock goes with it."""
+        """Close the file, which also releases the lock."""
         os.close(self._fd)
 
     def try_lock(self) -> bool:
-        """Take the lock if it is free."""
+        """Take the lock if it is free; return whether it was."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
@@ -90,29 +90,29 @@ class LogFile:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def rewind(self) -> None:
-        """Start reading from the beginning again."""
+        """Read from the beginning of the file again."""
         self.position = 0
 
     def read(self, apply: Callable[[list[Any]], None], nbytes: int = _EVERYTHING) -> bool:
-        """Apply the complete records that were appended since the last call, `nbytes` of them at least.
+        """Apply the complete records appended since the last call, all or at least `nbytes` of them.
 
         Args:
-            apply: carries out one; an error that it raises (DamagedError, StoreError, TypeError, ValueError) is damage.
-            nbytes: stop after that many.
+            apply: carries out one record. Its errors DamagedError, StoreError, TypeError and ValueError mean damage.
+            nbytes: number of bytes after which to stop.
 
         Returns:
-            Whether there may be more.
+            Whether there may be more records.
 
         Raises:
             StoreError: the file is not a store, belongs to another job, or is damaged; it is not changed.
-            StoreUnavailableError: it was removed.
+            StoreUnavailableError: the file was removed.
         """
         try:
             return self._read(apply, self.position + nbytes)
         except DamagedError as exc:
             if self._locked:
                 raise self._damaged(str(exc)) from exc
-        # A writer may have been active; under the lock there is none, and without it the next read tells.
+        # The cause may be an active writer. Read again under the lock; if it is taken, the next call decides.
         if self.try_lock():
             try:
                 return self.read(apply, nbytes)
@@ -121,16 +121,16 @@ class LogFile:
         return False
 
     def append(self, message: list[Any]) -> None:
-        """Append one record after the last that was read, over a torn tail; the caller holds the lock.
+        """Append a record after the last one that was read, in place of a torn tail. The caller holds the lock.
 
         Raises:
-            StoreError: the disk or the file is full, or the record is too long; the file is as it was before.
+            StoreError: the disk or the file is full, or the record is too long; the file is unchanged.
         """
         payload = msgpack.packb(message)
         if len(payload) > MAX_RECORD:
             raise StoreError(f"{len(payload)} bytes in one command, the limit of {self.path} is {MAX_RECORD}: split it")
         if self.position + len(payload) > _MAX_FILE:
-            raise StoreError(f"{self.path} has reached {_MAX_FILE} bytes, it keeps its history: use a TCPStore")
+            raise StoreError(f"{self.path} has reached the limit of {_MAX_FILE} bytes for its history: use a TCPStore")
         if self.position == 0:
             self._write(self._header)
             self._chain = zlib.crc32(self._header)
@@ -139,7 +139,7 @@ class LogFile:
         self._chain = chain
 
     def remove(self) -> None:
-        """Remove the file, unless another has taken its name; the caller holds the lock."""
+        """Remove the file, unless its path now names another file. The caller holds the lock."""
         try:
             if os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._fd)):
                 os.unlink(self.path)
@@ -153,7 +153,7 @@ class LogFile:
             if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as exc:
-            with suppress(OSError):  # a torn tail stays then
+            with suppress(OSError):  # if this fails, a torn tail remains
                 os.ftruncate(self._fd, self.position)
             raise StoreError(f"cannot write {self.path}: {exc.strerror}; nothing was changed") from exc
         self.position += len(data)
@@ -163,7 +163,7 @@ class LogFile:
         if status.st_nlink == 0:
             raise StoreUnavailableError(f"{self.path} was removed while the store was in use")
         if status.st_size < self.position:
-            raise DamagedError(f"the file has {status.st_size} bytes, less than were read")
+            raise DamagedError(f"the file has {status.st_size} bytes, fewer than have been read")
         if self.position == 0 and not self._read_header():
             return False
         data, start = b"", 0
@@ -187,7 +187,7 @@ class LogFile:
         return False
 
     def _read_header(self) -> bool:
-        """Return whether the header is complete; a partial one is a torn tail too."""
+        """Read and check the header; return whether it is complete. A partial header is a torn tail."""
         header = self._system_call(os.pread, len(self._header), 0)
         if header == self._header:
             self.position, self._chain = len(header), zlib.crc32(header)
@@ -197,11 +197,11 @@ class LogFile:
         if header[: len(MAGIC)] == MAGIC:
             raise StoreError(
                 f"{self.path} belongs to job {header[len(MAGIC) :].hex()}, this is job "
-                f"{self._header[len(MAGIC) :].hex()}: remove the file if that job is over, or use another path"
+                f"{self._header[len(MAGIC) :].hex()}: remove the file if that job has ended, or use another path"
             )
         kind = "a store of this version of aiocoll" if header.startswith(MAGIC[:14]) else "a store"
         raise StoreError(
-            f"{self.path} is not {kind} (it begins with {header[:16]!r}): give the store a path of its own"
+            f"{self.path} is not {kind} (it begins with {header[:16]!r}): choose another path for the store"
         )
 
     def _system_call(self, call: Callable[..., _T], *args: int) -> _T:
@@ -212,7 +212,7 @@ class LogFile:
 
     def _damaged(self, what: str) -> StoreError:
         return StoreError(
-            f"{self.path} is damaged at byte {self.position} ({what}), so its history is lost from there on: "
+            f"{self.path} is damaged at byte {self.position} ({what}), and the later history is lost: "
             f"end the job, remove the file, and start again"
         )
 
@@ -226,24 +226,24 @@ def _carry_out(apply: Callable[[list[Any]], None], payload: bytes) -> None:
 
 
 def _open(path: str) -> int:
-    """Open or create the file, and refuse one that another user could have prepared or could read."""
+    """Open or create the file. Raise an error if another user may have prepared it or can read it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise StoreError(
-                f"{path} is a symbolic link, which could point anywhere: give the path it stands for"
+                f"{path} is a symbolic link, which could point anywhere: pass the path of its target"
             ) from exc
         raise StoreError(f"cannot open the store file {path}: {exc.strerror}") from exc
     status = os.fstat(fd)
     problem = None
     if not stat.S_ISREG(status.st_mode):
-        problem = "is not a regular file: give the store a path of its own"
+        problem = "is not a regular file: choose another path for the store"
     elif (foreign := owner_trouble(fd)) is not None:
         problem = f"{foreign}: use another path"
     elif status.st_mode & 0o077:
         problem = (
-            f"can be opened by others (mode {status.st_mode & 0o777:04o}): chmod 600 it, or remove it if it is old"
+            f"can be opened by other users (mode {status.st_mode & 0o777:04o}): run chmod 600, or remove an old file"
         )
     if problem is not None:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""`Poll`: the pauses of a wait in a store that cannot tell when a key appears."""
+"""`Poll`: the pauses of a wait in a store without notifications."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from aiocoll.runtime import Runtime
 
 __all__ = ["Poll"]
 
-#: Seconds between two polls: short at first, for ranks that start together, then long enough to cost little.
+#: Seconds between two polls: short at first, since ranks start together, then longer to save CPU time.
 _FIRST_PAUSE: Final = 0.001
 _LAST_PAUSE: Final = 0.02
 
 
 class Poll:
-    """The pauses of one wait: growing until the deadline, with a last poll at the deadline itself."""
+    """The pauses of one wait. They grow until the deadline, with a last poll at the deadline."""
 
     def __init__(self, runtime: Runtime, timeout: float) -> None:
         self._runtime = runtime
@@ -22,7 +22,7 @@ class Poll:
         self._seconds = _FIRST_PAUSE
 
     async def pause(self) -> bool:
-        """Sleep a little; False, at once, when the time is up."""
+        """Sleep until the next poll and return True; return False at once after the deadline."""
         remaining = self._deadline - self._runtime.time()
         if remaining <= 0:
             return False

@@ -1,20 +1,20 @@
-"""`PrefixStore`: a part of another store."""
+"""`PrefixStore`: the part of another store whose keys have a prefix."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from aiocoll.store.base import Store
-from aiocoll.store.commands import count_bytes, prefixed
+from aiocoll.store.commands import add_prefix, count_bytes
 from aiocoll.store.view import StoreView
 
 __all__ = ["PrefixStore"]
 
 
 class PrefixStore(StoreView):
-    """A view of `store` in which every key and queue is called ``prefix/key``; may be nested.
+    """A view of `store` that names every key and queue ``prefix/key`` there. Views may be nested.
 
-    It has no timeout of its own, and closing it does nothing: the owner of the store closes that.
+    It uses the timeout of `store`. Closing it does nothing, since the owner of `store` closes that.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
@@ -25,8 +25,8 @@ class PrefixStore(StoreView):
         self._prefix = prefix + "/"
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        result = await super()._call(command, prefixed(self._prefix, command, arguments))
+        result = await super()._call(command, add_prefix(self._prefix, command, arguments))
         return [key.removeprefix(self._prefix) for key in result] if command == "list_keys" else result
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        return await super()._wait(command, prefixed(self._prefix, command, arguments), timeout)
+        return await super()._wait(command, add_prefix(self._prefix, command, arguments), timeout)

@@ -1,4 +1,4 @@
-"""The registry of stores: how `new_group` opens the store of a URL."""
+"""Registry of store openers, by which `new_group` opens the store of a URL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiocoll.store.base import Store
 
 __all__ = ["STORE_VERSION", "StoreOpener", "StoreOptions", "StoreRequest", "stores"]
 
-#: Of the interface `StoreOpener`.
+#: The version of the interface `StoreOpener`.
 STORE_VERSION: Final = 1
 
 
@@ -19,20 +19,20 @@ class StoreOptions(TlsOptions, Protocol):
 
     @property
     def bind(self) -> str | None:
-        """The address on which this rank listens."""
+        """Address on which this rank listens."""
 
 
 class StoreRequest(NamedTuple):
-    """The store that `new_group` asks for.
+    """The request of `new_group` for a store.
 
     Attributes:
         url: the init method, such as "redis://host:6379/0".
-        job: name of the job, "" without one; jobs on one server must not see each other's keys.
+        job: name of the job, "" without one. Jobs on one server must not see each other's keys.
         world_size: number of ranks; None for a newcomer to a group that grows.
-        serves: whether this rank serves the store; only if the opener has `served_by_rank_0`.
-        timeout: seconds that each call waits by default.
+        serves: whether this rank serves the store; False unless the opener has `served_by_rank_0`.
+        timeout: default timeout of calls in seconds.
         key: the job key, or None.
-        options: of the group.
+        options: options of the group.
     """
 
     url: str
@@ -45,13 +45,13 @@ class StoreRequest(NamedTuple):
 
 
 class StoreOpener(Protocol):
-    """How the stores of one URL scheme are opened.
+    """An opener of the stores of one URL scheme.
 
     Attributes:
-        served_by_rank_0: rank 0 serves the store, so every rank must be given its number. Otherwise the store exists
-            without the ranks, and assigns a free number to a rank that is given none.
-        has_secrets: the URL may contain secrets. Error messages then show neither its user and password nor its query,
-            and ``?rank=0&world_size=2`` is not read from it.
+        served_by_rank_0: whether rank 0 serves the store. Then every process must pass its rank. Otherwise the store
+            exists without the ranks, and assigns free ranks to processes without one.
+        has_secrets: whether the URL may contain secrets. Then error messages omit user, password and query, and the
+            query is not searched for numbers such as ``?rank=0&world_size=2``.
     """
 
     @property
@@ -63,15 +63,15 @@ class StoreOpener(Protocol):
         """Whether the URL may contain secrets."""
 
     def check(self, url: str, world_size: int) -> None:
-        """Check a URL when `new_group` is called, before anything is opened.
+        """Check a URL when `new_group` is called, before any store is opened.
 
         Raises:
-            ValueError: the URL has another form; the message does not repeat it.
+            ValueError: the URL has an invalid form. The message does not repeat the URL.
         """
 
     def open(self, request: StoreRequest) -> Store:
-        """Return the store, which may connect at its first call. The group closes it."""
+        """Return the store. It may connect at its first call, and the group closes it."""
 
 
-#: The stores by URL scheme.
+#: The store openers by URL scheme.
 stores: Final = Registry[StoreOpener]("store", STORE_VERSION)

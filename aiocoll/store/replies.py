@@ -1,4 +1,4 @@
-"""The valid answers to each request; a client checks answers before use."""
+"""Valid replies to each request. A client checks every reply before it uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ReplyStatus", "check_reply"]
 
 
 class ReplyStatus(IntEnum):
-    """How a request ended."""
+    """The outcome of a request: a result, an error, or missing keys."""
 
     RESULT = 0
     ERROR = 1
@@ -21,13 +21,13 @@ class ReplyStatus(IntEnum):
 
 
 def check_reply(command: str, arguments: tuple[Any, ...], outcome: Any, payload: Any) -> tuple[ReplyStatus, Any]:
-    """Return outcome and payload of the reply to a request.
+    """Check the reply to a request, and return its outcome and payload.
 
     Raises:
-        ProtocolError: it is not a valid answer to this request.
+        ProtocolError: the reply is not valid for this request.
     """
     if type(outcome) is not int or outcome not in _OUTCOMES:
-        raise ProtocolError(f"unknown outcome {outcome!r:.40} in the answer to {command}")
+        raise ProtocolError(f"unknown outcome {outcome!r:.40} in the reply to {command}")
     if outcome == ReplyStatus.MISSING:
         fits = command in _WAITS and _is_list(payload, str)
     elif outcome == ReplyStatus.ERROR:
@@ -35,7 +35,7 @@ def check_reply(command: str, arguments: tuple[Any, ...], outcome: Any, payload:
     else:
         fits = _RESULTS[command](payload) and (command != "multi_get" or len(payload) == len(arguments[0]))
     if not fits:
-        raise ProtocolError(f"{ReplyStatus(outcome).name} {payload!r:.40} is not a valid answer to {command}")
+        raise ProtocolError(f"{ReplyStatus(outcome).name} {payload!r:.40} is not a valid reply to {command}")
     return ReplyStatus(outcome), payload
 
 
@@ -43,42 +43,42 @@ def _is_list(payload: Any, kind: type) -> bool:
     return type(payload) is list and all(type(item) is kind for item in payload)
 
 
-def _nothing(payload: Any) -> bool:
+def _is_none(payload: Any) -> bool:
     return payload is None
 
 
-def _truth(payload: Any) -> bool:
+def _is_bool(payload: Any) -> bool:
     return type(payload) is bool
 
 
-def _integer(payload: Any) -> bool:
+def _is_int(payload: Any) -> bool:
     return type(payload) is int
 
 
-def _value(payload: Any) -> bool:
+def _is_bytes(payload: Any) -> bool:
     return type(payload) is bytes
 
 
 _OUTCOMES = frozenset(map(int, ReplyStatus))
 _WAITS = frozenset({*WAITS, "join"})
 _RESULTS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "set": _nothing,
-    "add": _integer,
-    "compare_set": _value,
-    "hold": _value,
-    "check": _truth,
-    "delete_key": _truth,
-    "num_keys": _integer,
-    "append": _nothing,
-    "multi_set": _nothing,
+    "set": _is_none,
+    "add": _is_int,
+    "compare_set": _is_bytes,
+    "hold": _is_bytes,
+    "check": _is_bool,
+    "delete_key": _is_bool,
+    "num_keys": _is_int,
+    "append": _is_none,
+    "multi_set": _is_none,
     "list_keys": lambda payload: _is_list(payload, str),
-    "queue_push": _nothing,
-    "queue_return": _nothing,
-    "queue_len": _integer,
-    "queue_take": lambda payload: payload is None or _value(payload),
-    "get": _value,
+    "queue_push": _is_none,
+    "queue_return": _is_none,
+    "queue_len": _is_int,
+    "queue_take": lambda payload: payload is None or _is_bytes(payload),
+    "get": _is_bytes,
     "multi_get": lambda payload: _is_list(payload, bytes),
-    "wait": _nothing,
-    "join": _nothing,
-    "queue_pop": _value,
+    "wait": _is_none,
+    "join": _is_none,
+    "queue_pop": _is_bytes,
 }

@@ -1,4 +1,4 @@
-"""`Session`: the server's side of one store connection."""
+"""`Session`: the server's end of one store connection."""
 
 from __future__ import annotations
 
@@ -20,48 +20,47 @@ from aiocoll.security.handshake import (
 from aiocoll.security.names import WrongCertificateError, check_names, names_in, part_name
 from aiocoll.security.patience import Patience
 from aiocoll.sockets import is_ready
-from aiocoll.store.commands import COMMANDS, LEFT, LEFT_SUFFIX, OF_CONNECTIONS, WAITS, check_request
+from aiocoll.store.commands import COMMANDS, LEFT, LEFT_SUFFIX, SERVER_COMMANDS, WAITS, check_request
 from aiocoll.store.core import PendingWait, StoreCore
 from aiocoll.store.frames import MAX_FRAME, FrameProtocol, pack
 from aiocoll.store.replies import ReplyStatus
 
 __all__ = ["Session", "SessionOwner"]
 
-#: Waits of one connection at a time.
+#: The most concurrent waits of one connection.
 _MAX_WAITS = 1024
-#: Bytes of answers buffered for a client that does not read them; with more it is disconnected. Reading its requests
-#: stops long before.
+#: Bytes of unread replies after which a client is disconnected. The server stops reading its requests long before.
 _MAX_UNSENT = 4 * MAX_FRAME
 
 
 class SessionOwner(Protocol):
-    """What a session needs from its server."""
+    """The interface of a server for its sessions."""
 
     core: StoreCore
     runtime: Runtime
 
     def session_opened(self, session: Session) -> None:
-        """Add a connection that has not proven the key yet."""
+        """Add a connection whose client has not proven the key yet."""
 
     def session_proven(self, session: Session) -> None:
-        """Remove a connection from the unproven ones."""
+        """Remove a connection from the table of unproven connections."""
 
     def session_closed(self, session: Session, reason: Exception | None) -> None:
-        """Remove a connection that has ended, with the reason."""
+        """Remove a closed connection; `reason` is its error or None."""
 
     def joined(self) -> StoreCore:
-        """Count a client that opens its store; return the keys "1", "2", ... of those that have."""
+        """Count a client that opens its store, and return a core with one key per client: "1", "2", ..."""
 
     def join_abandoned(self) -> None:
-        """Uncount a client that gave up before enough had come: it may try again."""
+        """Subtract a client that stopped waiting for other clients, since it may try again."""
 
 
 class Session(FrameProtocol):
-    """Handshake, then requests. Any error of the client ends this connection and affects nothing else."""
+    """A connection that authenticates a client and carries out its requests. Errors of the client end only this one."""
 
     def __init__(self, owner: SessionOwner, handshake: ServerHandshake, job: str | None = None) -> None:
         super().__init__()
-        # What certificates of clients have to name.
+        # The job that certificates of clients must name, or None.
         self._job = job
         self._owner = owner
         self._handshake = handshake
@@ -69,17 +68,17 @@ class Session(FrameProtocol):
         self._joined = False
         self._held: dict[str, bytes] = {}
         self._reason: Exception | None = None
-        # From here on, though there is no connection to end before it has been encrypted.
+        # The time includes encryption, although this session can close the connection only after that.
         self._end_of_handshake = owner.runtime.time() + HANDSHAKE_TIMEOUT
-        # Until the client has proven the key; then it may take its time, and its connection ends with it.
+        # The deadline for proving the key. Later requests of the client have no deadline.
         self._deadline: Patience | None = None
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         self.transport.abort()
 
     def connection_made(self, transport: Any) -> None:
-        """Wait for the client's first message."""
+        """Handle a new connection: wait for the client's first message."""
         super().connection_made(transport)
         runtime = self._owner.runtime
         left = max(0.0, self._end_of_handshake - runtime.time())
@@ -88,7 +87,7 @@ class Session(FrameProtocol):
         self._owner.session_opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the client's waits, and mark the keys that it held."""
+        """Handle a lost connection: drop the client's waits, and mark the keys that it held."""
         if self._deadline is not None:
             self._deadline.cancel()
         for core, waiter, _ in self._waits.values():
@@ -101,28 +100,28 @@ class Session(FrameProtocol):
         self._owner.session_closed(self, self._reason or exc)
 
     def pause_writing(self) -> None:
-        """Stop reading requests of a client that does not read its answers."""
+        """Stop reading the requests of a client that does not read its replies."""
         self.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Go on reading."""
+        """Resume reading requests."""
         self.transport.resume_reading()
 
     def broken(self, exc: Exception) -> None:
-        """Keep the reason for the log."""
+        """Record the reason for the log."""
         self._reason = exc
 
     def message_received(self, number: int, word: Any, payload: Any) -> None:
         """Carry out one request."""
         if not isinstance(word, str) or not isinstance(payload, list):
-            raise ProtocolError("a store request without a command or arguments")
+            raise ProtocolError("received a store request without a command or arguments")
         arguments = tuple(payload)
-        if word not in COMMANDS and word not in WAITS and word not in OF_CONNECTIONS:
+        if word not in COMMANDS and word not in WAITS and word not in SERVER_COMMANDS:
             raise ProtocolError(f"unknown store command {word[:40]!r}")
         try:
             check_request(word, arguments)
         except (StoreError, TypeError, ValueError) as exc:
-            if word in OF_CONNECTIONS:
+            if word in SERVER_COMMANDS:
                 raise ProtocolError(f"store command {word!r}: {exc}") from exc
             self._reply(number, ReplyStatus.ERROR, str(exc))
             return
@@ -132,7 +131,7 @@ class Session(FrameProtocol):
             self._reply(number, ReplyStatus.ERROR, str(exc))
 
     def _carry_out(self, number: int, word: str, arguments: tuple[Any, ...]) -> None:
-        """Carry out a request whose arguments were checked."""
+        """Carry out a request with checked arguments."""
         if word == "cancel":
             self._cancel(number)
         elif word == "join":
@@ -145,7 +144,7 @@ class Session(FrameProtocol):
             self._reply(number, ReplyStatus.RESULT, self._owner.core.apply(word, arguments))
 
     def _has_arrived(self) -> bool:
-        """Return whether the client has sent something that was not read yet."""
+        """Return whether the client has sent data that was not read yet."""
         return is_ready(self.transport.get_extra_info("socket").fileno())
 
     def _hello_received(self, block: bytearray) -> None:
@@ -162,10 +161,10 @@ class Session(FrameProtocol):
 
     def _decide(self, peer: Peer) -> Status:
         if self._job is not None:
-            who, *_ = self.transport.get_extra_info("peername")
-            shown = names_in(self.transport.get_extra_info("ssl_object").getpeercert())
+            address, *_ = self.transport.get_extra_info("peername")
+            names = names_in(self.transport.get_extra_info("ssl_object").getpeercert())
             try:
-                check_names(shown, part_name(self._job), f"the certificate of {who}")
+                check_names(names, part_name(self._job), f"the certificate of {address}")
             except WrongCertificateError as error:
                 self._reason = error
                 return Status.WRONG_CERTIFICATE
@@ -189,14 +188,14 @@ class Session(FrameProtocol):
 
     def _join(self, number: int, world_size: int) -> None:
         if self._joined:
-            raise ProtocolError("a client that joins twice")
+            raise ProtocolError("the client sent join twice")
         self._joined = True
         clients = [str(i) for i in range(1, world_size + 1)]
         self._start_wait(self._owner.joined(), number, "wait", (clients,))
 
     def _start_wait(self, core: StoreCore, number: int, command: str, arguments: tuple[Any, ...]) -> None:
         if number in self._waits or len(self._waits) >= _MAX_WAITS:
-            raise StoreError(f"{_MAX_WAITS} waits in one client: await some of them first")
+            raise StoreError(f"one client has {_MAX_WAITS} waits in progress: await some of them first")
         waiter = core.start(command, arguments, self._deliverer(core, number, command, arguments[0]))
         if waiter is not None:
             self._waits[number] = (core, waiter, arguments)
@@ -208,14 +207,14 @@ class Session(FrameProtocol):
                 core.apply("queue_return", (key, result))
             try:
                 self._reply(number, ReplyStatus.RESULT, result)
-            except Exception as exc:  # it concerns this client, not the client whose command ended the wait
+            except Exception as exc:  # must not fail the command of another client that ended the wait
                 self.broken(exc)
                 self.abort()
 
         return deliver
 
     def _cancel(self, number: int) -> None:
-        """Drop a wait and answer it; if it has ended already, its answer was sent."""
+        """Drop a wait and send its reply. If the wait has already ended, its reply was sent."""
         wait = self._waits.pop(number, None)
         if wait is not None:
             core, waiter, wanted = wait
@@ -236,5 +235,5 @@ class Session(FrameProtocol):
             frame = pack([number, ReplyStatus.ERROR, str(exc)])
         self.transport.write(frame)
         if self.transport.get_write_buffer_size() > _MAX_UNSENT:
-            self._reason = ProtocolError("the client does not read its answers")
+            self._reason = ProtocolError("the client does not read its replies")
             self.transport.abort()

@@ -1,4 +1,4 @@
-"""`TCPStore`: a store in a server process, which all ranks reach over TCP or a unix socket."""
+"""`TCPStore`: a store in a server process. All ranks reach it over TCP or a unix socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocoll.security.handshake import ConnKind, Identity, job_id
 from aiocoll.security.names import part_name
 from aiocoll.security.user_ca import prepare
 from aiocoll.store.address import describe, is_unix
-from aiocoll.store.base import Store, answered, count_of_clients
+from aiocoll.store.base import Store, await_reply, check_world_size
 from aiocoll.store.client import ClientLink, ClientSecurity, connect
 from aiocoll.store.listening import find_address, local_address
 from aiocoll.store.registry import StoreOptions, StoreRequest
@@ -28,28 +28,30 @@ _SCHEME = "tcp://"
 
 
 class TCPStore(Store):
-    """A client of a `StoreServer`, and with `is_master` the owner of one.
+    """A client of a `StoreServer`. With `is_master` it also owns the server.
 
-    The first call, `await store` or `async with store` opens it: the master starts its server, every client connects
-    (retrying until `timeout`), and with `wait_for_workers` waits for the others. Requests of many tasks are in flight
-    concurrently; the server pushes the ends of waits. When it is gone, every call raises `StoreUnavailableError`.
+    The first call, `await store` or `async with store` opens it. The master then starts its server. Every client
+    connects, with retries until `timeout`. With `wait_for_workers` it also waits for the other clients. Many tasks can
+    send requests concurrently, and the server notifies waiting calls. When the server has ended, every call raises
+    `StoreUnavailableError`.
 
     Args:
         host_name: the server's address; ``unix:PATH`` or ``unix:@NAME`` (Linux, no file) for a unix socket.
-        port: the server's port; 0 lets the master take a free one, which is `port` once the store is open.
-        world_size: number of clients, the master's own included; None or -1 for any number.
+        port: the server's port; 0 lets the master choose a free port, which is `port` after opening.
+        world_size: number of clients, including that of the master; None or -1 for any number.
         is_master: run the server, on a thread of its own; it ends with this store.
-        timeout: seconds for opening and for every call without a timeout.
-        wait_for_workers: opening waits until `world_size` clients have opened.
-        key: the job key, needed where other machines can reach the address.
+        timeout: seconds for opening, and the default timeout of calls.
+        wait_for_workers: whether opening waits until `world_size` clients have opened.
+        key: the job key, needed if other machines can reach the address.
         job: name of the job; a server of another job is refused.
-        bind: where the master listens if `host_name` is no address of its machine, or only its loopback; or "any".
-        encryption: `"auto"` encrypts the connection if the server is on another host, `"tls"` always but over unix
-            sockets, `"none"` never; the server has to be given the same.
+        bind: the address on which the master listens if `host_name` does not belong to its machine, or resolves to its
+            loopback; or "any".
+        encryption: `"auto"` encrypts the connection if the server is on another host, `"tls"` always except over unix
+            sockets, `"none"` never; the same for the server.
         tls_ca: path of the certificates of a CA, with `tls_certificate` and `tls_key`: see `GroupOptions`.
         tls_certificate: path of a certificate that names a part in the job `job`; for the master `aiocoll://JOB/store`.
         tls_key: path of its private key.
-        runtime: clock and randomness to use; None is the running loop's.
+        runtime: clock and randomness to use; None is that of the running loop.
     """
 
     def __init__(
@@ -74,10 +76,10 @@ class TCPStore(Store):
         if not 0 <= port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {port}")
         if port == 0 and not is_master and not is_unix(host_name):
-            raise ValueError("port=0 means a free port, which only the master can choose: give its real port")
+            raise ValueError("port=0 means a free port, which only the master can choose: pass its actual port")
         self.host = host_name
         self.port = port
-        self._world_size = count_of_clients(world_size)
+        self._world_size = check_world_size(world_size)
         self._is_master = is_master
         self._wait_for_workers = wait_for_workers
         self._key = key
@@ -96,12 +98,12 @@ class TCPStore(Store):
 
     @property
     def trouble(self) -> str | None:
-        """Why the latest attempt to connect failed, or others may fail to; None once one has succeeded."""
+        """Reason why the latest attempt to connect failed; once connected, why other hosts may fail to, or None."""
         return self._trouble if self._link is None else self._local_only
 
     @property
     def reached(self) -> str:
-        """The numeric address of the server, once connected; "" for a unix socket."""
+        """Numeric address of the server; "" before the connection and for a unix socket."""
         peer = None if self._link is None else self._link.transport.get_extra_info("peername")
         return peer[0] if isinstance(peer, tuple) else ""
 
@@ -116,12 +118,12 @@ class TCPStore(Store):
         """Connect now instead of at the first call; idempotent.
 
         Raises:
-            StoreUnavailableError: no store answers there; the message says why and for how long it was tried.
+            StoreUnavailableError: no store was reached; the message has the reason and the duration of the attempts.
             AuthenticationError: one end refused the other, or a key is needed.
             ValueError: the files of the user's CA cannot be used.
             StoreTimeoutError: fewer than `world_size` clients connected in time.
         """
-        return await answered(self._open_self(), self.timeout, self, "the connection")
+        return await await_reply(self._open_self(), self.timeout, self, "the connection")
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self.open().__await__()
@@ -130,7 +132,7 @@ class TCPStore(Store):
         return await self.open()
 
     async def aclose(self) -> None:
-        """Disconnect; the master also ends the server, for all clients."""
+        """Disconnect. The master also ends the server, for all clients."""
         self._closed = True
         try:
             if self._link is not None:
@@ -140,18 +142,18 @@ class TCPStore(Store):
                 await self._server.aclose()
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        link = await self._opened(self.timeout)
+        link = await self._get_link(self.timeout)
         return await link.call(command, arguments, self.timeout)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        link = await self._opened(timeout)
+        link = await self._get_link(timeout)
         return await link.wait(command, arguments, timeout)
 
     async def _open_self(self) -> Self:
-        await self._opened(self.timeout)
+        await self._get_link(self.timeout)
         return self
 
-    async def _opened(self, timeout: float) -> ClientLink:
+    async def _get_link(self, timeout: float) -> ClientLink:
         self._check_open()
         if self._link is None:
             async with self._opening:
@@ -196,7 +198,7 @@ class TCPStore(Store):
         self._trouble = trouble
 
     async def _serve(self, runtime: Runtime, timeout: float) -> str:
-        """Start the server; return the address by which this process reaches it."""
+        """Start the server, and return the address at which this process reaches it."""
         host, self._local_only = await find_address(
             self.host,
             self._bind,
@@ -227,32 +229,32 @@ class TCPStore(Store):
 
 
 def security_arguments(options: StoreOptions) -> dict[str, Any]:
-    """Return the arguments of `TCPStore` and `StoreServer` that secure connections."""
+    """Return the arguments for `TCPStore` and `StoreServer` about encryption and certificates."""
     return {name: getattr(options, name) for name in ("encryption", "tls_ca", "tls_certificate", "tls_key")}
 
 
 def tcp_url(host: str, port: int) -> str:
-    """Return the URL of the server at an address; `host` may be a unix socket."""
+    """Return the URL of the store server at an address. `host` may be a unix socket."""
     return _SCHEME + describe(host, port)
 
 
 class _TCPOpener:
-    """See `aiocoll.store.registry.StoreOpener`."""
+    """The `aiocoll.store.registry.StoreOpener` of ``tcp://host:port`` URLs."""
 
     served_by_rank_0 = True
     has_secrets = False
 
     def check(self, url: str, world_size: int) -> None:
-        """Check host and port."""
+        """Check the host and the port of the URL."""
         _, port = parse_endpoint(_address(url))
         if port == 0 and world_size != 1:
             raise ValueError(
-                "port 0 means a free port, which the other ranks cannot know; give the port at which rank 0 serves "
+                "port 0 means a free port, which the other ranks cannot know: pass the port at which rank 0 serves "
                 "the store"
             )
 
     def open(self, request: StoreRequest) -> Store:
-        """Return a client, with the server if this rank serves."""
+        """Return a client, and start the server at its first call if this rank serves the store."""
         unix = request.url.removeprefix(_SCHEME)
         host, port = (unix, 0) if is_unix(unix) else parse_endpoint(_address(request.url))
         return TCPStore(
@@ -273,5 +275,5 @@ def _address(url: str) -> str:
     return url.removeprefix(_SCHEME).partition("/")[0]
 
 
-#: Opens ``tcp://host:port``.
+#: The opener of ``tcp://host:port``.
 TCP_OPENER = _TCPOpener()

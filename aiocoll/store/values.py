@@ -1,4 +1,4 @@
-"""How commands change the value of one key, the same in every store."""
+"""Changes of one key's value by commands, for all stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiocoll.store.commands import MAX_INTEGER, MAX_VALUE_BYTES
 
 __all__ = ["UPDATES", "Update"]
 
-#: Whether something is stored or removed, the value afterwards (None: an absent key), and what the command returns.
+#: Whether the value changes, the new value (None for an absent key), and the result of the command.
 Update = tuple[bool, bytes | None, Any]
 
 
@@ -47,7 +47,7 @@ def _delete_key(key: str, old: bytes | None) -> Update:
     return old is not None, None, old is not None
 
 
-#: Called with the key, the value that is there, and the other arguments of the command; raises `StoreError`.
+#: Functions of the key, its current value, and the other arguments of the command. They may raise `StoreError`.
 UPDATES: Final[Mapping[str, Callable[..., Update]]] = MappingProxyType(
     {
         "set": _set,

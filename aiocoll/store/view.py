@@ -1,4 +1,4 @@
-"""`StoreView`: base of stores that forward their requests to another one."""
+"""`StoreView`: base class of stores that forward their requests to another store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["StoreView"]
 
 
 class StoreView(Store):
-    """A view of `store`. It has no timeout of its own, and closing it does nothing: the owner closes the store."""
+    """A view of `store`. It uses the timeout of `store`; closing it does nothing, since the owner closes `store`."""
 
     _may_stop = False
 
@@ -22,17 +22,17 @@ class StoreView(Store):
 
     @property
     def trouble(self) -> str | None:
-        """`trouble` of the store below."""
+        """Attribute `trouble` of the store below."""
         return self._store.trouble
 
     @property
     def reached(self) -> str:
-        """`reached` of the store below."""
+        """Attribute `reached` of the store below."""
         return self._store.reached
 
     @property
     def timeout(self) -> float:
-        """`timeout` of the store below."""
+        """Attribute `timeout` of the store below."""
         return self._store.timeout
 
     @timeout.setter
@@ -50,8 +50,8 @@ class StoreView(Store):
         """Do nothing; the store below stays open."""
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        if command in ("num_keys", "list_keys", "hold"):  # with a prefix, or without a public method
-            return await self._store._checked(command, *arguments)
+        if command in ("num_keys", "list_keys", "hold"):  # these take a prefix or have no public method
+            return await self._store._call_checked(command, *arguments)
         return await getattr(self._store, command)(*arguments)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:

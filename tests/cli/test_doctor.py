@@ -155,8 +155,8 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
         (
             {"JOB_COMPLETION_INDEX": "0"},
             "Kubernetes (JOB_COMPLETION_INDEX)",
-            "AIOCOLL_WORLD_SIZE is missing in the environment, where Kubernetes was recognised by JOB_COMPLETION_INDEX"
-            ": give the container that variable, with the `completions` of the Job",
+            "AIOCOLL_WORLD_SIZE is missing in the environment, but JOB_COMPLETION_INDEX shows that Kubernetes started "
+            "this process: give the container that variable, with the `completions` of the Job",
             False,
         ),
         (

@@ -398,7 +398,9 @@ async def test_a_master_out_of_reach(host: str, port: int, environment: pytest.M
     environment.setenv("MASTER_ADDR", host)
     environment.setenv("MASTER_PORT", str(port))
     why = {
-        "127.0.0.1": "nothing listens there (connection refused); is rank 0, or the launcher, running at this address?",
+        "127.0.0.1": (
+            "nothing listens there (connection refused); check that rank 0 or the launcher runs at this address"
+        ),
         "no such host": "the host name 'no such host' cannot be resolved",
     }[host]
     told = f"rank 1 of 2 did not meet the others within 0.3 s: no store at {host}:{port}: {why}"
@@ -414,7 +416,7 @@ async def test_a_master_that_says_nothing(environment: pytest.MonkeyPatch) -> No
         first.connect(server.getsockname())
         environment.setenv("MASTER_PORT", str(server.getsockname()[1]))
         with pytest.raises(
-            RendezvousError, match=r"within 0.3 s: no store at .*: no answer to the connection attempt; is t"
+            RendezvousError, match=r"within 0.3 s: no store at .*: no answer to the connection attempt; check t"
         ):
             await new_group(timeout=0.3)
 

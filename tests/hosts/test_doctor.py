@@ -207,8 +207,8 @@ async def test_a_store_that_cannot_be_reached(network: Callable[[int], Network],
     assert "which listens on 10.77.0.1 port 29500" in first.problems[0]
     assert all_match(
         [
-            r"no store at 10\.77\.0\.1:29500: no answer to the connection attempt; is the address right, and open in "
-            r"the firewall\? \(tried for 6\.\d s\)"
+            r"no store at 10\.77\.0\.1:29500: no answer to the connection attempt; check the address and the "
+            r"firewall \(tried for 6\.\d s\)"
         ],
         other.problems,
     )
@@ -241,7 +241,7 @@ async def test_encryption_that_differs(network: Callable[[int], Network], ranks:
     assert first.problems[0].startswith("host(s) 1 of 2 did not come within 6 s: ")
     (problem,) = other.problems
     assert problem.startswith("no store at 10.77.0.1:29500: something listens there but closes the connection")
-    assert "is it, too, given encryption='none' (AIOCOLL_ENCRYPTION)?" in problem
+    assert "check that the server also uses encryption='none' (AIOCOLL_ENCRYPTION)" in problem
 
 
 async def test_a_name_that_means_the_loopback_on_its_own_host(network: Callable[[int], Network], ranks: Ranks) -> None:
@@ -260,9 +260,9 @@ async def test_a_name_that_means_the_loopback_on_another_host(network: Callable[
     found = await said(await ranks.examine(net.hosts[0], 2, "master", "--timeout", "2"))
     assert all_match(
         [
-            r"no store at master:29500: nothing listens there \(connection refused\); is rank 0, or the launcher, "
-            r"running at this address\? 'master' means 127\.0\.1\.1 here, which is this machine itself "
-            r"\(/etc/hosts\?\) \(tried for 2\.\d s\)"
+            r"no store at master:29500: nothing listens there \(connection refused\); check that rank 0 or the "
+            r"launcher runs at this address; 'master' resolves to 127\.0\.1\.1 here, this machine itself "
+            r"\(see /etc/hosts\) \(tried for 2\.\d s\)"
         ],
         found.problems,
     )

@@ -191,7 +191,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("redis/test_redis.py",), ("store/test_contract.py", "-k", "redis and not prefix and missing")),
         ),
         "elastic": Subject(
-            ("_Mending._grow", "await_assignment", "find_assignment", "Store._checked"),
+            ("_Mending._grow", "await_assignment", "find_assignment", "Store._call_checked"),
             (
                 ("meeting/test_growth.py", "tests/test_elastic.py"),
                 ("group/test_growth.py",),

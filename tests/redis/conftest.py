@@ -1,3 +1,3 @@
-"""A Redis server for all tests that leave it as it is."""
+"""Fixture of a Redis server shared by all tests that do not change its configuration."""
 
 from ..redis_server import redis as redis

@@ -1,4 +1,4 @@
-"""What is special about a store on Redis: outages, lost data, passwords, certificates, and what is left there."""
+"""Tests of `RedisStore`: outages, lost data, passwords, certificates, and data left on the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..internals import Limits
 from ..ranks import until
 from ..redis_server import RedisServer, need_redis, redis_server, request
 
-#: Seconds in which a wait must have ended of which nobody would tell but the server.
+#: Seconds within which a wait must end that only a notification of the server can end.
 SOON = 10.0
 LOST = "has lost the entries of this job"
 
@@ -33,7 +33,7 @@ Open = Callable[..., RedisStore]
 
 @pytest.fixture
 async def opened() -> AsyncIterator[Open]:
-    """Open stores that are closed at the end."""
+    """Return a function that opens stores, which are closed after the test."""
     need_redis()
     async with AsyncExitStack() as stack:
 
@@ -47,7 +47,7 @@ async def opened() -> AsyncIterator[Open]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of the test's own."""
+    """Yield a server of this test."""
     with redis_server(tmp_path) as server:
         yield server
 
@@ -55,7 +55,7 @@ def own(tmp_path: Path) -> Iterator[RedisServer]:
 # -- waits
 
 
-async def test_a_wait_is_told_when_its_key_is_there(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_wait_is_notified_when_its_key_appears(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
     store, other = opened(own.url), opened(own.url)
     waits = [asyncio.create_task(each.get(f"k{number}")) for number in range(3) for each in (store, other)]
@@ -69,7 +69,7 @@ async def test_a_wait_is_told_when_its_key_is_there(own: RedisServer, opened: Op
         assert await pop == b"item"
 
 
-async def test_a_key_that_comes_while_a_wait_begins_is_seen(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_key_set_while_a_wait_starts_is_found(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
     store, other = opened(own.url), opened(own.url)
     keeps_listening = asyncio.create_task(store.get("last"))
@@ -81,7 +81,7 @@ async def test_a_key_that_comes_while_a_wait_begins_is_seen(own: RedisServer, op
         await keeps_listening
 
 
-async def test_closing_ends_waits_at_once(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_aclose_ends_waits_at_once(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
     store = opened(own.url)
     waits = [asyncio.create_task(store.get("never")), asyncio.create_task(store.queue_pop("never"))]
@@ -95,8 +95,8 @@ async def test_closing_ends_waits_at_once(own: RedisServer, opened: Open, limits
                 await wait
 
 
-async def test_closing_while_a_wait_looks_leaves_nobody_listening(own: RedisServer, opened: Open) -> None:
-    """It has been told that its key is not there, and is about to wait for a change."""
+async def test_aclose_during_a_read_leaves_no_subscription(own: RedisServer, opened: Open) -> None:
+    """The wait has read that its key is absent, and is about to wait for a change."""
     store = opened(own.url)
     ask = store._client.call
 
@@ -112,8 +112,8 @@ async def test_closing_while_a_wait_looks_leaves_nobody_listening(own: RedisServ
     assert not [task.get_name() for task in asyncio.all_tasks() if "changes" in task.get_name()]
 
 
-async def test_a_wait_that_was_told_in_vain_waits_again(own: RedisServer, opened: Open, limits: Limits) -> None:
-    """It does not ask on and on."""
+async def test_wait_continues_after_a_notification_without_item(own: RedisServer, opened: Open, limits: Limits) -> None:
+    """The wait does not poll the server."""
     limits(redis_look_every=math.inf)
     store, other = opened(own.url), opened(own.url)
     pops = [asyncio.create_task(store.queue_pop("q")) for _ in range(2)]
@@ -129,7 +129,7 @@ async def test_a_wait_that_was_told_in_vain_waits_again(own: RedisServer, opened
         assert await waiting == b"2"
 
 
-async def test_absent_and_empty_are_not_the_same(redis: RedisServer, opened: Open) -> None:
+async def test_absent_key_differs_from_an_empty_value(redis: RedisServer, opened: Open) -> None:
     store = opened(redis.url, job="swapping")
     for old, new, done in (
         (b"", b"1", False),
@@ -144,7 +144,7 @@ async def test_absent_and_empty_are_not_the_same(redis: RedisServer, opened: Ope
     assert await store.names() == []
 
 
-async def test_all_waits_of_a_store_share_a_connection(own: RedisServer, opened: Open) -> None:
+async def test_waits_of_a_store_share_one_connection(own: RedisServer, opened: Open) -> None:
     store = opened(own.url)
     waits = [asyncio.create_task(store.get(str(number))) for number in range(100)]
     await store.set("here", b"")
@@ -152,7 +152,7 @@ async def test_all_waits_of_a_store_share_a_connection(own: RedisServer, opened:
     await store.multi_set([str(number) for number in range(100)], [b"1"] * 100)
     await asyncio.gather(*waits)
     assert own.clients() == 2
-    # What nobody waits for ends the subscription.
+    # A change without a waiting call ends the subscription.
     await store.set("here", b"")
     await until(lambda: own.clients() == 1)
     assert await store.get("0") == b"1"
@@ -163,13 +163,13 @@ async def test_all_waits_of_a_store_share_a_connection(own: RedisServer, opened:
         assert await again == b"2"
 
 
-async def test_many_clients_add_to_one_number(redis: RedisServer, opened: Open) -> None:
+async def test_concurrent_clients_add_to_one_number(redis: RedisServer, opened: Open) -> None:
     stores = [opened(redis.url, job="adding") for _ in range(20)]
     sums = await asyncio.gather(*(store.add("n", 1) for store in stores * 10))
     assert sorted(sums) == list(range(1, 201))
 
 
-async def test_jobs_are_apart(redis: RedisServer, opened: Open) -> None:
+async def test_jobs_on_one_server_are_independent(redis: RedisServer, opened: Open) -> None:
     one, two = opened(redis.url, job="one"), opened(redis.url, job="two")
     await one.set("k", b"1")
     await one.queue_push("q", b"1")
@@ -178,7 +178,7 @@ async def test_jobs_are_apart(redis: RedisServer, opened: Open) -> None:
         await two.get("k", timeout=0.01)
 
 
-async def test_it_knows_the_address_of_the_server(redis: RedisServer, opened: Open) -> None:
+async def test_reached_is_the_address_of_the_server(redis: RedisServer, opened: Open) -> None:
     store = opened(redis.url.replace("127.0.0.1", "localhost"))
     assert (store.reached, store.trouble) == ("", None)
     await store.set("k", b"")
@@ -186,8 +186,8 @@ async def test_it_knows_the_address_of_the_server(redis: RedisServer, opened: Op
 
 
 @pytest.mark.parametrize("assigned", [False, True])
-async def test_ranks_meet_shrink_and_grow(own: RedisServer, assigned: bool) -> None:
-    """Each rank and the newcomer has a store of its own."""
+async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own: RedisServer, assigned: bool) -> None:
+    """Each rank and the newcomer has its own store."""
     options = GroupOptions(transport="unix")
 
     async def rank(number: int) -> Any:
@@ -211,7 +211,7 @@ async def test_ranks_meet_shrink_and_grow(own: RedisServer, assigned: bool) -> N
 # -- outages
 
 
-async def test_calls_and_waits_outlast_a_restart(own: RedisServer, opened: Open) -> None:
+async def test_calls_and_waits_survive_a_server_restart(own: RedisServer, opened: Open) -> None:
     store, other = opened(own.url), opened(own.url)
     await store.set("before", b"1")
     waiting = asyncio.create_task(store.get("after"))
@@ -220,7 +220,7 @@ async def test_calls_and_waits_outlast_a_restart(own: RedisServer, opened: Open)
     own.kill()
     calling = asyncio.create_task(other.set("after", b"2"))
     await until(lambda: other.trouble)
-    why = "nothing listens there (connection refused); is it running, and is the url right?"
+    why = "nothing listens there (connection refused); check that the server runs and the url is correct"
     assert other.trouble == f"no store at {own.url}: {why}"
     other.timeout = 0.1
     with pytest.raises(StoreUnavailableError, match=r"connection refused.*; tried for 0\.1 s"):
@@ -234,7 +234,7 @@ async def test_calls_and_waits_outlast_a_restart(own: RedisServer, opened: Open)
     assert other.trouble is None
 
 
-async def test_a_wait_ends_although_the_server_is_gone(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_wait_times_out_without_a_server(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_patience=0.1)
     store = opened(own.url)
     await store.set("k", b"")
@@ -246,7 +246,7 @@ async def test_a_wait_ends_although_the_server_is_gone(own: RedisServer, opened:
                     await wait("k", timeout=timeout)
 
 
-async def test_connections_that_break_are_made_again(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_broken_connections_are_replaced(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
     store, other = opened(own.url), opened(own.url)
     for number in range(5):
@@ -260,10 +260,10 @@ async def test_connections_that_break_are_made_again(own: RedisServer, opened: O
 
 
 @asynccontextmanager
-async def answers_lost(server: RedisServer, every: int, requests: list[bytes]) -> AsyncIterator[str]:
-    """A way to the server on which one in `every` answers is lost together with its connection; gives its URL.
+async def lossy_proxy(server: RedisServer, every: int, requests: list[bytes]) -> AsyncIterator[str]:
+    """Yield the URL of a proxy that loses one in `every` replies together with its connection.
 
-    What goes there is appended to `requests`.
+    The proxy appends the requests to `requests`.
     """
     count = 0
     writers: set[asyncio.StreamWriter] = set()
@@ -299,9 +299,9 @@ async def answers_lost(server: RedisServer, every: int, requests: list[bytes]) -
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
-async def test_a_change_whose_answer_was_lost_is_made_once(own: RedisServer, opened: Open, every: int) -> None:
+async def test_change_with_a_lost_reply_is_made_once(own: RedisServer, opened: Open, every: int) -> None:
     requests: list[bytes] = []
-    async with answers_lost(own, every, requests) as url:
+    async with lossy_proxy(own, every, requests) as url:
         store = opened(url)
         assert [await store.add("n", 1) for _ in range(20)] == list(range(1, 21))
         for number in range(10):
@@ -312,7 +312,7 @@ async def test_a_change_whose_answer_was_lost_is_made_once(own: RedisServer, ope
         assert await store.multi_get(["n", "log"]) == [b"20", b"x" * 10]
         assert [await store.delete_key("n") for _ in range(2)] == [True, False]
         await store.aclose()
-    # What was under way on a connection that broke may come after all that came later.
+    # A request of a broken connection may reach the server after later requests.
     for asked in requests:
         if b"EVAL" in asked:
             own.send(asked)
@@ -321,8 +321,10 @@ async def test_a_change_whose_answer_was_lost_is_made_once(own: RedisServer, ope
     assert await store.get("log") == b"x" * 10
 
 
-async def test_a_server_that_is_silent_for_a_while(own: RedisServer, opened: Open, limits: Limits) -> None:
-    """Requests that it finds when it goes on were sent several times, and are carried out once."""
+async def test_requests_to_a_stalled_server_are_carried_out_once(
+    own: RedisServer, opened: Open, limits: Limits
+) -> None:
+    """The server finds requests that were sent several times, and carries out each once."""
     limits(redis_patience=0.05)
     store = opened(own.url)
     await store.set("k", b"v")
@@ -330,7 +332,7 @@ async def test_a_server_that_is_silent_for_a_while(own: RedisServer, opened: Ope
     adding = asyncio.create_task(store.add("n", 1))
     await asyncio.sleep(0)
     store.timeout = 0.3
-    with pytest.raises(StoreUnavailableError, match=r"no store at .*: no answer; is the url right.*tried for 0\.3 s"):
+    with pytest.raises(StoreUnavailableError, match=r"no store at .*: no answer; check the url.*tried for 0\.3 s"):
         await store.set("k", b"gave up before it was sent")
     own.thaw()
     async with asyncio.timeout(SOON):
@@ -344,7 +346,7 @@ async def test_a_server_that_is_silent_for_a_while(own: RedisServer, opened: Ope
 
 
 @pytest.mark.parametrize("how", ["FLUSHALL", "restart", pytest.param("DEL aiocoll:", marks=pytest.mark.slow)])
-async def test_lost_data_is_an_error_everywhere(own: RedisServer, opened: Open, how: str) -> None:
+async def test_lost_data_raises_in_every_client(own: RedisServer, opened: Open, how: str) -> None:
     store, other, third = (opened(own.url) for _ in range(3))
     await other.set("k", b"v")
     await third.check(["k"])
@@ -362,7 +364,7 @@ async def test_lost_data_is_an_error_everywhere(own: RedisServer, opened: Open, 
         for call in (third.set("k", b"v"), third.check(["k"]), third.add("n", 1), third.list_keys(), store.get("k")):
             with pytest.raises(StoreUnavailableError, match=LOST):
                 await call
-    # A new client begins anew, and nobody else takes what it has for what was lost.
+    # A new client starts a new hash, and no old client takes its entries for the lost ones.
     fresh = opened(own.url)
     await fresh.set("k", b"new")
     assert await fresh.get("k") == b"new"
@@ -371,7 +373,7 @@ async def test_lost_data_is_an_error_everywhere(own: RedisServer, opened: Open, 
     assert await fresh.list_keys() == ["k"]
 
 
-async def test_an_older_copy_of_the_data_is_lost_data(own: RedisServer, opened: Open) -> None:
+async def test_older_copy_of_the_data_counts_as_lost(own: RedisServer, opened: Open) -> None:
     store, other = opened(own.url), opened(own.url)
     await store.set("k", b"old")
     await other.set("l", b"old")
@@ -385,10 +387,10 @@ async def test_an_older_copy_of_the_data_is_lost_data(own: RedisServer, opened: 
             await each.get("k")
 
 
-# -- what is left on the server
+# -- data left on the server
 
 
-async def test_entries_expire_unless_a_client_is_there(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_entries_expire_without_a_client(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_renew_every=0.02)
     day = 86_400_000
     store = opened(own.url, job="j")
@@ -408,7 +410,7 @@ async def test_entries_expire_unless_a_client_is_there(own: RedisServer, opened:
         assert day - 60_000 < int(own.tell("PTTL", "aiocoll:j")) <= day
 
 
-async def test_neither_keys_nor_arrays_go_there(own: RedisServer) -> None:
+async def test_server_receives_neither_job_keys_nor_arrays(own: RedisServer) -> None:
     secret, payload = b"the key of this job, 32 bytes ..", 1234.5678
     reader, writer = await asyncio.open_connection("127.0.0.1", own.port, limit=1 << 24)
     writer.write(request("MONITOR"))
@@ -429,17 +431,17 @@ async def test_neither_keys_nor_arrays_go_there(own: RedisServer) -> None:
     writer.close()
     await writer.wait_closed()
     assert b"card/2" in seen
-    # MONITOR shows bytes that are no text by their numbers.
+    # MONITOR shows bytes outside ASCII as numbers.
     array = "".join(f"\\x{byte:02x}" for byte in np.float64(payload).tobytes())
     for text in (secret, secret.hex().encode(), base64.b64encode(secret), b"an object", array.encode()):
         assert text not in seen
 
 
-# -- passwords and rights
+# -- passwords and permissions
 
 
-def texts(error: BaseException) -> str:
-    """Return all that may be shown of an error and what caused it."""
+def shown_texts(error: BaseException) -> str:
+    """Return all texts of an error and its causes."""
     shown, cause = [], error
     while cause is not None:
         shown += [str(cause), repr(cause)]
@@ -447,7 +449,7 @@ def texts(error: BaseException) -> str:
     return "\n".join(shown)
 
 
-async def test_a_password_is_proven_and_shown_nowhere(
+async def test_password_is_used_and_never_shown(
     tmp_path: Path, opened: Open, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -460,25 +462,25 @@ async def test_a_password_is_proven_and_shown_nowhere(
         shown = [repr(store), str(store), repr(vars(store))]
         wrong, none = opened(url.replace("2F2", "2F3"), timeout=5.0), opened(server.url, timeout=5.0)
         for each, what in (
-            (wrong, r"refuses user or password: .*; correct them in the url"),
+            (wrong, r"refused user or password: .*; correct them in the url"),
             (none, "NOAUTH|required"),
         ):
             with pytest.raises(StoreUnavailableError, match=what) as raised:
                 await each.set("k", b"")
             assert isinstance(raised.value, AuthenticationError)
-            shown.append(texts(raised.value))
+            shown.append(shown_texts(raised.value))
         with pytest.raises(StoreTimeoutError) as missing:
             await store.get("missing", timeout=0.01)
         server.kill()
         with pytest.raises(StoreUnavailableError) as gone:
             await store.get("k", timeout=0.2)
-        shown += [texts(missing.value), texts(gone.value), str(store.trouble)]
+        shown += [shown_texts(missing.value), shown_texts(gone.value), str(store.trouble)]
         server.start()
     shown.append(repr(new_group(init_method=url, rank=0, world_size=1)._where))
     for init_method in (url, url.replace("redis", "reddis")):
         with pytest.raises(ValueError, match=r"init_method='redd?is://\.\.\.@127\.0\.0\.1") as refused:
             new_group(init_method=init_method, rank=0)
-        shown.append(texts(refused.value))
+        shown.append(shown_texts(refused.value))
     assert f"redis://127.0.0.1:{server.port}/3" in "".join(shown)
     assert "hunter" not in "".join(shown) + caplog.text
 
@@ -498,14 +500,14 @@ async def test_a_password_is_proven_and_shown_nowhere(
         "",
     ],
 )
-def test_urls_that_are_none_are_refused(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     need_redis()
     with pytest.raises(ValueError, match=r"url must be redis://\[\[user\]:password@\]host\[:port\]\[/db\]") as raised:
         RedisStore(url)
-    assert "hunter" not in texts(raised.value)
+    assert "hunter" not in shown_texts(raised.value)
 
 
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     need_redis()
     with pytest.raises(TypeError, match="url must be str, got bytes"):
         RedisStore(b"redis://host")  # type: ignore[arg-type]
@@ -525,7 +527,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         RedisStore("rediss://host", tls_certificate=files.certificate, tls_key=files.key)
 
 
-async def test_a_user_with_the_rights_that_are_documented(own: RedisServer, opened: Open) -> None:
+async def test_documented_permissions_suffice(own: RedisServer, opened: Open) -> None:
     listed = re.search(r"the commands (EVAL[^.]*)\.", RedisStore.__doc__ or "")
     assert listed is not None
     commands = re.findall("[A-Z]{3,}", listed[1])
@@ -545,12 +547,14 @@ async def test_a_user_with_the_rights_that_are_documented(own: RedisServer, open
     assert await waiting == b"here"
     own.tell("ACL", "SETUSER", "ranks", "resetchannels")
     strange = opened(url)
-    with pytest.raises(StoreUnavailableError, match=r"forbids what the store needs .*channels aiocoll:\*") as raised:
+    with pytest.raises(
+        StoreUnavailableError, match=r"denies a permission that the store needs .*channels aiocoll:\*"
+    ) as raised:
         await strange.get("never")
     assert isinstance(raised.value, AuthenticationError)
 
 
-async def test_what_the_server_refuses_is_said(own: RedisServer, opened: Open) -> None:
+async def test_request_refused_by_the_server_is_explained(own: RedisServer, opened: Open) -> None:
     store = opened(own.url, job="j")
     await store.set("k", b"v")
     own.tell("CONFIG", "SET", "maxmemory", "1")
@@ -564,7 +568,7 @@ async def test_what_the_server_refuses_is_said(own: RedisServer, opened: Open) -
         await opened(own.url, job="other").set("k", b"w")
 
 
-async def test_another_kind_of_server_is_not_taken_for_redis(opened: Open) -> None:
+async def test_server_of_another_kind_is_refused(opened: Open) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -572,7 +576,7 @@ async def test_another_kind_of_server_is_not_taken_for_redis(opened: Open) -> No
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
         where = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        for scheme, why in (("redis", ""), ("rediss", "what listens there does not speak TLS as expected")):
+        for scheme, why in (("redis", ""), ("rediss", "the program that listens there does not use TLS as expected")):
             with pytest.raises(
                 StoreUnavailableError, match=rf"no store at {scheme}://{where}/0: {why}.*tried for 0\.2 s"
             ):
@@ -584,18 +588,18 @@ async def test_another_kind_of_server_is_not_taken_for_redis(opened: Open) -> No
 
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of the test's own that speaks TLS, and insists on certificates of its CA."""
+    """Yield a TLS server of this test that requires client certificates of its CA."""
     files = Authority(tmp_path).make("DNS:localhost", file="server")
     with redis_server(tmp_path, files, "--tls-auth-clients", "yes") as server:
         yield server
 
 
-async def test_both_ends_show_a_certificate(secured: RedisServer, opened: Open, tmp_path: Path) -> None:
+async def test_both_ends_verify_certificates(secured: RedisServer, opened: Open, tmp_path: Path) -> None:
     files = Authority(tmp_path, "clients").make("DNS:client", file="client")
     stranger = opened(secured.tls_url, tls_ca=secured.ca, timeout=0.3)
     with pytest.raises(
         StoreUnavailableError,
-        match=r"no store at rediss://localhost:\d+/0: .*if it asks for certificates, give tls_cert",
+        match=r"no store at rediss://localhost:\d+/0: .*if it requires certificates, pass tls_cert",
     ):
         await stranger.set("k", b"v")
     wrong = opened(
@@ -603,12 +607,12 @@ async def test_both_ends_show_a_certificate(secured: RedisServer, opened: Open, 
     )
     with pytest.raises(
         StoreUnavailableError,
-        match=r"no store at rediss://localhost:\d+/0: .*if it asks for certificates, give tls_cert",
+        match=r"no store at rediss://localhost:\d+/0: .*if it requires certificates, pass tls_cert",
     ):
         await wrong.set("k", b"v")
 
 
-async def test_a_certificate_for_clients(tmp_path: Path, opened: Open) -> None:
+async def test_required_client_certificate_is_presented(tmp_path: Path, opened: Open) -> None:
     authority = Authority(tmp_path)
     files = authority.make("DNS:localhost", file="server")
     own = authority.make("DNS:client", file="client")
@@ -618,27 +622,25 @@ async def test_a_certificate_for_clients(tmp_path: Path, opened: Open) -> None:
         assert await store.get("k") == b"v"
 
 
-async def test_certificates_of_others_are_refused_at_once(
+async def test_certificate_of_another_ca_is_refused_at_once(
     redis: RedisServer, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Authority(tmp_path, "other")
-    refused = r"the certificate of rediss://.* is refused \(.*\): give the certificates of its CA by tls_ca="
+    refused = r"the certificate of rediss://.* was refused \(.*\): pass the certificates of its CA as tls_ca="
     by_number = redis.tls_url.replace("localhost", "127.0.0.1")
     for url, ca in ((redis.tls_url, None), (redis.tls_url, str(other.file)), (by_number, redis.ca)):
         with pytest.raises(StoreUnavailableError, match=refused) as raised:
             await opened(url, tls_ca=ca, timeout=SOON).set("k", b"v")
         assert isinstance(raised.value, AuthenticationError)
-    # Who names a CA trusts no other; who names none trusts those of the system.
+    # A store with tls_ca= trusts only that CA; without it, the CAs of the system.
     monkeypatch.setenv("SSL_CERT_FILE", redis.ca)
     with pytest.raises(StoreUnavailableError, match=refused):
         await opened(redis.tls_url, tls_ca=str(other.file), timeout=SOON).set("k", b"v")
     await opened(redis.tls_url).set("k", b"v")
 
 
-async def test_a_connection_to_a_silent_server_is_closed_at_once(
-    redis: RedisServer, opened: Open, limits: Limits
-) -> None:
-    """TLS would wait until the server closes it, too."""
+async def test_connection_to_a_silent_server_closes_at_once(redis: RedisServer, opened: Open, limits: Limits) -> None:
+    """An orderly end of TLS would wait for the server."""
     stores = [opened(redis.url), opened(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
         await store.set("k", b"v")
@@ -656,20 +658,20 @@ async def test_a_connection_to_a_silent_server_is_closed_at_once(
             redis.thaw()
 
 
-async def test_plain_text_and_tls_are_told_apart(redis: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_plain_text_and_tls_mismatch_is_explained(redis: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_patience=0.1)
     plain = redis.tls_url.replace("rediss://localhost", "redis://127.0.0.1")
     with pytest.raises(StoreUnavailableError, match=r"tried for 0\.2 s"):
         await opened(plain, timeout=0.2).set("k", b"v")
     encrypted = redis.url.replace("redis://127.0.0.1", "rediss://localhost")
-    with pytest.raises(StoreUnavailableError, match=r"no answer; is the url right, .*tried for 0\.2 s"):
+    with pytest.raises(StoreUnavailableError, match=r"no answer; check the url, .*tried for 0\.2 s"):
         await opened(encrypted, tls_ca=redis.ca, timeout=0.2).set("k", b"v")
 
 
 # -- without the package
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(

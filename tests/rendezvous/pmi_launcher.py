@@ -1,4 +1,4 @@
-"""A launcher as PMI-1 has it, in this process: one socket for each process, as MPICH's has, and as strict."""
+"""A PMI-1 launcher inside the test process, with one socket per process and the strictness of MPICH."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import socket
 from collections.abc import Mapping
 from typing import Self
 
-#: Answers in place of the right ones. One that is no whole line is the last: then the connection is closed.
+#: Replies in place of valid ones, by command. After an incomplete line the connection is closed.
 Wrong = Mapping[str, str]
 
 
 class PmiLauncher:
-    """Answers the processes it has started, all of which enter its barriers.
+    """A launcher that replies to its processes, all of which enter its barriers.
 
     Args:
         size: number of processes.
-        wrong: by the first word of a command, what is answered instead.
+        wrong: replies to send instead, by the first word of a command.
 
     Attributes:
-        asked: the commands of each process, with what they came with.
-        entered: how often the barrier was entered.
+        asked: the commands of each process, with their arguments.
+        entered: the number of times that a process entered the barrier.
     """
 
     def __init__(self, size: int, wrong: Wrong | None = None) -> None:
         self._pairs = [socket.socketpair() for _ in range(size)]
         self._wrong = wrong or {}
         self._published: dict[str, str] = {}
-        # What was put is there for others after the next barrier only, as between hosts.
+        # Values become visible to other processes after the next barrier, as between hosts.
         self._put: dict[str, str] = {}
         self._barrier: list[asyncio.StreamWriter] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -35,12 +35,12 @@ class PmiLauncher:
         self.entered = 0
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of one process."""
+        """Return the environment variables of one process."""
         fd, size = self._pairs[rank][1].fileno(), len(self._pairs)
         return {"PMI_FD": str(fd), "PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALNRANKS": str(size)}
 
     def is_blocking(self, rank: int) -> bool:
-        """Whether the socket of a process is as it was given to it."""
+        """Return whether the socket of a process is still in blocking mode."""
         return self._pairs[rank][1].getblocking()
 
     async def __aenter__(self) -> Self:

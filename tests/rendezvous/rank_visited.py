@@ -1,4 +1,4 @@
-"""A rank of two as a process, for `test_stranger_soak`: it says where it listens, and how long what it does takes.
+"""One of two ranks as a process, for `test_stranger_soak`; it prints its listeners and the duration of its work.
 
 Run with "work" or "meet", the rank, the host and port of the store, the transport and for how many seconds. Lines of
 standard output: "at FAMILY ADDRESS" for each listener; "took BEGIN SECONDS" for 50 allreduces of 64 KiB, or a meeting.
@@ -21,16 +21,16 @@ KEY = b"k" * 32
 CALLS = 50
 
 
-def say(*words: object) -> None:
+def print_line(*words: object) -> None:
     print(*words, flush=True)
 
 
-def tell_listeners() -> None:
+def print_listeners() -> None:
     add = address.Listeners.add
 
     def added(self: address.Listeners, listener: socket.socket) -> None:
         add(self, listener)
-        say("at", int(listener.family), repr(listener.getsockname()))
+        print_line("at", int(listener.family), repr(listener.getsockname()))
 
     address.Listeners.add = added  # type: ignore[method-assign]
 
@@ -42,11 +42,11 @@ async def work(pg: ProcessGroup, seconds: float) -> None:
         begin = time.monotonic()
         for _ in range(CALLS):
             await pg.allreduce(tensor)
-        say("took", begin, time.monotonic() - begin)
+        print_line("took", begin, time.monotonic() - begin)
 
 
 async def main(what: str, rank: int, host: str, port: int, transport: str, seconds: float) -> None:
-    tell_listeners()
+    print_listeners()
     options = GroupOptions(transport=transport, job_key=KEY)
     if what == "work":
         async with (
@@ -63,7 +63,7 @@ async def main(what: str, rank: int, host: str, port: int, transport: str, secon
             place = PrefixStore(str(number), store)
             async with new_group(store=place, rank=rank, world_size=2, timeout=60, options=options) as pg:
                 await pg.allreduce(np.zeros(8192))
-                say("took", begin, time.monotonic() - begin)
+                print_line("took", begin, time.monotonic() - begin)
                 more = bool((await pg.broadcast(np.array([time.monotonic() < end]), 0))[0])
         number += 1
 

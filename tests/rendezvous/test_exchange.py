@@ -1,4 +1,4 @@
-"""Ranks that learn that they cannot meet, while the store ends."""
+"""Tests of notices that end a rendezvous while the store closes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from aiocoll import RendezvousError, TCPStore, new_group
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.meeting.cards import call_off
-from aiocoll.rendezvous.exchange import run_unless
+from aiocoll.rendezvous.exchange import run_until_notice
 from aiocoll.runtime import Runtime
 
 
-async def lost() -> None:
+async def lose_store() -> None:
     raise StoreUnavailableError("the store is gone")
 
 
-async def news(turns: float) -> Exception | None:
+async def await_notice(turns: float) -> Exception | None:
     if turns == math.inf:
         await asyncio.get_running_loop().create_future()
     for _ in range(int(turns)):
@@ -28,22 +28,22 @@ async def news(turns: float) -> Exception | None:
     return RendezvousError("on purpose")
 
 
-def either(doing: Coroutine[Any, Any, None], turns: float) -> Coroutine[Any, Any, None]:
-    return run_unless(Runtime.of(asyncio.get_running_loop()), doing, news(turns), "a test")
+def run_with_notice(doing: Coroutine[Any, Any, None], turns: float) -> Coroutine[Any, Any, None]:
+    return run_until_notice(Runtime.of(asyncio.get_running_loop()), doing, await_notice(turns), "a test")
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 10])
-async def test_news_that_have_arrived_win_against_the_loss_of_the_store(turns: int) -> None:
+async def test_arrived_notice_takes_precedence_over_store_loss(turns: int) -> None:
     with pytest.raises(RendezvousError, match="on purpose"):
-        await either(lost(), turns)
+        await run_with_notice(lose_store(), turns)
 
 
-async def test_loss_of_the_store_without_news_is_raised() -> None:
+async def test_store_loss_without_a_notice_is_raised() -> None:
     with pytest.raises(StoreUnavailableError, match="the store is gone"):
-        await either(lost(), math.inf)
+        await run_with_notice(lose_store(), math.inf)
 
 
-async def test_other_errors_and_the_end_do_not_wait_for_news() -> None:
+async def test_other_outcomes_do_not_wait_for_a_notice() -> None:
     async def fails() -> None:
         raise ValueError("wrong")
 
@@ -52,8 +52,8 @@ async def test_other_errors_and_the_end_do_not_wait_for_news() -> None:
 
     async with asyncio.timeout(0.2):
         with pytest.raises(ValueError, match="wrong"):
-            await either(fails(), math.inf)
-        await either(ends(), math.inf)
+            await run_with_notice(fails(), math.inf)
+        await run_with_notice(ends(), math.inf)
 
 
 async def test_rank_gets_the_reason_from_a_store_that_closes_at_once() -> None:

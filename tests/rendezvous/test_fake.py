@@ -1,4 +1,4 @@
-"""The fake backend: a rank of a world of any size, whose calls end well at once and move nothing."""
+"""Tests of the fake backend: calls of a rank without peers complete at once and move no data."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..group.test_wrong_input import WRONG, Row
 from ..internals import channels_of, plans_of
 
 
-def fake(rank: int, world_size: int, **given: Any) -> new_group:
+def fake_group(rank: int, world_size: int, **given: Any) -> new_group:
     return new_group("fake", rank=rank, world_size=world_size, **given)
 
 
-def other(pg: ProcessGroup) -> int:
+def other_rank(pg: ProcessGroup) -> int:
     return (pg.rank() + 1) % pg.size()
 
 
-def many(pg: ProcessGroup, x: Any) -> list[Any]:
+def copies(pg: ProcessGroup, x: Any) -> list[Any]:
     return [x.copy() for _ in range(pg.size())]
 
 
-#: Collectives on arrays: what is called with an array `x` of 6 elements, and arrays that it may make of that.
+#: Collectives on arrays: the call with an array `x` of 6 elements, and the arrays that it may return.
 ARRAYS: dict[str, Callable[[ProcessGroup, Any], Work[Any]]] = {
     "allreduce": lambda pg, x: pg.allreduce(x),
     "allreduce avg": lambda pg, x: pg.allreduce(x, ReduceOp.AVG),
@@ -39,23 +39,23 @@ ARRAYS: dict[str, Callable[[ProcessGroup, Any], Work[Any]]] = {
     "broadcast": lambda pg, x: pg.broadcast(x, 0),
     "scan": lambda pg, x: pg.scan(x),
     "exscan": lambda pg, x: pg.exscan(x, ReduceOp.PREMUL_SUM(2.0)),
-    "allgather": lambda pg, x: pg.allgather(many(pg, x), x),
-    "allgather into": lambda pg, x: pg.allgather_into_tensor(np.concatenate(many(pg, x)), x),
-    "gather": lambda pg, x: pg.gather(many(pg, x) if pg.rank() == 0 else None, x, 0),
-    "scatter": lambda pg, x: pg.scatter(x, many(pg, x) if pg.rank() == 0 else None, 0),
-    "reduce_scatter": lambda pg, x: pg.reduce_scatter(x, many(pg, x)),
-    "reduce_scatter premul": lambda pg, x: pg.reduce_scatter(x, many(pg, x), ReduceOp.PREMUL_SUM(3.0)),
-    "alltoall": lambda pg, x: pg.alltoall(many(pg, x), many(pg, x)),
-    "alltoall base": lambda pg, x: pg.alltoall_base(np.concatenate(many(pg, x)), np.concatenate(many(pg, x))),
+    "allgather": lambda pg, x: pg.allgather(copies(pg, x), x),
+    "allgather into": lambda pg, x: pg.allgather_into_tensor(np.concatenate(copies(pg, x)), x),
+    "gather": lambda pg, x: pg.gather(copies(pg, x) if pg.rank() == 0 else None, x, 0),
+    "scatter": lambda pg, x: pg.scatter(x, copies(pg, x) if pg.rank() == 0 else None, 0),
+    "reduce_scatter": lambda pg, x: pg.reduce_scatter(x, copies(pg, x)),
+    "reduce_scatter premul": lambda pg, x: pg.reduce_scatter(x, copies(pg, x), ReduceOp.PREMUL_SUM(3.0)),
+    "alltoall": lambda pg, x: pg.alltoall(copies(pg, x), copies(pg, x)),
+    "alltoall base": lambda pg, x: pg.alltoall_base(np.concatenate(copies(pg, x)), np.concatenate(copies(pg, x))),
     "barrier": lambda pg, x: pg.barrier(),
     "monitored barrier": lambda pg, x: pg.monitored_barrier(),
 }
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 1024])
-async def test_every_collective_ends_at_once_and_moves_nothing(world_size: int) -> None:
+async def test_fake_collective_completes_at_once_and_moves_nothing(world_size: int) -> None:
     for rank in {0, world_size - 1}:
-        async with fake(rank, world_size) as pg:
+        async with fake_group(rank, world_size) as pg:
             assert (pg.rank(), pg.size(), pg.global_ranks) == (rank, world_size, tuple(range(world_size)))
             for number, (name, call) in enumerate(ARRAYS.items(), 1):
                 x = np.arange(6.0)
@@ -69,8 +69,8 @@ async def test_every_collective_ends_at_once_and_moves_nothing(world_size: int) 
             await pg.drain()
 
 
-async def test_results_are_what_they_are_otherwise() -> None:
-    async with fake(1, 4) as pg:
+async def test_fake_results_have_the_usual_form() -> None:
+    async with fake_group(1, 4) as pg:
         x = np.ones(3)
         assert await pg.allreduce(x) is x
         assert await pg.allreduce(2.5) == 2.5
@@ -81,17 +81,17 @@ async def test_results_are_what_they_are_otherwise() -> None:
         assert len(await pg.gather(None, x, 1) or ()) == 4
 
 
-async def test_numbers_and_keys_are_taken_as_always() -> None:
-    async with fake(0, 3) as pg:
+async def test_fake_calls_take_sequence_numbers_and_keys() -> None:
+    async with fake_group(0, 3) as pg:
         assert [pg.barrier().seq, pg.allreduce(1, key="a").seq, pg.allreduce(1, key="a").seq] == [1, 1, 2]
         assert [pg.allgather_object(1, key="a").seq, pg.barrier().seq, pg.allgather_object(1).seq] == [3, 2, 3]
         assert pg.send(np.ones(1), 1).seq is None
         assert pg.barrier().seq == 4
 
 
-async def test_objects_are_the_callers_own() -> None:
+async def test_fake_object_calls_return_own_objects() -> None:
     mine = {"rank": 2, "numbers": (1, 2)}
-    async with fake(2, 4) as pg:
+    async with fake_group(2, 4) as pg:
         assert await pg.broadcast_object(mine, 2) is mine
         assert await pg.broadcast_object(mine, 0) is None
         gathered = await pg.allgather_object(mine)
@@ -102,15 +102,15 @@ async def test_objects_are_the_callers_own() -> None:
         assert await pg.scatter_object([0, 1, 2, 3], 2) == 2
         assert await pg.scatter_object(None, 0) is None
         assert await pg.alltoall_object(["to 0", "to 1", "to 2", "to 3"]) == ["to 0", "to 1", "to 2", "to 3"]
-    async with fake(0, 1) as pg:
+    async with fake_group(0, 1) as pg:
         assert await pg.allgather_object(mine) == await pg.gather_object(mine) == [mine]
 
 
 @pytest.mark.parametrize(("rank", "lowest"), [(0, 1), (1, 0), (2, 0)])
-async def test_messages_come_from_whom_they_are_asked_of(rank: int, lowest: int) -> None:
-    async with fake(rank, 3) as pg:
+async def test_fake_receive_reports_the_requested_source(rank: int, lowest: int) -> None:
+    async with fake_group(rank, 3) as pg:
         x = np.arange(3.0)
-        peer = other(pg)
+        peer = other_rank(pg)
         for work, source in (
             (pg.recv(x, peer), peer),
             (pg.recv_anysource(x, tag=5), lowest),
@@ -127,16 +127,16 @@ async def test_messages_come_from_whom_they_are_asked_of(rank: int, lowest: int)
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: row[2][:40])
-async def test_arguments_are_checked_as_always(row: Row) -> None:
+async def test_fake_calls_check_their_arguments(row: Row) -> None:
     call, error, message = row
-    async with fake(0, 2) as pg:
+    async with fake_group(0, 2) as pg:
         with pytest.raises(error, match=message):
             call(pg)
         assert pg.barrier().seq == 1
 
 
-async def test_nothing_comes_in() -> None:
-    async with fake(0, 2) as pg:
+async def test_fake_incoming_waits_until_the_group_closes() -> None:
+    async with fake_group(0, 2) as pg:
         coming = asyncio.ensure_future(anext(pg.incoming()))
         await asyncio.sleep(0)
         assert not coming.done()
@@ -144,9 +144,9 @@ async def test_nothing_comes_in() -> None:
         await coming
 
 
-async def test_a_group_ends_as_always() -> None:
-    pg = await fake(0, 100)
-    other_group = await fake(0, 100)
+async def test_fake_group_closes_as_usual() -> None:
+    pg = await fake_group(0, 100)
+    other_group = await fake_group(0, 100)
     told = asyncio.ensure_future(pg.wait_revoked())
     await asyncio.sleep(0)
     pg.abort("enough")
@@ -162,8 +162,8 @@ async def test_a_group_ends_as_always() -> None:
             each.barrier()
 
 
-async def test_groups_with_fewer_and_more_ranks() -> None:
-    async with fake(2, 5, name="jobs") as pg:
+async def test_fake_group_shrinks_and_grows() -> None:
+    async with fake_group(2, 5, name="jobs") as pg:
         await pg.allreduce(1)
         async with await pg.shrink([0, 4]) as smaller:
             assert (smaller.rank(), smaller.size(), smaller.global_ranks) == (1, 3, (1, 2, 3))
@@ -177,8 +177,8 @@ async def test_groups_with_fewer_and_more_ranks() -> None:
                 assert (await larger.allgather_object(1)) == [1] * 6
 
 
-async def test_groups_of_some_of_the_ranks() -> None:
-    async with fake(3, 1024) as pg:
+async def test_fake_subgroups_have_the_given_ranks() -> None:
+    async with fake_group(3, 1024) as pg:
         part = await pg.split_group([1, 3, 5])
         assert part is not None
         assert (part.rank(), part.global_ranks, part.backend_for("cuda")) == (1, (1, 3, 5), "fake")
@@ -194,8 +194,8 @@ async def test_groups_of_some_of_the_ranks() -> None:
         pair.barrier()
 
 
-async def test_coalesced_calls_take_one_number() -> None:
-    async with fake(1, 1024) as pg:
+async def test_fake_block_takes_one_sequence_number() -> None:
+    async with fake_group(1, 1024) as pg:
         async with pg.coalescing():
             works = [pg.allreduce(np.ones(3)) for _ in range(4)]
         assert all(work.done() for work in works)
@@ -203,8 +203,8 @@ async def test_coalesced_calls_take_one_number() -> None:
         assert pg.barrier().seq == 2
 
 
-async def test_the_recorder_tells_of_every_call() -> None:
-    async with fake(0, 3) as pg:
+async def test_fake_calls_are_in_the_flight_recorder() -> None:
+    async with fake_group(0, 3) as pg:
         for call in ARRAYS.values():
             call(pg, np.ones(6))
         pg.allgather_object(1)
@@ -214,7 +214,7 @@ async def test_the_recorder_tells_of_every_call() -> None:
         assert {entry["state"] for entry in entries} == {"finished"}
 
 
-async def test_its_place_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fake_rank_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     async with new_group("fake", device="cuda") as pg:
@@ -229,18 +229,20 @@ async def test_its_place_may_come_from_the_environment(monkeypatch: pytest.Monke
         ({"join": True}, "join=True: leave out rank, world_size, name and backend"),
     ],
 )
-def test_what_it_cannot_do_without(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_group_without_rank_or_size_is_refused(
+    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match=message):
         new_group("fake", **given)
 
 
-async def test_a_hundred_thousand_ranks_are_cheap() -> None:
-    async with fake(99_999, 100_000) as pg:
+async def test_fake_group_of_100000_ranks_is_cheap() -> None:
+    async with fake_group(99_999, 100_000) as pg:
         for call in (pg.allreduce, pg.scan):
             assert call(x := np.ones(1_000_000)) is not None
             assert x.sum() == 1_000_000
         assert (await pg.allgather_into_tensor(np.zeros(100_000), np.ones(1))).sum() == 0
-        # No algorithm was worked out: some have two steps per rank.
+        # No schedule was made: some have two steps per rank.
         assert all(plan.program == () for plan in plans_of(pg))
         assert len(channels_of(pg)) == 1

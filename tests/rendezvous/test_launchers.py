@@ -1,4 +1,4 @@
-"""What `env://` recognises, by the variables that the launchers set; PMI itself is in `test_pmi.py`."""
+"""Tests of `env://` with the variables of all launchers. `test_pmi.py` tests the PMI protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocoll.rendezvous.where import Where, find_where
 
 OPTIONS = GroupOptions.resolve(None, {})
 
-#: As the launchers set them, each for rank 1 of 3, of which two are on its host.
+#: Variables as the launchers set them, for rank 1 of 3, two of which are on its host.
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "0",
@@ -57,7 +57,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_GTIDS": "0,1",
 }
-#: In the order in which they are looked for.
+#: Launchers in the order of precedence.
 ROWS = [
     ("torchrun", TORCHRUN, ("node0", 29600)),
     ("explicit variables", EXPLICIT, ("node0", 29500)),
@@ -72,43 +72,43 @@ NAMES = ["torchrun", "explicit variables", "PMI-1", "Open MPI", "Kubernetes", "S
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For sockets."""
+    """Use a private folder of this test for sockets."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def found(env: dict[str, str]) -> Where:
+def parameters_of(env: dict[str, str]) -> Where:
     return find_where(None, None, None, None, env, "")
 
 
-def address(where: Where) -> tuple[str, int]:
+def store_address(where: Where) -> tuple[str, int]:
     """Return host and port of a TCP store."""
     place = where.url.removeprefix("tcp://")
     return (place, 0) if place.startswith("unix:") else parse_endpoint(place)
 
 
 @pytest.mark.parametrize(("name", "env", "place"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_each_is_recognised(name: str, env: dict[str, str], place: tuple[str, int | None]) -> None:
+def test_launcher_is_recognised_by_its_variables(name: str, env: dict[str, str], place: tuple[str, int | None]) -> None:
     launcher = recognise(env)
     assert launcher is not None
     assert launcher.name == name
     assert launcher.mark(env) in env
-    where = found(env)
+    where = parameters_of(env)
     assert (where.rank, where.world_size, where.scheme) == (1, 3, "tcp")
     if name == "PMI-1":
         assert where.url == "tcp://:0"
     else:
-        host, port = address(where)
+        host, port = store_address(where)
         assert host == place[0]
         assert port == place[1] or (place[1] is None and 61440 <= port <= 65535)
     assert (where.ask is not None) == where.hosted == (name == "PMI-1")
     assert where.hosts is False
     if name != "PMI-1":
         first = env | {launcher.rank: "0", "HOSTNAME": "train-it-0"}
-        assert (found(first).url, found(first).hosts) == (where.url, True)
+        assert (parameters_of(first).url, parameters_of(first).hosts) == (where.url, True)
 
 
-def test_the_order_of_the_table() -> None:
+def test_launchers_have_a_fixed_precedence() -> None:
     assert [launcher.name for launcher in LAUNCHERS] == NAMES
     together: dict[str, str] = {}
     for name, env, _ in reversed(ROWS):
@@ -118,11 +118,11 @@ def test_the_order_of_the_table() -> None:
         assert launcher.name == name
 
 
-def test_nothing_is_recognised_where_nothing_has_started_ranks() -> None:
+def test_environment_without_a_launcher_is_not_recognised() -> None:
     for env in (
         {},
         {"AIOCOLL_WORLD_SIZE": "3", "HOSTNAME": "x-1"},
-        # A batch script of Slurm's, and a shell of salloc's.
+        # A Slurm batch script, and a shell of salloc.
         {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_NODELIST": "n1"},
         {"OMPI_MCA_btl": "tcp", "PMIX_RANK": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -131,32 +131,35 @@ def test_nothing_is_recognised_where_nothing_has_started_ranks() -> None:
         with pytest.raises(
             ValueError, match=r"`aiocoll run`, torchrun, mpiexec or srun, or set AIOCOLL_SINGLETON=1 to run"
         ):
-            found(env)
-        assert found(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 1
+            parameters_of(env)
+        assert parameters_of(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 1
 
 
-def test_what_a_launcher_has_started_is_no_group_of_one() -> None:
+def test_singleton_variable_is_ignored_under_a_launcher() -> None:
     for _, env, _ in ROWS:
-        assert found(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 3
+        assert parameters_of(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 3
 
 
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({name: text for name, text in MPICH.items() if name != "PMI_RANK"}, "PMI_RANK is missing .* PMI-1 .* PMI_FD"),
+        ({name: text for name, text in MPICH.items() if name != "PMI_RANK"}, "PMI_RANK is missing .* PMI_FD .* PMI-1"),
         (MPICH | {"PMI_FD": ""}, "PMI_FD is missing"),
-        (MPICH | {"PMI_RANK": "3"}, "PMI_RANK=3, PMI_SIZE=3: PMI-1 tells no such rank"),
+        (MPICH | {"PMI_RANK": "3"}, "PMI_RANK=3, PMI_SIZE=3: PMI-1 set an invalid rank"),
         (MPICH | {"PMI_SIZE": "three"}, r"PMI_SIZE='three' in the environment must be a number \(PMI-1 sets it\)"),
         (MPICH | {"MPI_LOCALNRANKS": "x"}, "MPI_LOCALNRANKS='x' in the environment must be a number"),
-        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=0: Open MPI tells"),
-        (OPEN_MPI_5 | {"PMIX_NAMESPACE": ""}, "PMIX_NAMESPACE is missing .* Open MPI was recognised"),
+        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=0: Open MPI set"),
+        (OPEN_MPI_5 | {"PMIX_NAMESPACE": ""}, "PMIX_NAMESPACE is missing .* shows that Open MPI started"),
         (KUBERNETES | {"JOB_COMPLETION_INDEX": "-1"}, "JOB_COMPLETION_INDEX=-1, AIOCOLL_WORLD_SIZE=3"),
         (
             {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "a-1"},
-            "AIOCOLL_WORLD_SIZE is missing in the environment, where Kubernetes was recognised by JOB_COMPLETION_INDEX"
-            ": give the container that variable, with the `completions` of the Job",
+            "AIOCOLL_WORLD_SIZE is missing in the environment, but JOB_COMPLETION_INDEX shows that Kubernetes started "
+            "this process: give the container that variable, with the `completions` of the Job",
         ),
-        (KUBERNETES | {"HOSTNAME": "train-it-2"}, "HOSTNAME='train-it-2' .* which ends with -1, its JOB_COMPLETION_IN"),
+        (
+            KUBERNETES | {"HOSTNAME": "train-it-2"},
+            "HOSTNAME='train-it-2' .* must end with -1, the JOB_COMPLETION_INDEX",
+        ),
         (KUBERNETES | {"HOSTNAME": ""}, "HOSTNAME is missing"),
         (KUBERNETES | {"AIOCOLL_PORT": "0"}, "AIOCOLL_PORT='0' in the environment must be a port number"),
         (SLURM | {"SLURM_PROCID": "1_0"}, "SLURM_PROCID='1_0' in the environment must be a number"),
@@ -166,44 +169,44 @@ def test_what_a_launcher_has_started_is_no_group_of_one() -> None:
         ({name: text for name, text in SLURM.items() if name != "SLURM_JOB_ID"}, "SLURM_JOB_ID is missing"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(env: dict[str, str], message: str) -> None:
+def test_missing_or_invalid_variable_is_named(env: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        found(env)
+        parameters_of(env)
 
 
-def test_open_mpi_that_does_not_tell_where() -> None:
+def test_open_mpi_without_a_host_name_is_refused() -> None:
     for job in ("456392705", "prterun-vm@1", "slurm.pmix.1.0"):
-        with pytest.raises(RendezvousError, match=r"Open MPI .* does not tell where .* MASTER_PORT .* `aiocoll run`"):
-            found(OPEN_MPI_5 | {"PMIX_NAMESPACE": job})
+        with pytest.raises(RendezvousError, match=r"Open MPI .* name no host .* MASTER_PORT .* `aiocoll run`"):
+            parameters_of(OPEN_MPI_5 | {"PMIX_NAMESPACE": job})
     uri = "1314521088.0;tcp6://[fe80::b9b,2620:10d::3]:43370"
-    assert address(found(OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": uri}))[0] == "fe80::b9b"
+    assert store_address(parameters_of(OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": uri}))[0] == "fe80::b9b"
 
 
-def test_half_of_the_variables_are_not_mixed_with_a_launcher() -> None:
-    """It says which one would be asked without them."""
+def test_incomplete_variables_are_not_mixed_with_a_launcher() -> None:
+    """The error names the launcher that would be used without them."""
     with pytest.raises(ValueError, match="world_size is missing") as caught:
-        found(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
+        parameters_of(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
     assert str(caught.value).endswith(
-        "; Slurm has started this process (SLURM_STEP_ID), and is asked if you give neither rank= nor world_size= and "
-        "unset MASTER_ADDR, MASTER_PORT"
+        "; Slurm started this process (SLURM_STEP_ID): to use its variables, omit rank= and world_size= and unset"
+        " MASTER_ADDR, MASTER_PORT"
     )
     without_port = {name: text for name, text in EXPLICIT.items() if name != "MASTER_PORT"}
-    with pytest.raises(ValueError, match=r"^MASTER_PORT missing .*; PMI-1 has started this process \(PMI_FD\)"):
-        found(SLURM | MPICH | without_port)
+    with pytest.raises(ValueError, match=r"^MASTER_PORT missing .*; PMI-1 started this process \(PMI_FD\)"):
+        parameters_of(SLURM | MPICH | without_port)
     with pytest.raises(ValueError, match=r"^world_size is missing.*; Kubernetes .* world_size=$"):
         find_where(None, None, 1, None, KUBERNETES, "")
     with pytest.raises(ValueError, match=r"^MASTER_ADDR missing in the environment: [^;]*$"):
-        found({name: text for name, text in EXPLICIT.items() if name != "MASTER_ADDR"})
+        parameters_of({name: text for name, text in EXPLICIT.items() if name != "MASTER_ADDR"})
 
 
-def test_arguments_count_before_launchers() -> None:
+def test_arguments_take_precedence_over_launchers() -> None:
     env = SLURM | {"MASTER_ADDR": "n07", "MASTER_PORT": "29500"}
     where = find_where(None, None, 2, 5, env, "")
-    assert (where.rank, where.world_size, *address(where)) == (2, 5, "n07", 29500)
+    assert (where.rank, where.world_size, *store_address(where)) == (2, 5, "n07", 29500)
     assert find_where("tcp://n08:1", None, 2, 5, SLURM, "").url == "tcp://n08:1"
 
 
-# -- places
+# -- URLs and addresses
 
 
 @pytest.mark.parametrize("scheme", ["tcp://n08:1", "file:///there", "env://"])
@@ -216,7 +219,7 @@ def test_arguments_count_before_launchers() -> None:
         ("world_size=3", 1, None),
     ],
 )
-def test_url_may_have_the_numbers(scheme: str, query: str, rank: int | None, world_size: int | None) -> None:
+def test_url_query_sets_rank_and_world_size(scheme: str, query: str, rank: int | None, world_size: int | None) -> None:
     env = {"MASTER_ADDR": "n08", "MASTER_PORT": "1", "RANK": "7", "WORLD_SIZE": "9"}
     where = find_where(f"{scheme}?{query}", None, rank, world_size, env, "")
     assert (where.rank, where.world_size) == (1, 3)
@@ -226,38 +229,38 @@ def test_url_may_have_the_numbers(scheme: str, query: str, rank: int | None, wor
 @pytest.mark.parametrize(
     ("query", "rank", "world_size", "message"),
     [
-        ("rank=1&world_size=3", 1, None, "has rank, and rank= is given, too: give one of them"),
-        ("rank=1&world_size=3", None, 3, "has world_size, and world_size= is given, too"),
+        ("rank=1&world_size=3", 1, None, "contains rank, and rank= is given: pass only one of them"),
+        ("rank=1&world_size=3", None, 3, "contains world_size, and world_size= is given"),
         ("rank=one&world_size=3", None, None, "rank must be a number, not 'one'"),
         ("rank=3&world_size=3", None, None, "rank=3, world_size=3: world_size must be positive and rank 0 to"),
         ("rank=1", None, None, "world_size is missing: give world_size="),
     ],
 )
-def test_wrong_numbers_in_a_url_are_named(query: str, rank: int | None, world_size: int | None, message: str) -> None:
+def test_invalid_numbers_in_a_url_are_named(query: str, rank: int | None, world_size: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         find_where(f"tcp://n08:1?{query}", None, rank, world_size, {}, "")
 
 
-def test_other_queries_belong_to_the_name_of_a_file() -> None:
+def test_other_query_is_part_of_the_file_name() -> None:
     assert find_where("file:///there?rank#1", None, 0, 1, {}, "").url == "file:///there?rank#1"
 
 
-def test_rank_0_hosts_where_a_program_has_changed_the_port_of_its_launcher() -> None:
+def test_rank_0_hosts_the_store_if_the_program_changed_the_port() -> None:
     launched = EXPLICIT | {"RANK": "0", "AIOCOLL_STORE": "launcher", "AIOCOLL_STORE_PORT": "29500"}
-    assert not found(launched).hosts
-    assert not found(launched | {"MASTER_ADDR": "localhost"}).hosts
-    changed = found(launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29501"})
-    assert (changed.hosts, *address(changed)) == (True, "localhost", 29501)
+    assert not parameters_of(launched).hosts
+    assert not parameters_of(launched | {"MASTER_ADDR": "localhost"}).hosts
+    changed = parameters_of(launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29501"})
+    assert (changed.hosts, *store_address(changed)) == (True, "localhost", 29501)
     del launched["AIOCOLL_STORE_PORT"]
-    assert not found(launched | {"MASTER_PORT": "29501"}).hosts
+    assert not parameters_of(launched | {"MASTER_PORT": "29501"}).hosts
 
 
-def test_jobs_of_one_host_meet_at_a_socket_of_their_user(tmp_path: Path) -> None:
-    """Its name differs for each job."""
+def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
+    """The name of the socket differs for each job."""
     alone = {"XDG_RUNTIME_DIR": str(tmp_path)}
     slurm = SLURM | alone | {"SLURM_STEP_NUM_NODES": "1"}
     places = {
-        address(found(env))[0]
+        store_address(parameters_of(env))[0]
         for env in (
             slurm,
             slurm | {"SLURM_PROCID": "0"},
@@ -269,35 +272,38 @@ def test_jobs_of_one_host_meet_at_a_socket_of_their_user(tmp_path: Path) -> None
     }
     assert len(places) == 5
     assert all(re.fullmatch(f"unix:{re.escape(str(tmp_path))}/aiocoll-[0-9a-f]{{16}}", place) for place in places)
-    assert not found(slurm).several_hosts
+    assert not parameters_of(slurm).several_hosts
 
 
-def test_jobs_of_several_hosts_have_ports_of_their_own() -> None:
-    ports = [address(found(SLURM | {"SLURM_JOB_ID": str(job)}))[1] for job in range(200)]
-    ports += [address(found(SLURM | {"SLURM_STEP_ID": str(step)}))[1] for step in range(3, 200)]
-    # Those that two of 397 jobs have in common, where 4,096 are to choose from: about 19.
+def test_jobs_on_several_hosts_have_different_ports() -> None:
+    ports = [store_address(parameters_of(SLURM | {"SLURM_JOB_ID": str(job)}))[1] for job in range(200)]
+    ports += [store_address(parameters_of(SLURM | {"SLURM_STEP_ID": str(step)}))[1] for step in range(3, 200)]
+    # Of 397 jobs with 4,096 possible ports, about 19 share a port with another job.
     assert len(ports) - len(set(ports)) < 40
     assert all(61440 <= port <= 65535 for port in ports)
-    assert address(found(SLURM | {"AIOCOLL_PORT": "31000"}))[1] == 31000
-    assert address(found(OPEN_MPI_5 | {"AIOCOLL_PORT": "31000"}))[1] == 31000
+    assert store_address(parameters_of(SLURM | {"AIOCOLL_PORT": "31000"}))[1] == 31000
+    assert store_address(parameters_of(OPEN_MPI_5 | {"AIOCOLL_PORT": "31000"}))[1] == 31000
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI_5, KUBERNETES, SLURM], ids=["Open MPI", "Kubernetes", "Slurm"])
-def test_between_hosts_a_key_is_asked_for(env: dict[str, str]) -> None:
+def test_store_between_hosts_needs_a_key(env: dict[str, str]) -> None:
     launcher = recognise(env)
     assert launcher is not None
-    with pytest.raises(AuthenticationError, match=f"^{launcher.name} has started .* AIOCOLL_JOB_KEY_FILE.*mpi=pmi2"):
-        found(env).open(1.0, None, OPTIONS)
-    found(env).open(1.0, b"sixteen bytes or more", OPTIONS)
+    with pytest.raises(AuthenticationError, match=f"^{launcher.name} started .* AIOCOLL_JOB_KEY_FILE.*mpi=pmi2"):
+        parameters_of(env).open(1.0, None, OPTIONS)
+    parameters_of(env).open(1.0, b"sixteen bytes or more", OPTIONS)
 
 
-def test_the_service_of_a_job() -> None:
-    assert address(found(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}))[0] == "train-it-0.mesh"
-    assert address(found(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}))[0] == "train-it-0.train-it"
-    assert address(found(KUBERNETES | {"AIOCOLL_PORT": "31000"}))[1] == 31000
+def test_kubernetes_service_name_is_used() -> None:
+    assert store_address(parameters_of(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}))[0] == "train-it-0.mesh"
+    assert (
+        store_address(parameters_of(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}))[0]
+        == "train-it-0.train-it"
+    )
+    assert store_address(parameters_of(KUBERNETES | {"AIOCOLL_PORT": "31000"}))[1] == 31000
 
 
-# -- lists of Slurm's
+# -- host lists of Slurm
 
 
 @pytest.mark.parametrize(
@@ -313,16 +319,16 @@ def test_the_service_of_a_job() -> None:
         ("[1-3]", "1"),
     ],
 )
-def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == first
+def test_first_host_of_a_slurm_list_is_found(nodes: str, first: str) -> None:
+    assert store_address(parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == first
 
 
 @pytest.mark.parametrize(
     "nodes", [",a", "a[", "a[]", "a[1-]", "a[-1]", "a[1", "a]", "a[x]", "a b", "a[1]]", "é1", "a\n"]
 )
-def test_what_is_no_list(nodes: str) -> None:
+def test_invalid_slurm_list_is_refused(nodes: str) -> None:
     with pytest.raises(ValueError, match="must be a list of hosts"):
-        found(SLURM | {"SLURM_STEP_NODELIST": nodes})
+        parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes})
 
 
 NAME = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
@@ -330,7 +336,7 @@ RANGE = st.tuples(st.integers(0, 999), st.integers(0, 99), st.integers(1, 4)).ma
     lambda drawn: (f"{drawn[0]:0{drawn[2]}}", f"{drawn[0]:0{drawn[2]}}-{drawn[0] + drawn[1]:0{drawn[2]}}")
 )
 RANGES = st.lists(st.one_of(RANGE, st.integers(0, 99).map(lambda n: (str(n), str(n)))), min_size=1, max_size=4)
-#: What the first host has in a place, and what the list has.
+#: A part of the first host's name, and the same part of the list.
 PART = st.one_of(
     NAME.map(lambda name: (name, name)),
     RANGES.map(lambda ranges: (ranges[0][0], f"[{','.join(text for _, text in ranges)}]")),
@@ -340,16 +346,18 @@ HOST = st.lists(PART, min_size=1, max_size=4)
 
 @settings(deadline=None)
 @given(st.lists(HOST, min_size=1, max_size=4))
-def test_any_list(hosts: list[list[tuple[str, str]]]) -> None:
+def test_first_host_of_any_slurm_list_is_found(hosts: list[list[tuple[str, str]]]) -> None:
     nodes = ",".join("".join(text for _, text in host) for host in hosts)
-    assert address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == "".join(first for first, _ in hosts[0])
+    assert store_address(parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == "".join(
+        first for first, _ in hosts[0]
+    )
 
 
 @settings(deadline=None)
 @given(st.text("ab0-[], \n", min_size=1, max_size=20))
-def test_any_text_is_a_list_or_refused(nodes: str) -> None:
+def test_any_text_is_parsed_or_refused_as_slurm_list(nodes: str) -> None:
     try:
-        host = address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0]
+        host = store_address(parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0]
     except ValueError as error:
         assert str(error).startswith("SLURM_STEP_NODELIST=")  # noqa: PT017
     else:
@@ -359,7 +367,7 @@ def test_any_text_is_a_list_or_refused(nodes: str) -> None:
 # -- local ranks
 
 
-def test_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_numbers_are_read_from_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, env, _ in ROWS[0], *ROWS[2:]:
         assert local_numbers(env) == ((0, 1) if name == "Kubernetes" else (1, 2))
     assert local_numbers({}) == local_numbers(EXPLICIT) == (None, None)
@@ -377,10 +385,10 @@ def test_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "env", "address"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_who_may_read_the_memory_of_ranks(
+def test_single_copy_permits_only_the_launcher(
     name: str, env: dict[str, str], address: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a launcher has started; nobody else is named, and nobody where single copy is off."""
+    """Only the launcher is permitted, and no process if `single_copy` is off."""
     named: list[int] = []
     monkeypatch.setattr(same_host, "permit", named.append)
     by_hand = env is EXPLICIT

@@ -1,4 +1,4 @@
-"""What is made of measured links: which are, what a group on some hosts goes by, and what of it can be believed."""
+"""Tests of measured links: the choice of pairs, the tuning of groups, and the validation of figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cards(hosts: str) -> dict[int, Card]:
 
 
 class Recorder:
-    """A transport that is asked for probes, and has none."""
+    """A transport that records requests for probes and refuses them."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -46,18 +46,18 @@ class Recorder:
     ("hosts", "there", "beta"),
     [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / BURST), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
 )
-def test_a_group_goes_by_the_slowest_link_between_its_hosts(hosts: str, there: float, beta: float) -> None:
-    """What the software takes comes on top; no link is faster than loopback; one that was not measured is as others."""
+def test_tuning_uses_the_slowest_link_between_the_hosts(hosts: str, there: float, beta: float) -> None:
+    """Latency adds to the software's, no link is faster than loopback, and an unmeasured link counts as the others."""
     assert LINKS.tune(TUNING, set(hosts)) == TUNING._replace(tcp=Machine(1e-4 + there, 2e-5, beta, 3e-10), medium="tcp")
 
 
-def test_without_figures_everything_stays() -> None:
+def test_tuning_without_figures_is_unchanged() -> None:
     assert MeasuredLinks({}).tune(TUNING, {"a", "b"}) == TUNING.over("tcp")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a link has one connection")
 @pytest.mark.parametrize(("windows", "count"), [(0.1, 1), (1.4, 1), (1.6, 2), (3.4, 3), (90, MOST_CONNECTIONS)])
-def test_a_link_has_a_connection_for_each_window_that_it_holds(windows: float, count: int) -> None:
+def test_link_has_one_connection_per_window(windows: float, count: int) -> None:
     links = MeasuredLinks({frozenset("ab"): LinkFigures(20e-3, windows * WINDOW / 20e-3)})
     assert links.connections("a", None, "b") == links.connections("b", None, "a") == count
     assert links.connections("a", 2, "b") == min(count, 2)
@@ -66,32 +66,32 @@ def test_a_link_has_a_connection_for_each_window_that_it_holds(windows: float, c
     assert links.connections("a", None, "c") == 1, "of this one nothing is known"
 
 
-def test_a_link_on_which_packets_come_too_fast_to_tell_holds_what_this_machine_sends() -> None:
+def test_link_too_fast_to_measure_uses_the_assumed_rate() -> None:
     links = MeasuredLinks({frozenset("ab"): LinkFigures(1e-3, 0.0), frozenset("ac"): LinkFigures(1.0, 0.0)})
     assert links.connections("a", None, "b") == 1
     assert links.connections("a", None, "c") == (MOST_CONNECTIONS if sys.platform.startswith("linux") else 1)
 
 
-def test_the_lowest_rank_of_each_host_leads() -> None:
+def test_leaders_are_the_lowest_ranks_of_hosts() -> None:
     assert leaders(cards("abacbd")) == [0, 1, 3, 5]
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-async def test_between_few_hosts_every_pair_is_measured(size: int) -> None:
-    pairs = await asked(size)
+async def test_few_hosts_measure_every_pair(size: int) -> None:
+    pairs = await measured_pairs(size)
     assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for pair in combinations(range(size), 2)}
     assert len(pairs) <= size * (size // 2)
 
 
 @pytest.mark.parametrize("size", [9, 16, 100, 1000])
-async def test_between_many_hosts_the_pairs_of_doubling_distance_are(size: int) -> None:
+async def test_many_hosts_measure_pairs_at_doubling_distances(size: int) -> None:
     expected = {
         (rank, (rank + 2**power) % size) for rank in range(size) for power in range(10) if 2**power <= size // 2
     }
-    assert set(await asked(size)) == expected
+    assert set(await measured_pairs(size)) == expected
 
 
-async def asked(size: int) -> list[tuple[int, int]]:
+async def measured_pairs(size: int) -> list[tuple[int, int]]:
     everybody = {rank: {"host": str(rank)} for rank in range(size)}
     found = []
     for rank in range(size):
@@ -101,7 +101,7 @@ async def asked(size: int) -> list[tuple[int, int]]:
     return found
 
 
-def test_what_leaders_publish_is_read() -> None:
+def test_published_figures_are_decoded() -> None:
     told = {0: msgpack.packb([[2, *SLOW]]), 2: msgpack.packb([])}
     assert read_links(told, cards("aabb")).tune(TUNING, {"a", "b"}).tcp.alpha == TUNING.tcp.alpha + 25e-3
 
@@ -111,13 +111,13 @@ def test_what_leaders_publish_is_read() -> None:
     [b"", b"\xc1", *map(msgpack.packb, (7, [7], [[1, 1.0]], [[9, 1.0, 1.0]], [[1, "x", 1.0]], [[1, -1.0, 1.0]]))]
     + [msgpack.packb([[1, float(bad), 1.0]]) for bad in ("nan", "inf")],
 )
-def test_whatever_else_is_refused(value: bytes) -> None:
-    with pytest.raises(RendezvousError, match="rank 0 published invalid links in the store"):
+def test_invalid_figures_are_refused(value: bytes) -> None:
+    with pytest.raises(RendezvousError, match="rank 0 published invalid link figures in the store"):
         read_links({0: value, 1: msgpack.packb([])}, cards("ab"))
 
 
-async def machines(hosts: str, path: Path) -> list[dict[str, Machine]]:
-    """Return what each rank goes by in the world, and in a group of the ranks of its host; each has its own loop."""
+async def machine_figures(hosts: str, path: Path) -> list[dict[str, Machine]]:
+    """Return the tuning of each rank in the world and in the group of its host. Each rank has its own loop."""
 
     async def rank(number: int) -> dict[str, Machine]:
         how = GroupOptions(host_id=hosts[number], job_key=b"k" * 32, bind="127.0.0.1")
@@ -135,30 +135,30 @@ async def machines(hosts: str, path: Path) -> list[dict[str, Machine]]:
     return await asyncio.gather(*(asyncio.to_thread(in_thread, number) for number in range(len(hosts))))
 
 
-async def test_all_ranks_go_by_the_same_figures(tmp_path: Path) -> None:
-    found = await machines("aab", tmp_path)
+async def test_all_ranks_use_the_same_figures(tmp_path: Path) -> None:
+    found = await machine_figures("aab", tmp_path)
     assert len({each["world"] for each in found}) == 1
     assert found[0]["world"].alpha > Tuning().tcp.alpha
 
 
-async def test_the_ranks_of_one_host_go_by_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_group_on_one_host_ignores_links_between_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def measured(*_: Any) -> LinkFigures:
         return SLOW
 
-    monkeypatch.setattr(measured_links, "_measured", measured)
-    for each in await machines("aab", tmp_path):
+    monkeypatch.setattr(measured_links, "_measure_link", measured)
+    for each in await machine_figures("aab", tmp_path):
         assert each["world"].alpha == Tuning().tcp.alpha + 25e-3
         assert each["host"].alpha == Tuning(medium="shm").machine.alpha
 
 
 @pytest.mark.parametrize(("most", "count"), [(None, MOST_CONNECTIONS), (1, 1)])
-async def test_a_rank_says_how_many_connections_it_opens(
+async def test_connections_option_limits_the_connections_of_a_link(
     most: int | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def measured(*_: Any) -> LinkFigures:
         return LinkFigures(1.0, 1e12)
 
-    monkeypatch.setattr(measured_links, "_measured", measured)
+    monkeypatch.setattr(measured_links, "_measure_link", measured)
 
     async def rank(number: int) -> int:
         how = GroupOptions(host_id=str(number), job_key=b"k" * 32, bind="127.0.0.1", connections=most)
@@ -176,12 +176,12 @@ async def test_a_rank_says_how_many_connections_it_opens(
 
 
 @pytest.mark.parametrize("error", [RendezvousError("no way"), ConnectionResetError(), TimeoutError()])
-async def test_a_link_that_cannot_be_measured_keeps_nobody_out(
+async def test_unmeasurable_link_does_not_prevent_the_rendezvous(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(measured_links, "measure", fails)
-    for each in await machines("ab", tmp_path):
+    for each in await machine_figures("ab", tmp_path):
         assert each["world"] == Tuning().tcp

@@ -1,4 +1,4 @@
-"""Ranks that meet by PMI-1, in this process; `tests/integration/test_launchers.py` has the launchers themselves."""
+"""Tests of a rendezvous by PMI-1 in one process; `tests/integration/test_launchers.py` runs real launchers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OWN_KEY = b"of this test and no other"
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PmiStore]]:
-    """Those of the processes that a test plays, which are closed in the end."""
+    """Yield the stores of the simulated processes, by descriptor; they are closed after the test."""
     for name in [name for name in os.environ if name.startswith("AIOCOLL_") and name != "AIOCOLL_TEST_LOOP"]:
         monkeypatch.delenv(name)
     made: dict[str, PmiStore] = {}
@@ -45,26 +45,28 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PmiStore]]:
         store.close()
 
 
-def ask(launcher: PmiLauncher, rank: int) -> Any:
-    """Return the function by which a rank asks."""
+def request_of(launcher: PmiLauncher, rank: int) -> Any:
+    """Return the function that requests the store address for a rank."""
     return launchers.PMI.address(launcher.environment(rank)).ask
 
 
-async def find(launcher: PmiLauncher, rank: int, key: bytes | None = None, **given: Any) -> PublishedStore:
+async def find_store(launcher: PmiLauncher, rank: int, key: bytes | None = None, **given: Any) -> PublishedStore:
     options = GroupOptions.resolve(GroupOptions(**given), {})
-    found: PublishedStore = await ask(launcher, rank)(key, options, "", LIMIT)
+    found: PublishedStore = await request_of(launcher, rank)(key, options, "", LIMIT)
     return found
 
 
-async def all_find(launcher: PmiLauncher, size: int, **given: Any) -> list[Any]:
+async def find_stores(launcher: PmiLauncher, size: int, **given: Any) -> list[Any]:
     async with asyncio.timeout(LIMIT):
-        return await asyncio.gather(*(find(launcher, rank, **given) for rank in range(size)), return_exceptions=True)
+        return await asyncio.gather(
+            *(find_store(launcher, rank, **given) for rank in range(size)), return_exceptions=True
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 async def test_rank_0_publishes_address_and_key(size: int, stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(size) as launcher:
-        first, *others = found = await all_find(launcher, size)
+        first, *others = found = await find_stores(launcher, size)
         assert all(other == first for other in others)
         assert (first.host, len(first.key)) == ("127.0.0.1", 32)
         assert launcher.entered == size
@@ -80,7 +82,7 @@ async def test_rank_0_publishes_address_and_key(size: int, stores: dict[str, Pmi
             await TCPStore(first.host, first.port, key=bytes(32), timeout=5)
 
 
-async def test_groups_one_after_the_other_ask_once(
+async def test_consecutive_groups_send_one_request(
     stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with PmiLauncher(2) as launcher:
@@ -105,78 +107,78 @@ async def test_groups_one_after_the_other_ask_once(
         assert launcher.entered == 2
 
 
-async def test_loops_of_several_threads_ask_once(stores: dict[str, PmiStore]) -> None:
+async def test_loops_of_several_threads_send_one_request(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         started = threading.Barrier(3)
 
         def ask_together() -> PublishedStore:
             started.wait(LIMIT)
-            return asyncio.run(find(launcher, 1))
+            return asyncio.run(find_store(launcher, 1))
 
         asking = [asyncio.create_task(asyncio.to_thread(ask_together)) for _ in range(3)]
-        first, *others = await asyncio.gather(find(launcher, 0), *asking)
+        first, *others = await asyncio.gather(find_store(launcher, 0), *asking)
         assert others == [first] * 3
         assert launcher.entered == 2
 
 
-async def test_one_who_waits_no_longer_does_not_end_it_for_others(stores: dict[str, PmiStore]) -> None:
+async def test_cancelled_waiter_does_not_cancel_the_request_of_others(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
-        tasks = [asyncio.create_task(find(launcher, 1)) for _ in range(3)]
+        tasks = [asyncio.create_task(find_store(launcher, 1)) for _ in range(3)]
         await until(lambda: launcher.entered == 1)
         tasks[1].cancel()  # it waits for the first one
         await asyncio.wait([tasks[1]])
         tasks[0].cancel()  # and the third one goes on from here
         await asyncio.wait([tasks[0]])
-        assert await find(launcher, 0) == await tasks[2]
+        assert await find_store(launcher, 0) == await tasks[2]
         assert launcher.entered == 2
 
 
-async def test_those_who_do_not_come_are_told_of_and_may_come_later(
+async def test_late_processes_are_reported_and_may_still_arrive(
     stores: dict[str, PmiStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with PmiLauncher(2) as launcher:
         options = GroupOptions.resolve(GroupOptions(warn_after=0.05), {})
         with pytest.raises(RendezvousError) as caught:
-            await ask(launcher, 0)(None, options, "", 0.2)
+            await request_of(launcher, 0)(None, options, "", 0.2)
         assert str(caught.value) == (
-            "rank 0 waited 0.2 s at the barrier of the launcher (PMI): all 2 processes that it has started have to "
+            "rank 0 waited 0.2 s at the launcher's barrier (PMI): all 2 processes that the launcher started must "
             "make a group, with init_method='env://'"
         )
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-            "rank 0 waited 0.05 s at the barrier of the launcher (PMI): not all 2 processes have come; waiting on"
+            "rank 0 waited 0.05 s at the launcher's barrier (PMI): not all 2 processes have arrived; still waiting"
         ]
-        first, second = await all_find(launcher, 2)
+        first, second = await find_stores(launcher, 2)
         assert first == second
         assert launcher.entered == 2
 
 
 WRONG = [
-    ("init", "cmd=response_to_init rc=-1\n", "'init' as PMI-1 does, but with 'cmd=response_to_init rc=-1'"),
-    ("init", "cmd=response_to_init pmi_version=1 rc=0", "has closed its connection"),
-    ("init", "\n", "but with 'no command'"),
-    ("init", "\x00\xff=\xfe ===\n", "but with 'no command'"),
-    ("init", "x" * 50_000, "a line has no end"),
-    ("get_my_kvsname", "cmd=my_kvsname rc=0\n", "'get_my_kvsname' as PMI-1 does, but with 'cmd=my_kvsname rc=0'"),
-    ("get_my_kvsname", "cmd=barrier_out rc=0\n", "but with 'cmd=barrier_out rc=0'"),
-    ("get_my_kvsname", "", "has closed its connection"),
-    ("barrier_in", "", "has closed its connection"),
-    ("barrier_in", f"cmd=get_result rc=0 value={'5' * 64}\n", "'barrier_in' as PMI-1 does, but with 'cmd=get_result "),
-    ("get", "cmd=get_result rc=1\n", "but with 'cmd=get_result rc=1'"),
-    ("get", "cmd=get_result rc=0 value=\n", "but with 'cmd=get_result rc=0'"),
-    ("get", "cmd=get_result rc=0 value=xyz\n", "did not hand over what rank 0 has published"),
-    ("get", "cmd=get_result rc=0 value=2020\n", "did not hand over what rank 0 has published"),
-    ("get", f"cmd=get_result rc=0 value={b'ho st 1 0'.hex()}\n", "did not hand over what rank 0 has published"),
-    ("finalize", "cmd=finalize_ack rc=7\n", "'finalize' as PMI-1 does"),
+    ("init", "cmd=response_to_init rc=-1\n", "sent 'cmd=response_to_init rc=-1' in reply to 'init'"),
+    ("init", "cmd=response_to_init pmi_version=1 rc=0", "closed its connection"),
+    ("init", "\n", "sent 'no command'"),
+    ("init", "\x00\xff=\xfe ===\n", "sent 'no command'"),
+    ("init", "x" * 50_000, "a line exceeds 16384 bytes"),
+    ("get_my_kvsname", "cmd=my_kvsname rc=0\n", "sent 'cmd=my_kvsname rc=0' in reply to 'get_my_kvsname'"),
+    ("get_my_kvsname", "cmd=barrier_out rc=0\n", "sent 'cmd=barrier_out rc=0'"),
+    ("get_my_kvsname", "", "closed its connection"),
+    ("barrier_in", "", "closed its connection"),
+    ("barrier_in", f"cmd=get_result rc=0 value={'5' * 64}\n", "sent 'cmd=get_result rc=0' in reply to 'barrier_in'"),
+    ("get", "cmd=get_result rc=1\n", "sent 'cmd=get_result rc=1'"),
+    ("get", "cmd=get_result rc=0 value=\n", "sent 'cmd=get_result rc=0'"),
+    ("get", "cmd=get_result rc=0 value=xyz\n", "returned an invalid store address"),
+    ("get", "cmd=get_result rc=0 value=2020\n", "returned an invalid store address"),
+    ("get", f"cmd=get_result rc=0 value={b'ho st 1 0'.hex()}\n", "returned an invalid store address"),
+    ("finalize", "cmd=finalize_ack rc=7\n", "in reply to 'finalize'"),
 ]
 
 
 @pytest.mark.parametrize(("command", "answer", "message"), WRONG, ids=range(len(WRONG)))
-async def test_wrong_answers_are_errors_and_stay_so(
+async def test_invalid_reply_raises_now_and_later(
     command: str, answer: str, message: str, stores: dict[str, PmiStore]
 ) -> None:
     async with PmiLauncher(2, {command: answer}) as launcher:
         for _ in range(2):
-            _, error = await all_find(launcher, 2)
+            _, error = await find_stores(launcher, 2)
             assert isinstance(error, RendezvousError)
             assert message in str(error)
             assert "5555" not in str(error)  # it might be the key
@@ -184,19 +186,19 @@ async def test_wrong_answers_are_errors_and_stay_so(
         assert all(len(asked) == len(set(asked)) for asked in launcher.asked)  # nothing is said twice
 
 
-async def test_a_launcher_that_is_gone(stores: dict[str, PmiStore]) -> None:
+async def test_closed_launcher_connection_is_reported(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2, {"init": ""}) as launcher:
-        with pytest.raises(RendezvousError, match="has closed its connection"):
-            await find(launcher, 1)
+        with pytest.raises(RendezvousError, match="closed its connection"):
+            await find_store(launcher, 1)
         store = PmiStore(launcher.environment(1)["PMI_FD"], 1, 2, True, 0)
-        with pytest.raises(RendezvousError, match=r"cannot be asked any more \(PMI\): Broken pipe"):
+        with pytest.raises(RendezvousError, match=r"the connection to the launcher \(PMI\) failed: Broken pipe"):
             await store.find(None, OPTIONS, "", LIMIT)
 
 
-async def test_all_are_told_why_rank_0_has_no_store(stores: dict[str, PmiStore]) -> None:
+async def test_error_of_rank_0_reaches_all_ranks(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(3) as launcher:
         for _ in range(2):
-            first, *others = await all_find(launcher, 3, bind="192.0.2.7")
+            first, *others = await find_stores(launcher, 3, bind="192.0.2.7")
             assert isinstance(first, ValueError)
             assert "bind='192.0.2.7': is not an address of this host" in str(first)
             for other in others:
@@ -204,37 +206,37 @@ async def test_all_are_told_why_rank_0_has_no_store(stores: dict[str, PmiStore])
                 assert str(other) == f"rank 0 could not serve the store: {first}"
 
 
-async def test_a_long_reason_is_cut(stores: dict[str, PmiStore]) -> None:
+async def test_long_error_of_rank_0_is_truncated(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
-        first, other = await all_find(launcher, 2, interface="é" * 600)
+        first, other = await find_stores(launcher, 2, interface="é" * 600)
         assert len(str(first)) > 600
         assert str(first).startswith(str(other).removeprefix("rank 0 could not serve the store: ").rstrip("\ufffd"))
         assert len(str(other)) > 200
 
 
-async def test_a_port_that_is_given(stores: dict[str, PmiStore]) -> None:
+async def test_given_port_is_used(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         port = free_port()
         variables = launcher.environment(0) | {"AIOCOLL_PORT": str(port)}
         asked = launchers.PMI.address(variables).ask
         assert asked is not None
-        first, other = await asyncio.gather(asked(None, OPTIONS, "", LIMIT), find(launcher, 1))
+        first, other = await asyncio.gather(asked(None, OPTIONS, "", LIMIT), find_store(launcher, 1))
         assert first == other
         assert first.port == port
 
 
-async def test_a_key_of_ones_own_is_not_published(stores: dict[str, PmiStore]) -> None:
+async def test_key_from_elsewhere_is_not_published(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(3) as launcher:
         first, one, other = await asyncio.gather(
-            find(launcher, 0, OWN_KEY), find(launcher, 1, OWN_KEY), find(launcher, 2)
+            find_store(launcher, 0, OWN_KEY), find_store(launcher, 1, OWN_KEY), find_store(launcher, 2)
         )
         assert (first.key, one.key, other.key) == (OWN_KEY, OWN_KEY, None)
         put = next(line for line in launcher.asked[0] if line.startswith("put")).split()[-1]
         assert bytes.fromhex(put).decode() == f"127.0.0.1 {first.port} "
 
 
-async def test_between_hosts_rank_0_publishes_where_others_reach_it(stores: dict[str, PmiStore]) -> None:
-    """It does not know where they are: it goes by the options."""
+async def test_rank_0_publishes_its_address_for_other_hosts(stores: dict[str, PmiStore]) -> None:
+    """Rank 0 does not know the other hosts, so the options determine the address."""
     async with PmiLauncher(2) as launcher:
         apart = {"MPI_LOCALNRANKS": "1"}
         options = GroupOptions.resolve(GroupOptions(bind="127.0.0.2", advertise="198.51.100.3"), {})
@@ -248,16 +250,18 @@ async def test_between_hosts_rank_0_publishes_where_others_reach_it(stores: dict
         assert (first.port, first.key) == (other.port, other.key)
 
 
-async def test_a_library_of_mpi_may_ask_later(stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mpi_library_may_use_the_launcher_later(
+    stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", ModuleType("mpi4py.MPI"))
     async with PmiLauncher(2) as launcher:
-        first, other = await all_find(launcher, 2)
+        first, other = await find_stores(launcher, 2)
         assert first == other
         assert [asked[-1] for asked in launcher.asked] == ["get kvs_1_0 aiocoll"] * 2
         assert launcher.is_blocking(0)
 
 
-def test_what_is_no_socket_of_a_launcher_is_refused() -> None:
+def test_descriptor_that_is_not_a_socket_is_refused() -> None:
     with open(os.devnull) as file, socket.socket() as closed:
         gone = closed.detach()
         os.close(gone)

@@ -1,4 +1,4 @@
-"""Where the sockets of one user are, and that nobody else can be there first."""
+"""Tests of the private folder for the sockets of one user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no us
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What is /tmp otherwise."""
+    """Return a folder that replaces /tmp."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
@@ -29,12 +29,12 @@ def runtime(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_is_that_of_the_session(runtime: Path) -> None:
+def test_private_folder_is_the_runtime_directory(runtime: Path) -> None:
     assert private_folder({"XDG_RUNTIME_DIR": str(runtime)}) == str(runtime)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, None])
-def test_else_it_is_made(temporary: Path, runtime: Path, mode: int | None) -> None:
+def test_private_folder_is_created_if_needed(temporary: Path, runtime: Path, mode: int | None) -> None:
     if mode is None:
         runtime.rmdir()
     else:
@@ -47,7 +47,7 @@ def test_else_it_is_made(temporary: Path, runtime: Path, mode: int | None) -> No
 
 
 @pytest.mark.parametrize("what", ["of another user", "open to others", "a link", "a file", "nowhere"])
-def test_one_that_is_not_ours_alone_is_refused(temporary: Path, runtime: Path, what: str) -> None:
+def test_folder_of_other_users_is_refused(temporary: Path, runtime: Path, what: str) -> None:
     folder = temporary / f"aiocoll-{os.geteuid()}"
     if what == "a link":
         folder.symlink_to(runtime)
@@ -64,11 +64,11 @@ def test_one_that_is_not_ours_alone_is_refused(temporary: Path, runtime: Path, w
             os.chown(folder, 65534, -1)
         else:
             pytest.skip("only root can give a folder away")
-    with pytest.raises(RendezvousError, match=rf"{folder} is not a folder of this user alone.*XDG_RUNTIME_DIR"):
+    with pytest.raises(RendezvousError, match=rf"{folder} is not private to this user.*XDG_RUNTIME_DIR"):
         private_folder({})
 
 
-async def test_ranks_of_torchrun_meet_there(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_of_torchrun_meet_in_the_private_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a long name of a run, with / and more, " * 5)

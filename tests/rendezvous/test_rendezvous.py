@@ -1,4 +1,4 @@
-"""Every way to meet, and what is said when ranks do not; ranks are tasks of one loop."""
+"""Tests of every init method, and of errors if ranks do not meet. Ranks are tasks of one loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rank = Callable[[int], Awaitable[Any]]
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Hide whatever the shell has set."""
+    """Remove the variables of launchers and of aiocoll from the environment."""
     for name in list(os.environ):
         if name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or (
             name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP"
@@ -45,58 +45,58 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def port() -> int:
-    """Return a port that was free just now."""
+    """Return a port that is free at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
-async def together(world_size: int, rank: Rank) -> list[Any]:
+async def run_ranks_together(world_size: int, rank: Rank) -> list[Any]:
     async with asyncio.timeout(30):
         return await asyncio.gather(*(rank(number) for number in range(world_size)))
 
 
-async def check(pg: ProcessGroup) -> str:
+async def check_group(pg: ProcessGroup) -> str:
     assert await pg.allreduce(1) == pg.size()
     assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
     return pg.group_name
 
 
-# -- ways to meet
+# -- init methods
 
 
-async def test_in_a_store_of_the_callers_which_stays_open() -> None:
+async def test_caller_store_stays_open() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
         async with new_group(store=PrefixStore("job", store), rank=rank, world_size=3) as pg:
             assert (pg.rank(), pg.size()) == (rank, 3)
-            await check(pg)
+            await check_group(pg)
 
-    await together(3, rank)
+    await run_ranks_together(3, rank)
     await store.set("still", b"open")
     await store.aclose()
 
 
-async def test_in_a_file(tmp_path: Path) -> None:
+async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
     async def rank(rank: int) -> None:
         async with new_group(init_method=f"file://{tmp_path}/meet?here#now", rank=rank, world_size=3) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(3, rank)
-    await together(3, rank)  # and again, in the same file
+    await run_ranks_together(3, rank)
+    await run_ranks_together(3, rank)  # and again, in the same file
 
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp", "shm"])
-async def test_over_tcp(transport: Any, port: int) -> None:
+async def test_ranks_meet_over_tcp(transport: Any, port: int) -> None:
     async def rank(rank: int) -> None:
         options = GroupOptions(transport=transport)
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, options=options) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(3, rank)
+    await run_ranks_together(3, rank)
 
 
-async def test_from_the_environment(environment: pytest.MonkeyPatch, port: int) -> None:
+async def test_ranks_meet_by_environment_variables(environment: pytest.MonkeyPatch, port: int) -> None:
     environment.setenv("MASTER_ADDR", "127.0.0.1")
     environment.setenv("MASTER_PORT", str(port))
     environment.setenv("WORLD_SIZE", "2")
@@ -104,12 +104,12 @@ async def test_from_the_environment(environment: pytest.MonkeyPatch, port: int) 
     async def rank(rank: int) -> None:
         async with new_group(rank=rank) as pg:
             assert pg.size() == 2
-            await check(pg)
+            await check_group(pg)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
 
 
-async def test_rank_and_size_come_from_the_environment(environment: pytest.MonkeyPatch, port: int) -> None:
+async def test_rank_and_world_size_come_from_the_environment(environment: pytest.MonkeyPatch, port: int) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
         environment.setenv(name, str(value))
     pg = await new_group()
@@ -118,8 +118,8 @@ async def test_rank_and_size_come_from_the_environment(environment: pytest.Monke
     await pg.shutdown()
 
 
-async def test_a_rank_may_come_late(port: int) -> None:
-    """The one that hosts the store comes last."""
+async def test_rank_0_may_start_last(port: int) -> None:
+    """The rank that hosts the store starts last."""
     came: list[int] = []
 
     async def rank(rank: int) -> None:
@@ -127,22 +127,22 @@ async def test_a_rank_may_come_late(port: int) -> None:
             await until(lambda: len(came) == 2)
         came.append(rank)
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(3, rank)
+    await run_ranks_together(3, rank)
     assert came[-1] == 0
 
 
-async def test_groups_one_after_the_other_on_one_address(port: int) -> None:
+async def test_consecutive_groups_may_use_one_address(port: int) -> None:
     async def rank(rank: int) -> list[ProcessGroup]:
         kept = []
         for _ in range(4):
             async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
-                await check(pg)
+                await check_group(pg)
                 kept.append(pg)  # a closed group that somebody holds is in nobody's way
         return kept
 
-    await together(3, rank)
+    await run_ranks_together(3, rank)
 
 
 # -- several groups
@@ -161,18 +161,18 @@ async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> 
 
         async with make() as one, make(name="second") as two, make() as three:
             assert comm_of(one).endpoint is comm_of(two).endpoint is comm_of(three).endpoint
-            assert [await check(pg) for pg in (one, two, three)] == ["world:0", "second", "world:2"]
+            assert [await check_group(pg) for pg in (one, two, three)] == ["world:0", "second", "world:2"]
             with pytest.raises(ValueError, match="name='second' is the name of an open group"):
                 await make(name="second")
             await two.barrier()
             await two.shutdown()
             async with make(name="second") as again:
-                assert await check(again) == "second"
-            await check(one)
+                assert await check_group(again) == "second"
+            await check_group(one)
 
     with pytest.MonkeyPatch.context() as patch:
         spied(patch, dial=count)
-        await together(2, rank)
+        await run_ranks_together(2, rank)
     assert len(connected) == len(set(connected)) <= 3
 
 
@@ -183,30 +183,30 @@ async def test_closing_one_group_leaves_the_others() -> None:
         one = await new_group(store=store, rank=rank, world_size=2)
         two = await new_group(store=store, rank=rank, world_size=2)
         await one.shutdown()
-        await check(two)
+        await check_group(two)
         if rank == 0:
             two.abort("over")
         await two.wait_revoked()
         async with new_group(store=store, rank=rank, world_size=2) as three:
             await two.shutdown()
-            await check(three)
+            await check_group(three)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
     await store.aclose()
 
 
 async def test_another_world_size_for_the_same_job_is_refused() -> None:
     store = HashStore()
     async with new_group(store=store, rank=0, world_size=1):
-        with pytest.raises(ValueError, match="world_size=2, but the groups of this job have 1 ranks"):
+        with pytest.raises(ValueError, match="world_size=2, but other groups of this job have 1 ranks"):
             await new_group(store=store, rank=0, world_size=2)
     await store.aclose()
 
 
-# -- not meeting
+# -- failures
 
 
-async def test_the_missing_are_named() -> None:
+async def test_missing_ranks_are_named() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -218,17 +218,17 @@ async def test_the_missing_are_named() -> None:
     await store.aclose()
 
 
-async def test_a_missing_rank_0_is_no_mystery() -> None:
+async def test_missing_rank_0_is_explained() -> None:
     store = HashStore()
     with pytest.raises(RendezvousError, match=r"rank 1 waited 0.1 s for rank\(s\) 0 of 2"):
         await new_group(store=store, rank=1, world_size=2, timeout=0.1)
     await store.aclose()
 
 
-async def test_a_connection_that_is_not_made_is_named_on_both_sides(
+async def test_missing_connection_is_named_on_both_sides(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All have come, but nothing answers: also in a warning, long before the time is over."""
+    """All ranks have published their cards, but no connection succeeds; a warning reports it before the timeout."""
 
     async def reach(*_: Any, **__: Any) -> socket.socket:
         await asyncio.Event().wait()
@@ -238,8 +238,8 @@ async def test_a_connection_that_is_not_made_is_named_on_both_sides(
     store = HashStore()
     place = r"127\.0\.0\.1 port \d+"
     expected = [
-        rf"rank\(s\) 1 \(at {place}\) have not connected to rank 0 at {place}: do they run, and do "
-        r"firewalls let them\?",
+        rf"rank\(s\) 1 \(at {place}\) have not connected to rank 0 at {place}; check that they "
+        r"run and that firewalls permit the connection",
         rf"rank 0 cannot be reached at {place}: it does not answer \(tried for \d\.\d s\)",
     ]
 
@@ -249,35 +249,37 @@ async def test_a_connection_that_is_not_made_is_named_on_both_sides(
         with pytest.raises(RendezvousError, match=message):
             await new_group(store=store, rank=rank, world_size=2, timeout=1.0, options=options)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
     told = [record.getMessage() for record in caplog.records]
     for number, text in enumerate(expected):
-        warning = rf"rank {number} of 2 did not meet the others within 0.5 s: {text}; waiting on"
+        warning = rf"rank {number} of 2 did not meet the others within 0.5 s: {text}; still waiting"
         assert len([line for line in told if re.fullmatch(warning, line)]) == 1
     await store.aclose()
 
 
-async def test_waiting_for_a_rank_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+async def test_late_rank_is_reported_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     store = HashStore()
     options = GroupOptions(warn_after=0.05)
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.2 s"):
         await new_group(store=store, rank=0, world_size=2, timeout=0.2, options=options)
-    expected = "rank 0 waited 0.05 s for rank(s) 1 of 2: are they running with the same master address?; waiting on"
+    expected = (
+        "rank 0 waited 0.05 s for rank(s) 1 of 2: check that they run and use the same master address; still waiting"
+    )
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [expected]
     await store.aclose()
 
 
-async def test_a_process_in_the_place_of_a_lost_one_is_told_of_join() -> None:
-    """The store assigns it a rank of a second meeting, to which nobody else comes."""
+async def test_process_that_replaces_a_rank_is_advised_to_join() -> None:
+    """The store assigns it a rank of a second rendezvous, in which no other rank takes part."""
     store = HashStore()
 
     async def rank(_: int) -> None:
         async with new_group(store=store, world_size=2):
             pass
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
     with pytest.raises(
-        RendezvousError, match=r"for rank\(s\) 1 of 2: ranks have met on this store before: .* pass join=True"
+        RendezvousError, match=r"for rank\(s\) 1 of 2: ranks have already met on this store; .* pass join=True"
     ):
         await new_group(store=store, world_size=2, timeout=0.1)
     await store.aclose()
@@ -285,8 +287,8 @@ async def test_a_process_in_the_place_of_a_lost_one_is_told_of_join() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
 @pytest.mark.parametrize("backwards", [False, True])
-async def test_world_sizes_that_differ_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
-    """At once: nobody waits for the time to be over."""
+async def test_different_world_sizes_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
+    """Every rank fails at once, without waiting for the timeout."""
     store = HashStore()
 
     async def rank(rank: int) -> Any:
@@ -306,8 +308,8 @@ async def test_world_sizes_that_differ_are_named_on_every_rank(sizes: tuple[int,
     await store.aclose()
 
 
-async def test_a_rank_that_is_taken_is_refused() -> None:
-    """Two stores of one name space: as from two processes that were given the same rank."""
+async def test_taken_rank_is_refused() -> None:
+    """Two stores on one server stand for two processes with the same rank."""
     store = HashStore()
     first = PrefixStore("job", store)
     second = PrefixStore("job", store)
@@ -321,39 +323,39 @@ async def test_a_rank_that_is_taken_is_refused() -> None:
     await store.aclose()
 
 
-async def test_meeting_can_be_cancelled(port: int) -> None:
-    """And the next attempt finds everything as it was."""
+async def test_rendezvous_can_be_cancelled(port: int) -> None:
+    """The next attempt succeeds."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await new_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
 
     async def rank(rank: int) -> None:
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
 
 
-async def test_port_0_is_a_free_port_for_a_single_rank() -> None:
+async def test_port_0_is_permitted_for_a_single_rank() -> None:
     async with new_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1) as pg:
         assert await pg.allreduce(1) == 1
 
 
 @pytest.mark.parametrize("encryption", ["auto", "tls", "none"])
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::0", "::ffff:0.0.0.0"])
-async def test_wildcard_as_the_master_is_this_host(
+async def test_wildcard_master_address_means_this_host(
     host: str, encryption: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
-    """As a destination it means the loopback, so both ends agree on whether the connection is encrypted."""
+    """The wildcard as destination means the loopback, so both ends agree on encryption."""
     environment.setenv("MASTER_ADDR", host)
     environment.setenv("MASTER_PORT", str(port))
     options = GroupOptions(job_key="k" * 32, encryption=encryption)
 
     async def rank(rank: int) -> None:
         async with new_group(rank=rank, world_size=2, options=options, timeout=20) as pg:
-            await check(pg)
+            await check_group(pg)
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
 
 
 # -- wrong arguments
@@ -406,7 +408,7 @@ async def test_wildcard_as_the_master_is_this_host(
         ({"timeout": "soon"}, {}, TypeError, "timeout must be seconds"),
     ],
 )
-def test_wrong_arguments_are_named_at_the_call(
+def test_invalid_arguments_are_named_at_the_call(
     given: dict[str, Any],
     env: dict[str, str],
     error: type[Exception],
@@ -419,17 +421,17 @@ def test_wrong_arguments_are_named_at_the_call(
         new_group(**{"rank": 0, "world_size": 2, **given})
 
 
-async def test_under_torchrun_on_several_hosts_a_port_is_asked_for(environment: pytest.MonkeyPatch) -> None:
+async def test_torchrun_on_several_hosts_needs_a_port(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("TORCHELASTIC_RUN_ID", "run")
     environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     environment.setenv("MASTER_PORT", "29500")
     environment.setenv("WORLD_SIZE", "4")
     environment.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(RendezvousError, match="under torchrun on several hosts set AIOCOLL_PORT"):
+    with pytest.raises(RendezvousError, match="torchrun started ranks on several hosts: set AIOCOLL_PORT"):
         new_group(rank=0)
 
 
-async def test_options_of_the_environment_are_checked(environment: pytest.MonkeyPatch) -> None:
+async def test_options_from_the_environment_are_checked(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("AIOCOLL_TRANSPORT", "carrier pigeon")
     store = HashStore()
     with pytest.raises(ValueError, match="AIOCOLL_TRANSPORT='carrier pigeon': must be one of"):
@@ -440,7 +442,7 @@ async def test_options_of_the_environment_are_checked(environment: pytest.Monkey
 # -- the current group
 
 
-async def test_the_current_group_belongs_to_a_context() -> None:
+async def test_current_group_belongs_to_a_context() -> None:
     store = HashStore()
     assert current_process_group() is None
 
@@ -460,12 +462,12 @@ async def test_the_current_group_belongs_to_a_context() -> None:
                 assert current_process_group() is pg
             assert current_process_group() is None
 
-    await together(2, rank)
+    await run_ranks_together(2, rank)
     assert current_process_group() is None
     await store.aclose()
 
 
-async def test_the_context_manager_closes_what_it_made() -> None:
+async def test_context_manager_closes_its_group() -> None:
     store = HashStore()
     async with new_group(store=store, rank=0, world_size=1) as pg:
         assert (await pg.allreduce(np.ones(2)) == 1).all()

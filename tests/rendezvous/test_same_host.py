@@ -1,4 +1,4 @@
-"""Ranks that say to be on one host and cannot reach each other there: they talk over TCP, with the key."""
+"""Tests of ranks that report the same host but cannot reach each other there: they use TCP and the job key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOBODY = 65534
 
 
 class Machine(Store):
-    """What the ranks of one of several copies of a machine see in a store: unix sockets of others lead nowhere."""
+    """The store as seen by ranks of one of several copied machines: unix sockets of other copies do not work."""
 
     def __init__(self, store: Store, owners: dict[str, int], number: int) -> None:
         super().__init__(store.timeout)
@@ -48,21 +48,21 @@ class Machine(Store):
         if command != "multi_get" or "/card/" not in arguments[0][0]:
             return found
         cards = [msgpack.unpackb(data) for data in found]
-        # On loops of their own, or they would use the memory of this process.
+        # Each rank has its own loop, since ranks of one loop would exchange data in memory.
         return [
             msgpack.packb({**card, "unix": self._seen(card["unix"]), "loop": f"loop {rank}"})
             for rank, card in enumerate(cards)
         ]
 
 
-def carriers(pg: ProcessGroup) -> list[tuple[str, str | None]]:
+def transport_names(pg: ProcessGroup) -> list[tuple[str, str | None]]:
     transport = comm_of(pg).endpoint.context.transport
     return [transport.carrier(peer) for peer in range(pg.size()) if peer != pg.rank()]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("machines", ["01", "001", "010", "0101", "0012", "0123"])
-async def test_copies_of_one_machine(machines: str) -> None:
-    """They have one boot id, so all ranks believe to be on one host."""
+async def test_copies_of_one_machine_count_as_several_hosts(machines: str) -> None:
+    """The copies have one boot id, so all ranks report the same host."""
     store, owners, size = HashStore(), {}, len(machines)
 
     async def rank(number: int) -> list[tuple[str, str | None]]:
@@ -72,7 +72,7 @@ async def test_copies_of_one_machine(machines: str) -> None:
             got = await pg.allreduce(np.full(100_000, number + 1.0))
             np.testing.assert_array_equal(got, np.full(100_000, size * (size + 1) / 2))
             await pg.alltoall_object(list(range(size)))
-            found = carriers(pg)
+            found = transport_names(pg)
             await pg.barrier()
         return found
 
@@ -90,7 +90,7 @@ async def test_copies_of_one_machine(machines: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm"])
-async def test_who_insists_on_one_host_is_told_why_it_is_none(transport: str) -> None:
+async def test_transport_of_one_host_is_refused_with_the_reason(transport: str) -> None:
     store, owners = HashStore(), {}
 
     async def rank(number: int) -> None:
@@ -124,8 +124,8 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def started(*arguments: str) -> subprocess.Popen[bytes]:
-    """Start rank 1 as a user without rights."""
+def start_other_user(*arguments: str) -> subprocess.Popen[bytes]:
+    """Start rank 1 as an unprivileged user."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -133,11 +133,11 @@ def started(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("key", [KEY, None])
-async def test_another_user(key: bytes | None, port: int) -> None:
-    """As a container without root beside a process of its host: TCP with the key, or an error on both at once."""
+async def test_rank_of_another_user_needs_a_key(key: bytes | None, port: int) -> None:
+    """Like a rootless container next to a process of its host: TCP with the key, or an error on both ranks at once."""
     there = f"tcp://127.0.0.1:{port}"
     group = new_group(init_method=there, rank=0, world_size=2, timeout=30, options=GroupOptions(job_key=key))
-    with started(str(port), "" if key is None else key.decode()) as other:
+    with start_other_user(str(port), "" if key is None else key.decode()) as other:
         try:
             if key is None:
                 with pytest.raises((RendezvousError, AuthenticationError), match=r"as another user .* user .*job_key="):
@@ -146,7 +146,7 @@ async def test_another_user(key: bytes | None, port: int) -> None:
                 async with group as pg:
                     got = await pg.allreduce(np.full(100_000, 1.0))
                     np.testing.assert_array_equal(got, np.full(100_000, 3.0))
-                    assert carriers(pg)[0][0] == "tcp"
+                    assert transport_names(pg)[0][0] == "tcp"
                     await pg.barrier()
             out, errors = await asyncio.to_thread(other.communicate, timeout=30)
         finally:

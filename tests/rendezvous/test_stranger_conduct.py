@@ -1,4 +1,4 @@
-"""Strangers that hold, repeat, flood or half-open connections at every listener while ranks meet and work."""
+"""Tests of strangers, clients without the job key, at every listener while ranks meet and work."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from aiocoll.store import StoreServer, TCPStore
 from aiocoll.transport.stream import addresses as address
 
 KEY = b"k" * 32
-#: Connections of a flood to each listener, and how many of them are open at a time: more than there are places.
+#: Connections of a flood to each listener, and the number open at a time, more than the table of unproven ones holds.
 FLOOD, OPEN = 400, 150
-#: What strangers have said before they fall silent, in bytes of a handshake.
+#: Bytes of a handshake that strangers send before they fall silent.
 SAID = (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)
 
 Conduct = Callable[[int, Any], Awaitable[None]]
 
 
-async def dialled(family: int, target: Any) -> socket.socket:
-    """Connect, however long the queue is; a listener that is gone ends the stranger."""
+async def connected_socket(family: int, target: Any) -> socket.socket:
+    """Connect, however long the queue is; a closed listener ends the stranger."""
     while True:
         try:
             return await address.reach(asyncio.get_running_loop(), family, target)
@@ -47,15 +47,15 @@ async def dialled(family: int, target: Any) -> socket.socket:
             await asyncio.sleep(0)
 
 
-def liar(number: int) -> ClientHandshake:
-    """Return one of the clients without the key that claim to be some rank, for some purpose."""
+def false_handshake(number: int) -> ClientHandshake:
+    """Return the handshake of a client without the key that claims a rank and a purpose."""
     kind = list(ConnKind)[number % len(ConnKind)]
     rank = -1 if kind is ConnKind.STORE else number // len(ConnKind) % 4
     return ClientHandshake(Identity(job_id(""), 0, rank, 3, kind), b"another key of this length", os.urandom)
 
 
-async def heard(sock: socket.socket, nbytes: int) -> bytes:
-    """Read `nbytes`, less if the other end closes before, or resets."""
+async def received_bytes(sock: socket.socket, nbytes: int) -> bytes:
+    """Read `nbytes`, or fewer if the other end closes or resets the connection."""
     data = b""
     while len(data) < nbytes:
         try:
@@ -69,57 +69,59 @@ async def heard(sock: socket.socket, nbytes: int) -> bytes:
 
 
 async def hold(family: int, target: Any) -> None:
-    """Say nothing, or a part, and stay; dial again when that is closed."""
+    """Send nothing or a part of a handshake, and stay connected; reconnect when the listener closes."""
 
     async def one(said: int) -> None:
         while True:
-            with await dialled(family, target) as sock:
-                sock.send((liar(1).hello() + bytes(PROOF_SIZE))[:said])
-                await heard(sock, CHALLENGE_SIZE + 1)
+            with await connected_socket(family, target) as sock:
+                sock.send((false_handshake(1).hello() + bytes(PROOF_SIZE))[:said])
+                await received_bytes(sock, CHALLENGE_SIZE + 1)
 
     await asyncio.gather(*map(one, SAID))
 
 
 async def repeat(family: int, target: Any) -> None:
-    """Claim to be each rank, for each purpose, again and again; a nonce and zeros are all that comes back."""
+    """Claim each rank and purpose repeatedly; the listener must send only a nonce and zeros."""
     for number in count():
-        with await dialled(family, target) as sock:
-            client = liar(number)
+        with await connected_socket(family, target) as sock:
+            client = false_handshake(number)
             try:
                 sock.send(client.hello())
-                challenge = await heard(sock, CHALLENGE_SIZE)
+                challenge = await received_bytes(sock, CHALLENGE_SIZE)
                 if len(challenge) == CHALLENGE_SIZE:
                     sock.send(client.prove(challenge))
             except (BrokenPipeError, ConnectionResetError):
                 continue  # turned away for another one
-            answer = await heard(sock, VERDICT_SIZE + 1)
+            answer = await received_bytes(sock, VERDICT_SIZE + 1)
             assert answer in (b"", bytes(VERDICT_SIZE))
 
 
 async def flood(family: int, target: Any) -> None:
-    """More connections than there are places, one after the other, silent or not."""
+    """Open more connections than the table of unproven ones holds, silent or not."""
     with ExitStack() as stack:
         crowd: deque[socket.socket] = deque()
         stack.callback(lambda: [sock.close() for sock in crowd])
         for number in range(FLOOD):
-            crowd.append(await dialled(family, target))
+            crowd.append(await connected_socket(family, target))
             if number % 2:
                 crowd[-1].send(
-                    (b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(HELLO_SIZE), liar(number).hello())[number % 3]
+                    (b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(HELLO_SIZE), false_handshake(number).hello())[
+                        number % 3
+                    ]
                 )
             if len(crowd) > OPEN:
                 crowd.popleft().close()
 
 
 async def half_open(family: int, target: Any) -> None:
-    """Never read what is answered, or be gone with a reset at any point."""
+    """Never read the replies, or reset the connection at any point."""
     with ExitStack() as stack:
         for number in count():
-            sock = await dialled(family, target)
+            sock = await connected_socket(family, target)
             try:
                 with suppress(BrokenPipeError, ConnectionResetError):
                     said = SAID[number % len(SAID)] + 32 * (number % 3)
-                    sock.send((liar(1).hello() + bytes(PROOF_SIZE + 32))[:said])
+                    sock.send((false_handshake(1).hello() + bytes(PROOF_SIZE + 32))[:said])
                     await asyncio.sleep(0)
             finally:
                 if number < OPEN and number % 4 == 0:
@@ -130,7 +132,7 @@ async def half_open(family: int, target: Any) -> None:
 
 
 class Strangers:
-    """One at each listener, from when it listens."""
+    """The strangers of a test, one at each listener."""
 
     def __init__(self, conduct: Conduct) -> None:
         self._conduct = conduct
@@ -140,12 +142,12 @@ class Strangers:
         self._tasks.append(asyncio.get_running_loop().create_task(self._stay(family, target)))
 
     async def _stay(self, family: int, target: Any) -> None:
-        # Turned away for another one, or nobody listens any more.
+        # The listener preferred another client, or was closed.
         with suppress(BrokenPipeError, ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
             await self._conduct(family, target)
 
     async def leave(self) -> int:
-        """End; how many listeners there were. What a stranger found out of order is raised."""
+        """End all strangers, raise their errors, and return the number of listeners."""
         for task in self._tasks:
             task.cancel()
         for result in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -184,7 +186,7 @@ async def work(pg: ProcessGroup) -> None:
 
 
 async def job(there: tuple[str, int], transport: str, world_size: int) -> None:
-    """Meet twice, as strangers find the listeners, and work in between."""
+    """Meet twice and work in between, while strangers connect."""
 
     async def rank(number: int) -> None:
         host_id = f"host {number}" if transport == "hosts" else None
@@ -203,8 +205,10 @@ async def job(there: tuple[str, int], transport: str, world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "world_size"), [("unix", 3), ("tcp", 2), ("tcp", 4), ("shm", 2), ("hosts", 3)])
 @pytest.mark.parametrize("conduct", [hold, repeat, flood, half_open])
-async def test_strangers_at_every_listener(conduct: Conduct, transport: str, world_size: int) -> None:
-    """Rank and store, unix and TCP, all kinds of links; on "hosts", heartbeats as well."""
+async def test_strangers_at_every_listener_do_not_disturb_a_job(
+    conduct: Conduct, transport: str, world_size: int
+) -> None:
+    """Listeners of ranks and stores, unix and TCP, all kinds of links; with "hosts" also heartbeats."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-test-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
     there = server.start()

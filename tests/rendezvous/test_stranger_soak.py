@@ -1,4 +1,4 @@
-"""What strangers cost a job, measured for a minute each: with and without them in turn, on processes of their own."""
+"""Soak tests of the cost of strangers to a job: a minute each, alternately with and without them, in processes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ HERE = Path(__file__).parent
 KEY = b"k" * 32
 #: Seconds of a run, and of each of its parts with or without strangers.
 SECONDS, PART = 60.0, 1.5
-#: What holding and repeating may cost the job (a ratio of medians), and flooding a meeting (seconds).
+#: Limits of the cost: a ratio of medians for holding and repeating, seconds for flooding a rendezvous.
 MOST_COST, MOST_DELAY = 1.05, 2.0
 
 pytestmark = pytest.mark.soak
 
 
-async def program(name: str, *arguments: object) -> Process:
+async def start_program(name: str, *arguments: object) -> Process:
     path = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / f"{name}.py"), *map(str, arguments)]
     return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=path)
 
 
-def tell(process: Process, line: str) -> None:
+def send_line(process: Process, line: str) -> None:
     assert process.stdin is not None
     process.stdin.write(f"{line}\n".encode())
 
@@ -41,29 +41,29 @@ async def listen_to(rank: Process, visitor: Process, took: list[tuple[float, flo
     assert rank.stdout is not None
     while line := (await rank.stdout.readline()).decode():
         if line.startswith("at "):
-            tell(visitor, line.strip())
+            send_line(visitor, line.strip())
         else:
             _, begin, seconds = line.split()
             took.append((float(begin), float(seconds)))
 
 
 async def take_turns(visitor: Process, changes: list[float]) -> None:
-    """Have strangers for a part, none for the next, and so on; note when that changes."""
+    """Switch strangers on and off in turn, and record the times of the changes."""
     while True:
         for word in ("on", "off"):
-            tell(visitor, word)
+            send_line(visitor, word)
             changes.append(time.monotonic())
             await asyncio.sleep(PART)
 
 
-async def measured(what: str, conduct: str, transport: str) -> tuple[list[list[float]], list[list[float]]]:
-    """Return how long something took with strangers, and without, in each part of the run."""
+async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the durations with and without strangers, for each part of the run."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-soak-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
     host, port = server.start()
-    visitor = await program("visitor", conduct)
-    tell(visitor, f"at 1 {(chr(0) + host[6:])!r}" if unix else f"at 2 {(host, port)!r}")
-    ranks = [await program("rank_visited", what, rank, host, port, transport, SECONDS) for rank in range(2)]
+    visitor = await start_program("visitor", conduct)
+    send_line(visitor, f"at 1 {(chr(0) + host[6:])!r}" if unix else f"at 2 {(host, port)!r}")
+    ranks = [await start_program("rank_visited", what, rank, host, port, transport, SECONDS) for rank in range(2)]
     took: list[tuple[float, float]] = []
     changes: list[float] = []
     turns = asyncio.create_task(take_turns(visitor, changes))
@@ -82,7 +82,7 @@ async def measured(what: str, conduct: str, transport: str) -> tuple[list[list[f
     parts: list[list[float]] = [[] for _ in changes]
     for begin, seconds in took:
         number = sum(change <= begin for change in changes) - 1
-        # What overlaps a change is of neither; but strangers may be why a meeting has not ended before they went.
+        # Skip work that overlaps a change, except a rendezvous that ended only after the strangers left.
         ends = begin + seconds <= changes[number] + PART or (what == "meet" and number % 2 == 0)
         if number >= 0 and begin > changes[number] + PART / 10 and ends:
             parts[number].append(seconds)
@@ -95,11 +95,11 @@ def medians(parts: list[list[float]]) -> list[float]:
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 @pytest.mark.parametrize("conduct", ["hold", "repeat"])
-async def test_what_holding_and_repeating_cost(
+async def test_holding_and_repeating_strangers_cost_little(
     conduct: str, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_them, without = map(medians, await measured("work", conduct, transport))
-    # Of neighbours, since the machine may have other things to do, now more and now less.
+    with_them, without = map(medians, await measured_times("work", conduct, transport))
+    # Compare neighbouring parts, since the load of the machine changes.
     ratio = statistics.median(one / other for one, other in zip(with_them, without, strict=False))
     with capsys.disabled():
         print(
@@ -110,8 +110,8 @@ async def test_what_holding_and_repeating_cost(
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
-async def test_how_long_flooding_delays_a_meeting(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with_them, without = map(list, map(chain.from_iterable, await measured("meet", "flood", transport)))
+async def test_flooding_strangers_delay_a_rendezvous_little(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with_them, without = map(list, map(chain.from_iterable, await measured_times("meet", "flood", transport)))
     with capsys.disabled():
         print(
             f"\nflood, {transport}: meeting takes {1e3 * statistics.median(with_them):.1f} ms (at most "

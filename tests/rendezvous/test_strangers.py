@@ -1,4 +1,4 @@
-"""Who has no key, or lies, gets nowhere, and keeps nobody from getting anywhere."""
+"""Tests of clients without the key or with false claims: they are refused and do not disturb ranks."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ KEY = b"k" * 32
 OTHER = b"another key of this length"
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
 NOBODY = 65534
-#: Seconds in which a rank is sure that the other does not hold the key; that one waits as long.
+#: Seconds that suffice for a rank to refuse a peer without the key; the peer waits as long.
 LONG_ENOUGH = 2.5
 
 
 class Rank:
-    """A transport that listens, and the links it got; their sink, too."""
+    """A listening transport with its accepted links, and the sink of these links."""
 
     def __init__(self, number: int, flavour: str, world_size: int = 2) -> None:
         runtime = Runtime(asyncio.get_running_loop())
@@ -77,7 +77,7 @@ class Rank:
 
 
 @asynccontextmanager
-async def listening(flavour: str, number: int = 0) -> AsyncIterator[Rank]:
+async def listening_rank(flavour: str, number: int = 0) -> AsyncIterator[Rank]:
     rank = Rank(number, flavour)
     rank.card = await (rank.transport.listen() if flavour == "unix" else rank.transport.listen_tcp("127.0.0.1"))
     try:
@@ -88,18 +88,18 @@ async def listening(flavour: str, number: int = 0) -> AsyncIterator[Rank]:
         await rank.transport.aclose()
 
 
-def where(card: Card) -> tuple[int, Any]:
+def socket_address(card: Card) -> tuple[int, Any]:
     if card["unix"]:
         return socket.AF_UNIX, address.unix_address(card["unix"])
     return socket.AF_INET, tuple(card["tcp"])
 
 
-async def dialled(family: int, target: Any) -> socket.socket:
+async def connected_socket(family: int, target: Any) -> socket.socket:
     return await address.reach(asyncio.get_running_loop(), family, target)
 
 
 async def read(sock: socket.socket, nbytes: int) -> bytes:
-    """Read `nbytes`, less if the other end closes before."""
+    """Read `nbytes`, or fewer if the other end closes the connection."""
     data = b""
     try:
         while len(data) < nbytes and (
@@ -111,16 +111,16 @@ async def read(sock: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-async def proven(sock: socket.socket, identity: Identity) -> None:
-    """Do the client's part of a handshake with the right key."""
+async def prove_key(sock: socket.socket, identity: Identity) -> None:
+    """Carry out the client's part of a handshake with the correct key."""
     client = ClientHandshake(identity, KEY, os.urandom)
     sock.send(client.hello())
     sock.send(client.prove(await read(sock, CHALLENGE_SIZE)))
     sock.send(client.confirm(await read(sock, VERDICT_SIZE)))
 
 
-def resident() -> int:
-    """Return the bytes of memory this process has."""
+def resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -129,8 +129,8 @@ def resident() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_ranks_with_different_keys(transport: str) -> None:
-    """All pairs of ranks at once: rank 0 waits as long as it may."""
+async def test_ranks_with_different_keys_do_not_meet(transport: str) -> None:
+    """All pairs of ranks run at once, since rank 0 waits until its timeout."""
     await asyncio.gather(*(do_not_meet(transport, *keys) for keys in [(KEY, OTHER), (KEY, None), (None, KEY)]))
 
 
@@ -155,13 +155,13 @@ async def do_not_meet(transport: str, first: bytes | None, second: bytes | None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_nobody_starts_off_loopback_without_a_key(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_outside_the_loopback_needs_a_key(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOCOLL_JOB_KEY_FILE", raising=False)
     with pytest.raises(AuthenticationError, match=r"there is no job key: .*`aiocoll run`.*token_hex"):
         await new_group(init_method="tcp://192.0.2.1:29500", rank=rank, world_size=2, timeout=5)
 
 
-async def test_nobody_listens_to_other_machines_without_a_key() -> None:
+async def test_listener_for_other_machines_needs_a_key() -> None:
     store = HashStore()
     options = GroupOptions(transport="tcp", bind="any")
     groups = [new_group(store=store, rank=rank, world_size=2, timeout=5, options=options) for rank in range(2)]
@@ -181,7 +181,7 @@ async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, 
         assert "AIOCOLL_JOB_KEY" not in os.environ
         child = await asyncio.create_subprocess_exec(*look, stdout=subprocess.PIPE)
         assert await child.communicate() == (b"\n", None)
-        # This process has taken the key, and keeps it for the groups to come.
+        # This process has removed the key from the environment, and keeps it for later groups.
         with pytest.raises(AuthenticationError, match="did not prove"):
             await TCPStore("127.0.0.1", port, timeout=5, key=OTHER).open()
     async with new_group(init_method=method, rank=0, world_size=1):
@@ -190,15 +190,15 @@ async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, 
         await store.aclose()
 
 
-# -- lies
+# -- false claims
 
 
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
 @pytest.mark.usefixtures("overheard")
-async def test_what_was_recorded_opens_no_link(flavour: str, kind: ConnKind) -> None:
-    async with listening(flavour) as rank, listening(flavour, 1) as peer:
-        async with Proxy(*where(rank.card), None) as proxy:
+async def test_replayed_handshake_opens_no_link(flavour: str, kind: ConnKind) -> None:
+    async with listening_rank(flavour) as rank, listening_rank(flavour, 1) as peer:
+        async with Proxy(*socket_address(rank.card), None) as proxy:
             card = {**rank.card, "unix": proxy.name} if flavour == "unix" else {**rank.card, "tcp": proxy.endpoint}
             link = await peer.transport.connect(0, card, kind)
             while not rank.links:  # noqa: ASYNC110
@@ -206,21 +206,21 @@ async def test_what_was_recorded_opens_no_link(flavour: str, kind: ConnKind) -> 
             recorded = bytes(proxy.said[kind, True])
             link.close()
             rank.links.pop().close()
-        with await dialled(*where(rank.card)) as sock:
+        with await connected_socket(*socket_address(rank.card)) as sock:
             sock.send(recorded)
             assert (await read(sock, 1 << 20))[CHALLENGE_SIZE:] == bytes(VERDICT_SIZE)
         assert rank.links == []
 
 
 @pytest.mark.usefixtures("overheard")
-async def test_what_was_recorded_changes_no_store() -> None:
+async def test_replayed_requests_do_not_change_a_store() -> None:
     server = StoreServer(key=KEY)
     there = server.start()
     async with Proxy.tcp(there, None) as proxy:
         async with TCPStore(*proxy.endpoint, key=KEY) as store:
             assert await store.add("n", 1) == 1
         recorded = bytes(proxy.said[ConnKind.STORE, True])
-    with await dialled(socket.AF_INET, there) as sock:
+    with await connected_socket(socket.AF_INET, there) as sock:
         sock.send(recorded)
         assert (await read(sock, 1 << 20))[CHALLENGE_SIZE:] == bytes(VERDICT_SIZE)
     async with TCPStore(*there, key=KEY) as store:
@@ -230,9 +230,9 @@ async def test_what_was_recorded_changes_no_store() -> None:
 
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_a_rank_does_not_talk_to_itself(flavour: str, kind: ConnKind) -> None:
-    """Somebody who cannot answer a challenge has the challenged rank answer it."""
-    async with listening(flavour, 1) as rank:
+async def test_reflected_challenge_is_refused(flavour: str, kind: ConnKind) -> None:
+    """The attacker has the challenging rank answer its own challenge."""
+    async with listening_rank(flavour, 1) as rank:
         with pytest.raises(HandshakeRefusedError, match="rank 1 and rank 1 of 2 cannot be peers"):
             await rank.transport.connect(0, rank.card, kind)
         assert rank.links == []
@@ -240,8 +240,8 @@ async def test_a_rank_does_not_talk_to_itself(flavour: str, kind: ConnKind) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(ConnKind))
-async def test_an_echo_is_no_answer(kind: ConnKind) -> None:
-    """What comes back is what was said, made up to the right length."""
+async def test_echoed_handshake_is_refused(kind: ConnKind) -> None:
+    """The other end sends the received bytes back, padded to the required length."""
     loop = asyncio.get_running_loop()
     listener = address.open_tcp("127.0.0.1")
 
@@ -255,7 +255,7 @@ async def test_an_echo_is_no_answer(kind: ConnKind) -> None:
 
     with listener:
         echoing = asyncio.create_task(echo())
-        async with listening("tcp", 1) as rank:
+        async with listening_rank("tcp", 1) as rank:
             if kind is ConnKind.STORE:
                 calling = TCPStore(*listener.getsockname(), timeout=5, key=KEY).open()
             else:
@@ -272,7 +272,7 @@ async def test_an_echo_is_no_answer(kind: ConnKind) -> None:
 
 @contextmanager
 def as_nobody(code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `code` as a user without rights, with a unix socket `sock`."""
+    """Run `code` as an unprivileged user, with a unix socket `sock`."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     start = f"import os, socket, sys; os.setuid({NOBODY}); sock = socket.socket(socket.AF_UNIX); "
@@ -290,10 +290,10 @@ async def test_another_user_cannot_connect() -> None:
     async def attempt(name: str) -> None:
         with as_nobody(code, name) as process:
             out, _ = await asyncio.to_thread(process.communicate, timeout=30)
-        # Closed with the message unread: that is a reset, or an end if the message came after it.
+        # The rank closes without reading: a reset, or an end of file if the message arrived later.
         assert out.strip() in (b"b''", b"")
 
-    async with listening("unix") as rank:
+    async with listening_rank("unix") as rank:
         await attempt(rank.card["unix"])
         assert not rank.transport._serving
     server = StoreServer("unix:@aiocoll-test-nobody", key=KEY)
@@ -302,12 +302,12 @@ async def test_another_user_cannot_connect() -> None:
     await server.aclose()
 
 
-async def test_another_user_is_not_connected_to() -> None:
+async def test_socket_of_another_user_is_refused() -> None:
     name = f"@aiocoll-test-{os.urandom(8).hex()}"
     code = "sock.bind('\\0' + sys.argv[1][1:]); sock.listen(); print('ready', flush=True); sys.stdin.read()"
     with as_nobody(code, name) as process:
         assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
-        async with listening("unix", 1) as rank:
+        async with listening_rank("unix", 1) as rank:
             with pytest.raises(AuthenticationError, match=f"{name} belongs to user {NOBODY}, not to this user"):
                 await rank.transport.connect(0, {**rank.card, "unix": name}, DATA)
         with pytest.raises(AuthenticationError, match=f"unix socket belongs to user {NOBODY}, not to this user"):
@@ -317,54 +317,54 @@ async def test_another_user_is_not_connected_to() -> None:
 # -- lengths
 
 
-async def test_a_length_takes_no_memory_in_a_store() -> None:
-    """Members that announce the longest frame there is, and send nothing of it."""
+async def test_announced_length_uses_no_memory_in_a_store() -> None:
+    """Clients announce the longest permitted frame and send none of its body."""
     server = StoreServer(key=KEY)
     there = server.start()
     identity = Identity(job_id(""), 0, -1, 0, ConnKind.STORE)
     socks = []
-    before = resident()
+    before = resident_bytes()
     for _ in range(32):
-        socks.append(await dialled(socket.AF_INET, there))
-        await proven(socks[-1], identity)
+        socks.append(await connected_socket(socket.AF_INET, there))
+        await prove_key(socks[-1], identity)
         socks[-1].send(struct.pack("!I", 16 << 20))
     async with TCPStore(*there, key=KEY) as store:
         await store.set("large", bytes(8 << 20))  # one that keeps its word
         assert await store.get("large") == bytes(8 << 20)
-    # 512 MiB were announced; what the honest one sent, received and stored is a tenth of that.
-    assert resident() - before < 100 << 20
+    # 512 MiB were announced; the data of the honest client is a tenth of that.
+    assert resident_bytes() - before < 100 << 20
     for sock in socks:
         sock.close()
     await server.aclose()
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_a_length_takes_no_memory_in_a_link(flavour: str) -> None:
-    async with listening(flavour) as rank:
-        before = resident()
+async def test_announced_length_uses_no_memory_in_a_link(flavour: str) -> None:
+    async with listening_rank(flavour) as rank:
+        before = resident_bytes()
         for _ in range(8):
-            with await dialled(*where(rank.card)) as sock:
-                await proven(sock, Identity(job_id("job"), 0, 1, 2, DATA))
+            with await connected_socket(*socket_address(rank.card)) as sock:
+                await prove_key(sock, Identity(job_id("job"), 0, 1, 2, DATA))
                 if flavour == "unix":
                     passing.decline(sock)
                 sock.send(HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF))
                 error = await rank.errors.get()
                 assert "rank 1 sent an invalid frame of kind 1 and length 4294967295" in str(error)
-        assert resident() - before < 16 << 20
+        assert resident_bytes() - before < 16 << 20
 
 
 # -- crowds
 
 
-async def test_a_peer_that_has_proven_itself_is_not_crowded_out() -> None:
-    """It was promised a link: to lose that would be a death."""
-    async with listening("unix") as rank:
-        with await dialled(*where(rank.card)) as sock:
+async def test_proven_peer_is_not_displaced() -> None:
+    """The peer has a verdict; losing the connection then would count as a death."""
+    async with listening_rank("unix") as rank:
+        with await connected_socket(*socket_address(rank.card)) as sock:
             client = ClientHandshake(Identity(job_id("job"), 0, 1, 2, DATA), KEY, os.urandom)
             sock.send(client.hello())
             sock.send(client.prove(await read(sock, CHALLENGE_SIZE)))
             last_word = client.confirm(await read(sock, VERDICT_SIZE))
-            crowd = [await dialled(*where(rank.card)) for _ in range(2 * MIN_PLACES)]
+            crowd = [await connected_socket(*socket_address(rank.card)) for _ in range(2 * MIN_PLACES)]
             assert await read(crowd[0], 1) == b"", "the oldest of the others makes room"
             sock.send(last_word)
             passing.decline(sock)
@@ -386,15 +386,15 @@ def many_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_a_thousand_strangers_disturb_nobody(transport: str) -> None:
-    """Silent and garbage connections at the store and at each rank, while the ranks meet, dial and reduce."""
+async def test_1000_strangers_do_not_disturb_a_job(transport: str) -> None:
+    """Silent and garbage connections reach the store and each rank while the ranks meet, dial and reduce."""
     server = StoreServer(key=KEY)
     there = server.start()
     crowd: list[socket.socket] = []
 
     async def visit(family: int, target: Any, count: int) -> None:
         for number in range(count):
-            sock = await dialled(family, target)
+            sock = await connected_socket(family, target)
             crowd.append(sock)
             if number % 2:
                 sock.send((b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(HELLO_SIZE), b"aioc\xff")[number % 3])
@@ -404,7 +404,7 @@ async def test_a_thousand_strangers_disturb_nobody(transport: str) -> None:
         options = GroupOptions(transport=transport, job_key=KEY)
         async with new_group(store=store, rank=number, world_size=3, options=options) as pg:
             card = comm_of(pg).endpoint.cards[number]
-            visitors = asyncio.create_task(visit(*where(card), 200))
+            visitors = asyncio.create_task(visit(*socket_address(card), 200))
             for count in (1, 1000, 100_000) * 5:
                 got = await pg.allreduce(np.full(count, float(number)))
                 np.testing.assert_array_equal(got, np.full(count, 3.0))

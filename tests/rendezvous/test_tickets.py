@@ -1,4 +1,4 @@
-"""Meetings held by a process that is no rank, and ranks that the store assigns."""
+"""Tests of meetings held by a process that is not a rank, and of ranks that the store assigns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..internals import comm_of
 LIMIT = 20.0
 
 
-async def reduced(ticket: Ticket, **given: Any) -> tuple[int, int, float]:
+async def join_and_reduce(ticket: Ticket, **given: Any) -> tuple[int, int, float]:
     async with ticket.join(timeout=LIMIT, **given) as pg:
         return pg.rank(), pg.size(), await pg.allreduce(1.0)
 
@@ -40,13 +40,13 @@ async def reduced(ticket: Ticket, **given: Any) -> tuple[int, int, float]:
 async def test_ranks_meet_with_tickets(world_size: int, given: bool) -> None:
     async with Meeting(world_size) as meeting:
         tickets = [meeting.ticket(rank if given else None) for rank in range(world_size)]
-        met = await asyncio.gather(*(reduced(pickle.loads(pickle.dumps(ticket))) for ticket in tickets))
+        met = await asyncio.gather(*(join_and_reduce(pickle.loads(pickle.dumps(ticket))) for ticket in tickets))
         assert (met if given else sorted(met)) == [(rank, world_size, world_size) for rank in range(world_size)]
 
 
-def test_it_can_be_held_without_a_loop() -> None:
+def test_meeting_can_be_held_without_a_loop() -> None:
     with Meeting(1) as meeting:
-        assert asyncio.run(reduced(meeting.ticket(0))) == (0, 1, 1.0)
+        assert asyncio.run(join_and_reduce(meeting.ticket(0))) == (0, 1, 1.0)
 
 
 async def test_tickets_are_small_and_do_not_show_the_key() -> None:
@@ -58,7 +58,7 @@ async def test_tickets_are_small_and_do_not_show_the_key() -> None:
             assert pickle.loads(pickle.dumps(ticket)) == ticket
 
 
-async def test_groups_of_one_ticket_share_the_job() -> None:
+async def test_groups_from_one_ticket_share_the_job() -> None:
     async def rank(ticket: Ticket) -> bool:
         async with ticket.join(timeout=LIMIT) as pg, ticket.join(timeout=LIMIT, name="second") as second:
             await asyncio.gather(pg.barrier(), second.barrier())
@@ -71,11 +71,11 @@ async def test_groups_of_one_ticket_share_the_job() -> None:
 async def test_ranks_meet_again() -> None:
     async with Meeting(2) as meeting:
         for _ in range(3):
-            met = await asyncio.gather(*(reduced(meeting.ticket()) for _ in range(2)))
+            met = await asyncio.gather(*(join_and_reduce(meeting.ticket()) for _ in range(2)))
             assert sorted(met) == [(0, 2, 2.0), (1, 2, 2.0)]
 
 
-async def test_a_newcomer_takes_the_place_of_a_rank() -> None:
+async def test_newcomer_replaces_a_rank() -> None:
     async def rank(ticket: Ticket) -> tuple[int, float]:
         async with ticket.join(timeout=LIMIT) as pg:
             if pg.rank() == 0:  # which would host the store without a meeting
@@ -97,27 +97,27 @@ async def test_a_newcomer_takes_the_place_of_a_rank() -> None:
         assert await asyncio.gather(*joining) == [(3, 3.0), (0, 0.0), (3, 3.0), (3, 3.0)]
 
 
-async def test_a_process_too_many_is_told() -> None:
+async def test_surplus_process_is_refused() -> None:
     async with Meeting(2) as meeting:
-        came = [asyncio.create_task(reduced(meeting.ticket())) for _ in range(3)]
+        came = [asyncio.create_task(join_and_reduce(meeting.ticket())) for _ in range(3)]
         results = await asyncio.gather(*came, return_exceptions=True)
         (error,) = (each for each in results if isinstance(each, BaseException))
         assert isinstance(error, RendezvousError)
         assert "is taken: another process joined as rank" in str(error)
 
 
-async def test_who_waits_when_a_meeting_ends_is_told() -> None:
+async def test_waiting_rank_is_notified_when_the_meeting_ends() -> None:
     async with Meeting(2) as meeting:
-        waiting = asyncio.create_task(reduced(meeting.ticket(0)))
+        waiting = asyncio.create_task(join_and_reduce(meeting.ticket(0)))
         ticket = meeting.ticket()
         async with ticket.where().open(LIMIT, ticket.key, GroupOptions.resolve(None, {})) as store:
             await store.wait(["aiocoll/1/card/0"])
-    with pytest.raises(StoreUnavailableError, match=r"its process \(.*who holds a meeting\) has ended"):
+    with pytest.raises(StoreUnavailableError, match=r"its process \(.*the owner of the meeting\) has ended"):
         async with asyncio.timeout(LIMIT / 4):
             await waiting
 
 
-async def test_a_meeting_that_is_over_or_of_another_job() -> None:
+async def test_ticket_of_an_ended_or_other_meeting_is_refused() -> None:
     async with Meeting(1) as meeting:
         ticket = meeting.ticket()
         other = Ticket(ticket.host, ticket.port, ticket.job, b"?" * 32, 1, 0)
@@ -136,26 +136,26 @@ async def test_a_meeting_that_is_over_or_of_another_job() -> None:
         (True, TypeError, "rank must be an int or None, not bool"),
     ],
 )
-async def test_wrong_ranks(rank: Any, error: type[Exception], message: str) -> None:
+async def test_invalid_ranks_are_refused(rank: Any, error: type[Exception], message: str) -> None:
     async with Meeting(2) as meeting:
         with pytest.raises(error, match=message):
             meeting.ticket(rank)
 
 
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_wrong_sizes(size: Any, error: type[Exception]) -> None:
+def test_invalid_world_sizes_are_refused(size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="world_size"):
         Meeting(size)
 
 
-def test_a_meeting_has_to_be_entered() -> None:
+def test_meeting_must_be_entered() -> None:
     for ask in (Meeting(1).ticket, Meeting(1).newcomer):
-        with pytest.raises(ValueError, match="the meeting has not begun: enter it"):
+        with pytest.raises(ValueError, match="the meeting has not been entered: use"):
             ask()
 
 
 @pytest.mark.parametrize("given", [{"rank": 0}, {"world_size": 1}, {"join": True}, {"store": HashStore()}])
-async def test_a_ticket_has_what_is_needed(given: dict[str, Any]) -> None:
+async def test_ticket_excludes_rank_and_world_size_arguments(given: dict[str, Any]) -> None:
     async with Meeting(1) as meeting:
         with pytest.raises(ValueError, match=r"leave out rank, world_size and join|exclude each other"):
             new_group(init_method=meeting.ticket(0), **given)
@@ -165,7 +165,7 @@ async def test_a_ticket_has_what_is_needed(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-async def test_a_store_assigns_ranks(world_size: int) -> None:
+async def test_store_assigns_ranks(world_size: int) -> None:
     async def rank(store: HashStore) -> tuple[int, float]:
         async with new_group(store=store, world_size=world_size, timeout=LIMIT) as pg:
             return pg.rank(), await pg.allreduce(1.0)
@@ -176,7 +176,7 @@ async def test_a_store_assigns_ranks(world_size: int) -> None:
             assert sorted(met) == [(number, world_size) for number in range(world_size)]
 
 
-async def test_so_does_a_file(tmp_path: Path) -> None:
+async def test_file_store_assigns_ranks(tmp_path: Path) -> None:
     async def rank() -> tuple[int, float]:
         async with new_group(init_method=f"file://{tmp_path}/store", world_size=3, timeout=LIMIT) as pg:
             return pg.rank(), await pg.allreduce(1.0)
@@ -184,7 +184,7 @@ async def test_so_does_a_file(tmp_path: Path) -> None:
     assert sorted(await asyncio.gather(*(rank() for _ in range(3)))) == [(0, 3.0), (1, 3.0), (2, 3.0)]
 
 
-async def test_so_does_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_launcher_store_assigns_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     async with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
         for name, value in {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "2"
@@ -198,21 +198,21 @@ async def test_so_does_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) 
         assert sorted(await asyncio.gather(rank(), rank())) == [(0, 2.0), (1, 2.0)]
 
 
-async def test_a_rank_that_would_host_the_store_has_to_be_given() -> None:
+async def test_rank_is_required_if_rank_0_hosts_the_store() -> None:
     with pytest.raises(ValueError, match=r"rank is missing: give rank= with init_method='tcp://127\.0\.0\.1:1'"):
         new_group(init_method="tcp://127.0.0.1:1", world_size=2)
 
 
 @pytest.mark.parametrize("size", [0, -3])
-async def test_there_must_be_ranks(size: int) -> None:
+async def test_world_size_must_be_positive(size: int) -> None:
     with pytest.raises(ValueError, match=rf"world_size={size}: world_size must be positive"):
         new_group(store=FileStore("/nowhere"), world_size=size)
 
 
-# -- a program that nothing has started
+# -- a program without a launcher
 
 
-async def test_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_singleton_variable_makes_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_SINGLETON", "1")
     async with new_group() as pg, new_group() as second:
         assert (pg.rank(), pg.size(), await pg.allreduce(3.0)) == (0, 1, 3.0)
@@ -221,21 +221,21 @@ async def test_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", "2", ""])
-async def test_what_else_it_may_not_be(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_singleton_variable_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_SINGLETON", value)
     with pytest.raises(ValueError, match=rf"AIOCOLL_SINGLETON='{value}': must be 1"):
         new_group()
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-async def test_what_is_started_as_a_rank_is_one(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_launcher_variable_prevents_a_singleton(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_SINGLETON", "1")
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ValueError, match="missing"):
         new_group()
 
 
-async def test_without_either_there_is_a_hint() -> None:
+async def test_program_without_a_launcher_gets_a_hint() -> None:
     with pytest.raises(
         ValueError,
         match=r"start the ranks with `aiocoll run`, torchrun, mpiexec or srun, or set AIOCOLL_SINGLETON=1 to run",
@@ -243,12 +243,12 @@ async def test_without_either_there_is_a_hint() -> None:
         new_group()
 
 
-# -- deaths, and programs that know nothing of tickets
+# -- deaths, and programs without tickets
 
 
 @pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 3])
-async def test_a_meeting_tells_the_ranks_who_is_gone(hosts: int) -> None:
-    """Also those in a group that has grown, and the one that is not gone."""
+async def test_meeting_reports_a_death_to_the_ranks(hosts: int) -> None:
+    """The ranks of a grown group and the reported process itself receive the report, too."""
     came: asyncio.Queue[None] = asyncio.Queue()
 
     async def rank(number: int, ticket: Ticket) -> str:
@@ -282,20 +282,20 @@ async def test_a_meeting_tells_the_ranks_who_is_gone(hosts: int) -> None:
     meeting.report_death(tickets[0], "nobody hears that any more")
 
 
-async def test_deaths_are_those_of_a_ticket_of_the_meeting() -> None:
+async def test_death_of_a_ticket_from_another_meeting_is_refused() -> None:
     async with Meeting(1) as meeting, Meeting(1) as other:
-        with pytest.raises(ValueError, match="is not one of this meeting"):
+        with pytest.raises(ValueError, match="belongs to another meeting"):
             meeting.report_death(other.ticket(0), "gone")
 
 
-async def test_a_rank_goes_on_when_its_meeting_is_over() -> None:
+async def test_group_continues_after_its_meeting() -> None:
     async with Meeting(1) as meeting:
         pg = await meeting.ticket(0).join(timeout=LIMIT)
     assert await pg.allreduce(1.0) == 1.0
     await pg.shutdown()
 
 
-async def test_a_ticket_in_place_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ticket_replaces_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_SINGLETON", "1")
 
     async def program() -> tuple[int, int]:

@@ -1,5 +1,7 @@
-"""A stranger as a process: run with how it behaves; then lines of standard input say where ("at FAMILY ADDRESS", the
-address as a Python literal) and when ("on", "off"). It ends with its input.
+"""A stranger as a process: a client without the job key, run with the name of its conduct.
+
+Lines of standard input name listeners ("at FAMILY ADDRESS", the address as a Python literal) and start or stop the
+connections ("on", "off"). The process ends at the end of its input.
 
 - hold: five silent connections at each listener, at different points of the handshake, dialled again when closed
 - repeat: every 2 s, a proof without the key for each rank and each purpose
@@ -29,13 +31,13 @@ from aiocoll.security.handshake import (
 )
 
 RATE = 200
-#: Listeners visited beside the first, which is the store's: others are those of ranks that have gone.
+#: Listeners to connect to, next to the first, that of the store. Older ones belong to ranks that have ended.
 NEWEST = 2
 EVERY = 2.0
 RANKS = 2
 
 
-async def dialled(family: int, target: Any) -> socket.socket:
+async def connected_socket(family: int, target: Any) -> socket.socket:
     sock = socket.socket(family)
     sock.setblocking(False)
     try:
@@ -46,15 +48,15 @@ async def dialled(family: int, target: Any) -> socket.socket:
     return sock
 
 
-def liar(rank: int, kind: ConnKind) -> ClientHandshake:
+def false_handshake(rank: int, kind: ConnKind) -> ClientHandshake:
     return ClientHandshake(Identity(job_id(""), 0, rank, RANKS, kind), b"another key of this length", os.urandom)
 
 
 async def hold(family: int, target: Any) -> None:
     async def one(said: int) -> None:
         while True:
-            with suppress(ConnectionResetError, BrokenPipeError), await dialled(family, target) as sock:
-                sock.send((liar(0, ConnKind.DATA).hello() + bytes(PROOF_SIZE))[:said])
+            with suppress(ConnectionResetError, BrokenPipeError), await connected_socket(family, target) as sock:
+                sock.send((false_handshake(0, ConnKind.DATA).hello() + bytes(PROOF_SIZE))[:said])
                 while await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
                     pass
             await asyncio.sleep(0.01)
@@ -68,8 +70,8 @@ async def repeat(family: int, target: Any) -> None:
         with ExitStack() as stack:
             for rank, kind in product(range(RANKS), ConnKind):
                 with suppress(ConnectionResetError, BrokenPipeError):
-                    client = liar(rank, kind)
-                    sock = stack.enter_context(await dialled(family, target))
+                    client = false_handshake(rank, kind)
+                    sock = stack.enter_context(await connected_socket(family, target))
                     sock.send(client.hello())
                     challenge = await loop.sock_recv(sock, CHALLENGE_SIZE)
                     if len(challenge) == CHALLENGE_SIZE and kind != ConnKind.DATA:  # these stay silent
@@ -84,9 +86,9 @@ async def flood(family: int, target: Any) -> None:
     try:
         while True:
             with suppress(ConnectionResetError, BrokenPipeError):
-                sock = await dialled(family, target)
+                sock = await connected_socket(family, target)
                 crowd.append(sock)
-                sock.send((b"", b"GET / HTTP/1.1\r\n\r\n" * 10, liar(0, ConnKind.DATA).hello())[number % 3])
+                sock.send((b"", b"GET / HTTP/1.1\r\n\r\n" * 10, false_handshake(0, ConnKind.DATA).hello())[number % 3])
             if len(crowd) > RATE:
                 crowd.popleft().close()
             number += 1
@@ -116,7 +118,7 @@ async def main(conduct: str) -> None:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                # A listener that is gone ends its stranger; nothing else does.
+                # Only a closed listener ends its stranger.
                 if not isinstance(result, ConnectionRefusedError | asyncio.CancelledError):
                     raise RuntimeError(f"a stranger ended with {result!r}")
             tasks.clear()

@@ -1,4 +1,4 @@
-"""Every store, and ways to get more handles on the same one."""
+"""Fixtures for every kind of store, with several handles on one store."""
 
 import contextlib
 import socket
@@ -24,9 +24,9 @@ def has_ipv6() -> bool:
 
 
 KINDS = ["hash", "file", "tcp4", "redis", "minimal", "prefix-hash"]
-#: Those of servers that have another limit of keys, or none.
+#: Kinds without our limit of keys: their servers have another limit, or none.
 UNLIMITED = {"redis", "rediss"}
-#: The same over other sockets, and parts of the others: but for a few tests, a second look.
+#: The same stores over other sockets, and parts of them; only a few tests use these by default.
 VARIANTS = ["tcp6", "tls", "unix", "unix-abstract", "rediss",
             *(f"prefix-{kind}" for kind in ("file", "tcp4", "redis", "minimal"))]  # fmt: skip
 every_store = pytest.mark.parametrize("open_store", [*KINDS, *VARIANTS], indirect=True)
@@ -34,7 +34,7 @@ every_store = pytest.mark.parametrize("open_store", [*KINDS, *VARIANTS], indirec
 
 @pytest.fixture(params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in VARIANTS)])
 async def open_store(request: pytest.FixtureRequest, tmp_path) -> AsyncIterator[Callable[[], Store]]:
-    """A function that opens one more handle on one store; all are closed at the end."""
+    """Return a function that opens another handle on one store; all handles are closed after the test."""
     kind = request.param.removeprefix("prefix-")
     if kind == "tcp6" and not has_ipv6():
         pytest.skip("no IPv6 loopback on this machine")
@@ -78,5 +78,5 @@ def store(open_store) -> Store:
 
 @pytest.fixture
 def other(open_store) -> Store:
-    """Another handle on `store`."""
+    """Return another handle on `store`."""
     return open_store()

@@ -5,7 +5,7 @@ from aiocoll.store import KeyValueStore
 
 
 class MinimalStore(KeyValueStore):
-    """A store for ranks that are tasks of one loop: each opens its own on the same dictionary."""
+    """A store for ranks that are tasks of one loop. Each rank opens its own handle on one dictionary."""
 
     def __init__(self, entries: dict[str, bytes]) -> None:
         super().__init__()

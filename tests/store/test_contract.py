@@ -1,4 +1,4 @@
-"""Every store of the package passes the contract."""
+"""The contract suite of stores, for every store of the package."""
 
 from types import FunctionType
 
@@ -8,7 +8,7 @@ from aiocoll.testing.contracts import StoreContract
 
 from .conftest import UNLIMITED, every_store
 
-#: Tests that run on the variants, too, also where slow tests are left out.
+#: Tests that also run on the variants if slow tests are left out.
 EVERY = (
     "test_set_then_get_from_another_handle",
     "test_get_waits_for_a_later_set",
@@ -33,13 +33,13 @@ class TestStores(StoreContract):
 
 
 def base_kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of store, without that it is a part of one."""
+    """Return the kind of store, without the prefix of parts."""
     kind: str = request.node.callspec.params["open_store"]
     return kind.removeprefix("prefix-")
 
 
 def copied(function: FunctionType) -> FunctionType:
-    """Return a function of the same code, whose marks are its own."""
+    """Return a copy of a function, with its own marks."""
     return FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )

@@ -1,4 +1,4 @@
-"""The contents of a store: what is counted and limited, queues whose items are put back, and who waits for them."""
+"""Tests of `StoreCore`: counters, limits, returned queue items, and pending waits."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from aiocoll.store.core import StoreCore
 from ..internals import Limits
 
 
-def popped(core: StoreCore, count: int) -> list[bytes | None]:
+def popped_items(core: StoreCore, count: int) -> list[bytes | None]:
     return [core.apply("queue_take", ("q",)) for _ in range(count)]
 
 
-def filled(*items: bytes) -> StoreCore:
+def filled_core(*items: bytes) -> StoreCore:
     core = StoreCore()
     for item in items:
         core.apply("queue_push", ("q", item))
     return core
 
 
-def test_what_is_put_back_comes_first_again() -> None:
-    core = filled(b"1", b"2", b"3")
-    first, second = popped(core, 2)
+def test_returned_item_is_popped_first() -> None:
+    core = filled_core(b"1", b"2", b"3")
+    first, second = popped_items(core, 2)
     core.apply("queue_return", ("q", second))
     core.apply("queue_return", ("q", first))
     assert core.apply("queue_len", ("q",)) == 3
-    assert popped(core, 4) == [b"1", b"2", b"3", None]
+    assert popped_items(core, 4) == [b"1", b"2", b"3", None]
 
 
-def test_what_is_put_back_goes_to_who_has_waited_longest() -> None:
-    core = filled()
+def test_returned_item_goes_to_longest_waiting_pop() -> None:
+    core = filled_core()
     got: list[tuple[str, Any]] = []
     for name in ("first", "second"):
         core.start("queue_pop", ("q",), lambda item, name=name: got.append((name, item)))
@@ -46,12 +46,12 @@ def test_what_is_put_back_goes_to_who_has_waited_longest() -> None:
 
 @pytest.fixture
 def small(limits: Limits) -> StoreCore:
-    """A store of 4 keys and queued items, and of 20 bytes."""
+    """Return a store with limits of 4 keys and queued items and 20 bytes."""
     limits(store_entries=4, store_size=20)
     return StoreCore()
 
 
-def fits(core: StoreCore, command: str, *arguments: Any) -> bool:
+def is_accepted(core: StoreCore, command: str, *arguments: Any) -> bool:
     try:
         core.apply(command, arguments)
     except StoreError:
@@ -59,40 +59,40 @@ def fits(core: StoreCore, command: str, *arguments: Any) -> bool:
     return True
 
 
-def room(core: StoreCore) -> tuple[int, int]:
-    """Return how many more keys and bytes there is room for, and leave it at that."""
-    keys = next(number for number in range(9) if not fits(core, "set", f"room{number}", b""))
+def free_space(core: StoreCore) -> tuple[int, int]:
+    """Return the free numbers of keys and bytes, without a lasting change."""
+    keys = next(number for number in range(9) if not is_accepted(core, "set", f"room{number}", b""))
     for number in range(keys):
         core.apply("delete_key", (f"room{number}",))
     if not keys:
         return 0, 0
-    nbytes = next(number for number in range(99) if not fits(core, "append", "room", b"x"))
+    nbytes = next(number for number in range(99) if not is_accepted(core, "append", "room", b"x"))
     if nbytes:
         core.apply("delete_key", ("room",))
     return keys, nbytes
 
 
-def test_what_is_stored_is_counted_and_what_is_taken_is_not(small: StoreCore) -> None:
-    assert room(small) == (4, 20)
+def test_limits_count_stored_items_and_not_removed_ones(small: StoreCore) -> None:
+    assert free_space(small) == (4, 20)
     small.apply("set", ("a", bytes(5)))
-    assert room(small) == (3, 15)
+    assert free_space(small) == (3, 15)
     small.apply("set", ("a", bytes(3)))
-    assert room(small) == (3, 17)
+    assert free_space(small) == (3, 17)
     small.apply("multi_set", (["a", "b"], [bytes(4), bytes(2)]))
-    assert room(small) == (2, 14)
+    assert free_space(small) == (2, 14)
     small.apply("queue_push", ("q", bytes(6)))
-    assert room(small) == (1, 8)
+    assert free_space(small) == (1, 8)
     small.apply("add", ("n", 100))
-    assert room(small) == (0, 0)
+    assert free_space(small) == (0, 0)
     assert small.apply("delete_key", ("b",)) is True
-    assert room(small) == (1, 7)
+    assert free_space(small) == (1, 7)
     assert small.apply("queue_take", ("q",)) == bytes(6)
-    assert room(small) == (2, 13)
+    assert free_space(small) == (2, 13)
     assert small.apply("compare_set", ("c", b"", b"123")) == b"123"
-    assert room(small) == (1, 10)
+    assert free_space(small) == (1, 10)
 
 
-def test_a_store_may_be_full_to_the_last_byte(small: StoreCore) -> None:
+def test_store_accepts_values_up_to_the_byte_limit(small: StoreCore) -> None:
     small.apply("queue_push", ("q", bytes(20)))
     with pytest.raises(StoreError, match="20 bytes of values"):
         small.apply("queue_push", ("q", b"x"))
@@ -103,7 +103,7 @@ def test_a_store_may_be_full_to_the_last_byte(small: StoreCore) -> None:
     assert small.apply("list_keys", ("",)) == ["k"]
 
 
-def test_what_a_limit_refuses_changes_nothing(small: StoreCore) -> None:
+def test_command_over_a_limit_changes_nothing(small: StoreCore) -> None:
     got: list[Any] = []
     small.apply("set", ("a", bytes(15)))
     small.start("get", ("b",), got.append)
@@ -120,14 +120,14 @@ def test_what_a_limit_refuses_changes_nothing(small: StoreCore) -> None:
     assert got == []
     assert small.apply("list_keys", ("",)) == ["a"]
     assert small.apply("queue_len", ("q",)) == 0
-    assert room(small) == (3, 5)
+    assert free_space(small) == (3, 5)
 
 
-def test_what_is_put_back_is_counted_and_goes_past_the_limits(small: StoreCore) -> None:
+def test_returned_item_is_counted_and_may_exceed_the_limits(small: StoreCore) -> None:
     small.apply("queue_push", ("q", bytes(6)))
     item = small.apply("queue_take", ("q",))
     small.apply("queue_return", ("q", item))
-    assert room(small) == (3, 14)
+    assert free_space(small) == (3, 14)
     item = small.apply("queue_take", ("q",))
     for number in range(4):
         small.apply("set", (str(number), bytes(5)))
@@ -136,7 +136,7 @@ def test_what_is_put_back_is_counted_and_goes_past_the_limits(small: StoreCore) 
         small.apply("queue_push", ("q", b""))
     assert small.apply("queue_take", ("q",)) == bytes(6)
     small.apply("delete_key", ("0",))
-    assert room(small) == (1, 5)
+    assert free_space(small) == (1, 5)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_what_is_put_back_is_counted_and_goes_past_the_limits(small: StoreCore) 
         ("queue_return", ("q", b"1"), 1),
     ],
 )
-def test_every_change_is_counted_and_nothing_else(command: str, arguments: tuple[Any, ...], changes: int) -> None:
-    core = filled(b"1", b"2")
+def test_change_counter_counts_only_changes(command: str, arguments: tuple[Any, ...], changes: int) -> None:
+    core = filled_core(b"1", b"2")
     core.apply("set", ("a", b"2"))
     before = core.changes
     core.apply(command, arguments)
@@ -168,7 +168,7 @@ def test_every_change_is_counted_and_nothing_else(command: str, arguments: tuple
 
 
 @pytest.mark.parametrize("kept", [None, "a/"])
-def test_what_is_forgotten_takes_no_room(limits: Limits, kept: str | None) -> None:
+def test_forgotten_entries_free_their_space(limits: Limits, kept: str | None) -> None:
     limits(store_entries=6, store_size=32)
     core = StoreCore()
     for name in ("a/1", "b/1"):

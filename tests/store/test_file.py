@@ -1,4 +1,4 @@
-"""FileStore: what a shared file adds to the contract."""
+"""Tests of `FileStore` beyond the contract of stores: the shared file."""
 
 import asyncio
 import fcntl
@@ -14,14 +14,14 @@ from aiocoll.store import FileStore, TCPStore
 HEADER_SIZE = 32
 
 
-async def keys_of(path) -> list[str]:
+async def stored_keys(path) -> list[str]:
     async with FileStore(path) as store:
         return await store.list_keys()
 
 
 @pytest.fixture
 async def log(tmp_path):
-    """A closed store with keys a, b and c, and the sizes it had before each."""
+    """Return the path of a closed store with keys a, b and c, and its sizes before each key."""
     path = tmp_path / "store"
     sizes = [HEADER_SIZE]
     async with FileStore(path) as store:
@@ -31,18 +31,18 @@ async def log(tmp_path):
     return path, sizes
 
 
-async def test_torn_tail_at_every_byte(log):
+async def test_torn_tail_at_any_byte_is_cut_off(log):
     path, sizes = log
     whole = path.read_bytes()
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         intact = list("abc")[: sum(cut >= size for size in sizes[1:])]
-        assert await keys_of(path) == intact
+        assert await stored_keys(path) == intact
         async with FileStore(path) as writer, FileStore(path) as reader:
             await reader.list_keys()
             await writer.set("new", b"1")
             assert await reader.list_keys() == [*intact, "new"]
-        assert await keys_of(path) == [*intact, "new"]
+        assert await stored_keys(path) == [*intact, "new"]
 
 
 async def test_commands_that_change_nothing_are_not_logged(log):
@@ -73,7 +73,7 @@ async def test_symlink_is_refused(tmp_path, log):
 async def test_file_open_to_others_is_refused(log, mode):
     path, _ = log
     path.chmod(mode)
-    with pytest.raises(StoreError, match=f"can be opened by others \\(mode {mode:04o}\\): chmod 600 it"):
+    with pytest.raises(StoreError, match=f"can be opened by other users \\(mode {mode:04o}\\): run chmod 600"):
         await FileStore(path).list_keys()
 
 
@@ -83,7 +83,7 @@ async def test_file_of_another_user_is_refused(log, monkeypatch):
         await FileStore(log[0]).list_keys()
 
 
-async def test_what_is_no_store_is_refused_and_kept(tmp_path):
+async def test_file_that_is_not_a_store_is_refused_and_kept(tmp_path):
     path = tmp_path / "notes"
     path.write_bytes(b"my notes")
     path.chmod(0o600)
@@ -117,7 +117,7 @@ async def test_last_member_removes_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [0, -2])
-async def test_numbers_of_members_that_cannot_be_are_refused(tmp_path, world_size):
+async def test_invalid_world_size_is_refused(tmp_path, world_size):
     for make in (
         lambda: FileStore(tmp_path / "store", world_size),
         lambda: TCPStore("localhost", 0, world_size, is_master=True),
@@ -126,11 +126,11 @@ async def test_numbers_of_members_that_cannot_be_are_refused(tmp_path, world_siz
             make()
 
 
-async def test_without_world_size_the_file_stays(log):
+async def test_file_without_world_size_is_kept(log):
     assert log[0].exists()
 
 
-async def test_arguments_of_c10d_are_understood(tmp_path):
+async def test_file_store_accepts_arguments_of_c10d(tmp_path):
     async with FileStore(file_name=tmp_path / "store", world_size=-1) as store:
         await store.set("k", b"")
         assert store.path == str(tmp_path / "store")
@@ -139,7 +139,7 @@ async def test_arguments_of_c10d_are_understood(tmp_path):
         assert await tcp.num_keys() == 0
 
 
-async def test_removed_file_is_noticed_by_those_who_wait(log):
+async def test_removed_file_ends_pending_waits(log):
     async with FileStore(log[0]) as store:
         waiting = asyncio.create_task(store.get("never"))
         await store.list_keys()
@@ -161,7 +161,7 @@ async def test_lock_held_for_too_long_is_named(log):
         await store.aclose()
 
 
-async def test_full_disk_fails_the_call_and_nothing_else(log, monkeypatch):
+async def test_full_disk_fails_only_the_call(log, monkeypatch):
     path, _ = log
     before = path.read_bytes()
     pwrite = os.pwrite
@@ -176,7 +176,7 @@ async def test_full_disk_fails_the_call_and_nothing_else(log, monkeypatch):
         assert await store.list_keys() == ["a", "b", "c", "e"]
 
 
-async def test_one_store_shared_by_tasks_that_replay_a_long_history(tmp_path):
+async def test_long_history_is_replayed_by_concurrent_tasks(tmp_path):
     path = tmp_path / "store"
     async with FileStore(path) as writer:
         for i in range(2000):
@@ -203,9 +203,9 @@ asyncio.run(main())
 """
 
 
-async def test_processes_that_hammer_one_counter(tmp_path):
+async def test_concurrent_processes_count_every_addition(tmp_path):
     path = tmp_path / "store"
-    # Debug mode reports slow callbacks: on a busy machine these are slow.
+    # Without asyncio's debug mode, which reports slow callbacks on a busy machine.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
     processes = [
         await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""What `KeyValueStore` builds on three methods: nothing is lost or done twice, however long requests take."""
+"""Tests of `KeyValueStore`: no change is lost or repeated, whatever the latency of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class DistantStore(MinimalStore):
-    """A store with a way of some turns of the loop to its server and back."""
+    """A store whose requests take some loop iterations to the server and back."""
 
     def __init__(self, entries: dict[str, bytes], turns: int = 1) -> None:
         super().__init__(entries)
@@ -42,29 +42,29 @@ class DistantStore(MinimalStore):
             await asyncio.sleep(0)
 
 
-def distant(clients: int) -> list[DistantStore]:
-    """Clients of one server, at different distances of it."""
+def distant_stores(clients: int) -> list[DistantStore]:
+    """Return clients of one server with different latencies."""
     entries: dict[str, bytes] = {}
     return [DistantStore(entries, turns % 3) for turns in range(clients)]
 
 
-async def test_changes_of_one_key_all_count() -> None:
-    stores = distant(8)
+async def test_concurrent_changes_of_one_key_all_count() -> None:
+    stores = distant_stores(8)
     sums = await asyncio.gather(*(store.add("n", 1) for store in stores))
     assert sorted(sums) == list(range(1, 9))
     await asyncio.gather(*(store.append("log", b"x") for store in stores))
     assert await stores[0].get("log") == b"x" * 8
 
 
-async def test_a_key_is_deleted_once() -> None:
-    stores = distant(8)
+async def test_concurrent_deletes_remove_a_key_once() -> None:
+    stores = distant_stores(8)
     await stores[0].set("k", b"")
     deleted = await asyncio.gather(*(store.delete_key("k") for store in stores))
     assert sorted(deleted) == [False] * 7 + [True]
 
 
-async def test_each_item_is_popped_once_and_in_the_order_of_its_pusher() -> None:
-    stores = distant(9)
+async def test_queue_items_are_popped_once_and_in_push_order() -> None:
+    stores = distant_stores(9)
     popped: list[list[bytes]] = []
 
     async def push(number: int) -> None:
@@ -86,9 +86,9 @@ async def test_each_item_is_popped_once_and_in_the_order_of_its_pusher() -> None
 
 @pytest.mark.parametrize("turns", range(24))
 @pytest.mark.parametrize("again", [None, 0, 1, 2, 4])
-async def test_a_pop_that_is_cancelled_at_any_turn_keeps_the_items(turns: int, again: int | None) -> None:
-    """`again`: the second cancellation, which the first one has not ended yet, comes so many turns later."""
-    near, far, _ = distant(3)
+async def test_pop_cancelled_at_any_turn_keeps_the_items(turns: int, again: int | None) -> None:
+    """Cancel a second time after `again` turns, before the first cancellation has ended."""
+    near, far, _ = distant_stores(3)
     for item in (b"0", b"1"):
         await near.queue_push("q", item)
     pop = asyncio.create_task(far.queue_pop("q"))
@@ -107,8 +107,8 @@ async def test_a_pop_that_is_cancelled_at_any_turn_keeps_the_items(turns: int, a
     assert await near.queue_len("q") == 0
 
 
-async def test_a_pop_that_is_cancelled_while_the_store_closes() -> None:
-    near, far, _ = distant(3)
+async def test_pop_cancelled_while_the_store_closes_keeps_the_item() -> None:
+    near, far, _ = distant_stores(3)
     await near.queue_push("q", b"item")
     pop = asyncio.create_task(far.queue_pop("q"))
     await asyncio.sleep(0)
@@ -120,8 +120,8 @@ async def test_a_pop_that_is_cancelled_while_the_store_closes() -> None:
     assert await near.queue_pop("q") == b"item"
 
 
-async def test_several_values_are_those_of_one_instant() -> None:
-    near, far, other = distant(3)
+async def test_multi_get_returns_values_of_one_instant() -> None:
+    near, far, other = distant_stores(3)
     await near.multi_set(["a", "b"], [b"0", b"0"])
     ended = asyncio.Event()
 
@@ -141,7 +141,7 @@ async def test_several_values_are_those_of_one_instant() -> None:
     await asyncio.gather(change(), look(far), look(other))
 
 
-async def test_values_that_never_stand_still_end_the_wait() -> None:
+async def test_multi_get_of_changing_values_times_out() -> None:
     class Restless(MinimalStore):
         count = 0
 
@@ -149,11 +149,11 @@ async def test_values_that_never_stand_still_end_the_wait() -> None:
             self.count += 1
             return b"%d" % self.count
 
-    with pytest.raises(StoreTimeoutError, match="values of 2 keys kept changing for 0 s: get fewer at once"):
+    with pytest.raises(StoreTimeoutError, match="values of 2 keys kept changing for 0 s: read fewer keys at once"):
         await Restless({}).multi_get(["a", "b"], timeout=0)
 
 
-async def test_a_long_wait_looks_at_one_key_at_a_time() -> None:
+async def test_long_wait_reads_one_key_at_a_time() -> None:
     looks: list[str] = []
 
     class Seen(MinimalStore):
@@ -170,7 +170,7 @@ async def test_a_long_wait_looks_at_one_key_at_a_time() -> None:
     await waiting
 
 
-async def test_keys_and_queues_of_one_name_are_apart() -> None:
+async def test_key_and_queue_of_one_name_are_independent() -> None:
     store = MinimalStore({})
     await store.set("k", b"key")
     await store.queue_push("k", b"item")
@@ -178,11 +178,11 @@ async def test_keys_and_queues_of_one_name_are_apart() -> None:
     assert await store.delete_key("k")
     assert await store.queue_pop("k") == b"item"
     for call in (store.set("aiocoll:queue:k", b""), store.check(["aiocoll:queue:k"]), store.get("aiocoll:queue:k")):
-        with pytest.raises(ValueError, match="begins with 'aiocoll:queue:', which is for queues: choose another name"):
+        with pytest.raises(ValueError, match="begins with 'aiocoll:queue:', the prefix of queues: choose another name"):
             await call
 
 
-async def test_a_queue_holds_as_much_as_a_value() -> None:
+async def test_queue_is_limited_to_the_size_of_a_value() -> None:
     store = MinimalStore({})
     await store.queue_push("q", bytes(7 * MIB))
     with pytest.raises(StoreError, match=r"queue 'q' would hold 8388.* bytes, the limit is 8388608: pop items first"):
@@ -190,7 +190,7 @@ async def test_a_queue_holds_as_much_as_a_value() -> None:
     assert await store.queue_pop("q") == bytes(7 * MIB)
 
 
-async def test_a_part_of_a_store_uses_what_the_store_does_better() -> None:
+async def test_prefix_store_uses_overridden_methods() -> None:
     asked: list[Any] = []
 
     class Quick(MinimalStore):
@@ -203,7 +203,7 @@ async def test_a_part_of_a_store_uses_what_the_store_does_better() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-async def test_ranks_meet_split_and_wait(world_size: int) -> None:
+async def test_ranks_on_a_minimal_store_meet_split_and_wait(world_size: int) -> None:
     everybody = range(world_size)
 
     async def rank(pg: ProcessGroup) -> tuple[int, int]:
@@ -219,8 +219,8 @@ async def test_ranks_meet_split_and_wait(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-async def test_a_group_grows(world_size: int) -> None:
-    """Each rank and the newcomer is a client of its own, the way to the server takes time."""
+async def test_group_on_a_distant_store_grows(world_size: int) -> None:
+    """Each rank and the newcomer is a client, and requests take time."""
     entries: dict[str, bytes] = {}
 
     async def rank(number: int) -> list[int]:
@@ -238,7 +238,7 @@ async def test_a_group_grows(world_size: int) -> None:
     assert results == [list(range(world_size + 1))] * (world_size + 1)
 
 
-async def test_a_store_that_is_gone_is_named() -> None:
+async def test_closed_store_is_named_in_the_error() -> None:
     store = MinimalStore({})
     await store.aclose()
     with pytest.raises(StoreUnavailableError, match="this MinimalStore is closed"):

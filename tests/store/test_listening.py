@@ -1,4 +1,4 @@
-"""Where the master of a store listens: names that are late, that mean the loopback, that are of others."""
+"""Tests of the listening address of a store: late names, loopback names, and names of other machines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from aiocoll.store.listening import find_address, local_address
 from ..internals import replaced
 
 KEY = b"of this test and no other"
-#: Of no machine at all: one of the addresses for examples.
+#: An address that no machine has: it is reserved for examples.
 FOREIGN = "192.0.2.7"
 
 
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """A clock that advances only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -35,7 +35,7 @@ class Clock:
 
 
 class Names:
-    """A name server that knows `addresses` after so many questions."""
+    """A name server that resolves to `addresses` after a number of failed lookups."""
 
     def __init__(self, *addresses: str, unknown: int = 0) -> None:
         self.addresses = addresses
@@ -48,7 +48,7 @@ class Names:
         return [StoreEndpoint(socket.AF_INET, (address, port)) for address in self.addresses]
 
 
-async def found(
+async def found_address(
     monkeypatch: pytest.MonkeyPatch, host: str, names: Names, bind: str | None = None, key: bytes | None = KEY
 ) -> tuple[str, str | None]:
     replaced(monkeypatch, store_resolve=names.resolve)
@@ -56,7 +56,7 @@ async def found(
     return await find_address(host, bind, key=key, runtime=clock, timeout=3.0, trouble=lambda _: None)
 
 
-async def test_a_name_may_become_known_late(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_name_that_resolves_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, store_resolve=Names("127.0.0.1", unknown=3).resolve)
     clock: Any = Clock()
     told: list[str] = []
@@ -64,56 +64,57 @@ async def test_a_name_may_become_known_late(monkeypatch: pytest.MonkeyPatch) -> 
     assert where == ("127.0.0.1", None)
     assert clock.slept == [0.5] * 3
     assert (
-        told
-        == ["the store cannot listen on 'localhost', which cannot be resolved (Name or service not known) as yet"] * 3
+        told == ["the store cannot listen yet on 'localhost', which cannot be resolved (Name or service not known)"] * 3
     )
 
 
-async def test_a_name_that_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unknown_name_raises_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     message = (
         r"the store cannot listen on 'master', which cannot be resolved \(Name or service not known\); tried for "
         r"3\.0 s: it must be a name or an address of this machine, where rank 0 hosts the store"
     )
     with pytest.raises(StoreUnavailableError, match=message):
-        await found(monkeypatch, "master", Names(unknown=100))
+        await found_address(monkeypatch, "master", Names(unknown=100))
 
 
-async def test_of_several_addresses_the_one_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await found(monkeypatch, "localhost", Names(FOREIGN, "127.0.0.1")) == ("127.0.0.1", None)
+async def test_own_address_is_chosen_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await found_address(monkeypatch, "localhost", Names(FOREIGN, "127.0.0.1")) == ("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("bind", [None, "127.0.0.1"])
-async def test_a_name_that_means_the_loopback_here(monkeypatch: pytest.MonkeyPatch, bind: str | None) -> None:
-    where, drawback = await found(monkeypatch, "myhost", Names("127.0.1.1"), bind)
+async def test_name_of_the_loopback_listens_on_bind_or_all_addresses(
+    monkeypatch: pytest.MonkeyPatch, bind: str | None
+) -> None:
+    where, drawback = await found_address(monkeypatch, "myhost", Names("127.0.1.1"), bind)
     assert drawback is None
     assert where in ("::", "0.0.0.0") if bind is None else where == bind
     assert local_address(where) == "127.0.0.1"
 
 
-async def test_without_a_key_it_stays_there_and_says_what_that_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await found(monkeypatch, "myhost", Names("127.0.1.1"), key=None) == (
+async def test_name_of_the_loopback_without_a_key_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await found_address(monkeypatch, "myhost", Names("127.0.1.1"), key=None) == (
         "127.0.1.1",
-        "the store listens on 127.0.1.1 only, since 'myhost' resolves to it here (/etc/hosts?), so ranks on other "
-        "hosts cannot reach it: give its real address, and a job key",
+        "the store listens on 127.0.1.1 only, since 'myhost' resolves to it here (see /etc/hosts), so ranks on other "
+        "hosts cannot reach it: pass its real address, and a job key",
     )
 
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "localhost.localdomain", "ip6-localhost"])
-async def test_a_name_of_the_loopback_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert await found(monkeypatch, name, Names("127.0.0.1")) == ("127.0.0.1", None)
+async def test_localhost_listens_on_the_loopback(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert await found_address(monkeypatch, name, Names("127.0.0.1")) == ("127.0.0.1", None)
 
 
-async def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     message = rf"cannot listen on service, which means {FOREIGN} here: it is not an address of this machine, where rank"
     with pytest.raises(StoreUnavailableError, match=message):
-        await found(monkeypatch, "service", Names(FOREIGN))
+        await found_address(monkeypatch, "service", Names(FOREIGN))
     with pytest.raises(AuthenticationError, match=f"{FOREIGN} can be reached from other machines"):
-        await found(monkeypatch, "service", Names(FOREIGN), key=None)
-    assert await found(monkeypatch, "service", Names(FOREIGN), "127.0.0.1") == ("127.0.0.1", None)
-    assert (await found(monkeypatch, "service", Names(FOREIGN), "any"))[0] in ("::", "0.0.0.0")
+        await found_address(monkeypatch, "service", Names(FOREIGN), key=None)
+    assert await found_address(monkeypatch, "service", Names(FOREIGN), "127.0.0.1") == ("127.0.0.1", None)
+    assert (await found_address(monkeypatch, "service", Names(FOREIGN), "any"))[0] in ("::", "0.0.0.0")
 
 
-async def test_a_master_finds_its_own_store_wherever_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_master_connects_to_its_own_store_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
     async with TCPStore(FOREIGN, 0, is_master=True, bind="any", key=KEY) as store:
         await store.set("k", b"v")
         assert await store.get("k") == b"v"
@@ -122,7 +123,7 @@ async def test_a_master_finds_its_own_store_wherever_it_listens(monkeypatch: pyt
             assert await other.get("k") == b"v"
 
 
-async def test_why_others_may_not_reach_it_is_told_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable_listener_is_explained_by_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, store_resolve=Names("127.0.0.1").resolve)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None

@@ -1,4 +1,4 @@
-"""FileStore's log, damaged in every way that fits in a test: an error by name, or a tail that nobody has read."""
+"""Tests of damaged logs of `FileStore`: each is an error with its reason, or an unread torn tail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = ["a", "b", "c"]
 
 @pytest.fixture
 async def path(tmp_path):
-    """A store with keys a, b and c; nobody has it open."""
+    """Return the path of a closed store with keys a, b and c."""
     path = tmp_path / "store"
     async with FileStore(path) as store:
         for key in KEYS:
@@ -33,8 +33,8 @@ async def path(tmp_path):
     return path
 
 
-def ends(whole: bytes) -> list[int]:
-    """Return where the header and each record end."""
+def record_ends(whole: bytes) -> list[int]:
+    """Return the end positions of the header and of each record."""
     found = [HEADER_SIZE]
     while found[-1] < len(whole):
         found.append(found[-1] + PREFIX_SIZE + int.from_bytes(whole[found[-1] : found[-1] + 4], "little"))
@@ -42,8 +42,8 @@ def ends(whole: bytes) -> list[int]:
     return found
 
 
-def log_of(header: bytes, *payloads: bytes) -> bytes:
-    """Return a log whose checksums are right."""
+def log_bytes(header: bytes, *payloads: bytes) -> bytes:
+    """Return the bytes of a log with correct checksums."""
     whole, chain = header, zlib.crc32(header)
     for payload in payloads:
         record, chain = seal(payload, chain)
@@ -51,13 +51,13 @@ def log_of(header: bytes, *payloads: bytes) -> bytes:
     return whole
 
 
-async def keys_of(path) -> list[str]:
+async def stored_keys(path) -> list[str]:
     async with FileStore(path) as store:
         return await store.list_keys()
 
 
 async def assert_refused(path, content: bytes, message: str) -> None:
-    """Nobody reads such a file, nobody writes to it, and it stays as it is."""
+    """Assert that a store with this content refuses every call and does not change the file."""
     path.write_bytes(content)
     async with FileStore(path) as store:
         for call in (store.list_keys, store.list_keys, lambda: store.set("new", b"1"), lambda: store.get("a", 0)):
@@ -71,87 +71,87 @@ async def assert_refused(path, content: bytes, message: str) -> None:
     assert path.read_bytes() == content
 
 
-def damaged(at: int, why: str = "") -> str:
-    return rf"store is damaged at byte {at} \(.*{re.escape(why)}.*\), so its history is lost from there on: end the job"
+def damage_pattern(at: int, why: str = "") -> str:
+    return rf"store is damaged at byte {at} \(.*{re.escape(why)}.*\), and the later history is lost: end the job"
 
 
-async def test_every_byte_flipped(path) -> None:
+async def test_log_with_any_flipped_byte_is_refused(path) -> None:
     whole = path.read_bytes()
-    records = ends(whole)
+    records = record_ends(whole)
     for position in range(len(whole)):
         if position < len(MAGIC):
             message = r"store is not a store( of this version of aiocoll)? \(it begins with"
         elif position < HEADER_SIZE:
             message = "store belongs to job"
         else:
-            message = damaged(max(end for end in records if end <= position))
+            message = damage_pattern(max(end for end in records if end <= position))
         for flip in (0x01, 0xFF):
             await assert_refused(
                 path, whole[:position] + bytes([whole[position] ^ flip]) + whole[position + 1 :], message
             )
 
 
-async def test_every_bit_of_a_length_flipped(path) -> None:
-    """Also where it seems to reach beyond the end of the file, as that of a record cut short does."""
+async def test_log_with_any_flipped_length_bit_is_refused(path) -> None:
+    """Some flipped lengths reach beyond the end of the file, like that of an incomplete record."""
     whole = path.read_bytes()
-    for start in ends(whole)[:-1]:
+    for start in record_ends(whole)[:-1]:
         for bit in range(32):
             length = int.from_bytes(whole[start : start + 4], "little") ^ 1 << bit
             await assert_refused(
-                path, whole[:start] + length.to_bytes(4, "little") + whole[start + 4 :], damaged(start)
+                path, whole[:start] + length.to_bytes(4, "little") + whole[start + 4 :], damage_pattern(start)
             )
 
 
 @pytest.mark.slow
-async def test_every_truncation_of_a_damaged_log(path) -> None:
-    """A tail that is torn excuses nothing before it."""
+async def test_truncated_damaged_log_is_refused(path) -> None:
+    """A torn tail does not hide damage before it."""
     whole = path.read_bytes()
-    first, second, *_ = ends(whole)
+    first, second, *_ = record_ends(whole)
     for position in range(first, second):
         bad = whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :]
         for cut in range(second, len(whole)):
             path.write_bytes(bad[:cut])
-            with pytest.raises(StoreError, match=damaged(first)):
-                await keys_of(path)
+            with pytest.raises(StoreError, match=damage_pattern(first)):
+                await stored_keys(path)
 
 
 @pytest.mark.parametrize("filler", [b"\0", b"\xff"])
-async def test_a_tail_that_no_writer_leaves(path, filler: bytes) -> None:
-    """Such as the zeros that a crash of the host leaves in place of records, which others may have read."""
+async def test_tail_that_no_writer_leaves_is_refused(path, filler: bytes) -> None:
+    """A crash of the host leaves zeros, for instance, in place of records that processes may have read."""
     whole = path.read_bytes()
-    for start in ends(whole):
-        await assert_refused(path, whole[:start] + filler * 4096, damaged(start))
-        await assert_refused(path, whole[:start] + filler * PREFIX_SIZE, damaged(start))
-    last = ends(whole)[-2]
+    for start in record_ends(whole):
+        await assert_refused(path, whole[:start] + filler * 4096, damage_pattern(start))
+        await assert_refused(path, whole[:start] + filler * PREFIX_SIZE, damage_pattern(start))
+    last = record_ends(whole)[-2]
     for start in range(last + PREFIX_SIZE, len(whole)):
-        await assert_refused(path, whole[:start] + filler * (len(whole) - start), damaged(last))
+        await assert_refused(path, whole[:start] + filler * (len(whole) - start), damage_pattern(last))
 
 
-async def test_a_tail_shorter_than_any_record_is_torn(path) -> None:
+async def test_tail_shorter_than_a_record_is_cut_off(path) -> None:
     whole = path.read_bytes()
     for nbytes in range(1, PREFIX_SIZE):
         for filler in (b"\0", b"\xff"):
             path.write_bytes(whole + filler * nbytes)
-            assert await keys_of(path) == KEYS
+            assert await stored_keys(path) == KEYS
             async with FileStore(path) as store:
                 await store.delete_key("a")
-            assert await keys_of(path) == ["b", "c"]
+            assert await stored_keys(path) == ["b", "c"]
 
 
-async def test_records_removed_swapped_repeated_or_of_another_log(path) -> None:
+async def test_rearranged_records_are_refused(path) -> None:
     whole = path.read_bytes()
-    first, second, third, end = ends(whole)
+    first, second, third, end = record_ends(whole)
     header, a, b, c = whole[:first], whole[first:second], whole[second:third], whole[third:end]
-    await assert_refused(path, header + b + c, damaged(first))
-    await assert_refused(path, header + a + c, damaged(second))
-    await assert_refused(path, header + b + a + c, damaged(first))
-    await assert_refused(path, header + a + b + b + c, damaged(third))
-    await assert_refused(path, header + a + b + c + c, damaged(end))
-    other = log_of(header, b"\x93\xa3set\xa1z\xc4\x00", b"\x93\xa3set\xa1y\xc4\x00")
-    await assert_refused(path, header + a + other[ends(other)[1] :], damaged(second))
+    await assert_refused(path, header + b + c, damage_pattern(first))
+    await assert_refused(path, header + a + c, damage_pattern(second))
+    await assert_refused(path, header + b + a + c, damage_pattern(first))
+    await assert_refused(path, header + a + b + b + c, damage_pattern(third))
+    await assert_refused(path, header + a + b + c + c, damage_pattern(end))
+    other = log_bytes(header, b"\x93\xa3set\xa1z\xc4\x00", b"\x93\xa3set\xa1y\xc4\x00")
+    await assert_refused(path, header + a + other[record_ends(other)[1] :], damage_pattern(second))
 
 
-#: Payloads that msgpack or a store refuses, each with a part of what is said of it.
+#: Payloads that msgpack or a store refuses, each with a part of the error text.
 WRONG: list[tuple[bytes, str]] = [
     *(
         (bytes([first]) + rest, "record")
@@ -174,7 +174,7 @@ WRONG: list[tuple[bytes, str]] = [
             (["get", "a"], "record get: not a command of this version"),
             (["queue_pop", "a"], "record queue_pop: not a command"),
             (["cancel"], "record cancel: not a command"),
-            (["set"], "record set: no store command 'set' with 0 arguments"),
+            (["set"], "record set: unknown store command 'set' with 0 arguments"),
             (["set", "a", "text"], "record set: value must be bytes, got str"),
             (["set", None, b""], "record set: key must be str, got NoneType"),
             (["set", "a" * 1025, b""], "record set: key 'aaa"),
@@ -191,41 +191,41 @@ WRONG: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("payload", "said"), WRONG, ids=[f"{number}" for number in range(len(WRONG))])
-async def test_records_that_say_what_no_store_writes(path, payload: bytes, said: str) -> None:
-    whole = log_of(path.read_bytes()[:HEADER_SIZE], msgpack.packb(["set", "text", b"text"]), payload)
-    await assert_refused(path, whole, damaged(ends(whole)[1], said))
+async def test_invalid_record_contents_are_refused(path, payload: bytes, said: str) -> None:
+    whole = log_bytes(path.read_bytes()[:HEADER_SIZE], msgpack.packb(["set", "text", b"text"]), payload)
+    await assert_refused(path, whole, damage_pattern(record_ends(whole)[1], said))
 
 
-async def test_a_record_longer_than_any(path) -> None:
+async def test_record_over_the_limit_is_refused(path) -> None:
     header = path.read_bytes()[:HEADER_SIZE]
     prefix = (MAX_RECORD + 1).to_bytes(4, "little")
     sized = zlib.crc32(prefix, zlib.crc32(header)).to_bytes(4, "little")
-    await assert_refused(path, header + prefix + sized + bytes(100), rf"a record of {MAX_RECORD + 1} bytes, the limit")
+    await assert_refused(path, header + prefix + sized + bytes(100), rf"a record has {MAX_RECORD + 1} bytes, the limit")
 
 
-async def test_a_member_that_has_read_more_than_is_left(path) -> None:
-    """Whoever has read what is gone does not write after it, and nobody else's history joins its own."""
+async def test_file_shorter_than_what_was_read_is_refused(path) -> None:
+    """A member that has read the lost records neither writes nor reads on."""
     whole = path.read_bytes()
-    *_, third, end = ends(whole)
+    *_, third, end = record_ends(whole)
     async with FileStore(path) as old:
         assert await old.list_keys() == KEYS
         path.write_bytes(whole[:third])
         with pytest.raises(
-            StoreError, match=rf"damaged at byte {end} \(the file has {third} bytes, less than were read"
+            StoreError, match=rf"damaged at byte {end} \(the file has {third} bytes, fewer than have been read"
         ):
             await old.set("d", b"")
         assert path.read_bytes() == whole[:third]
     async with FileStore(path) as old, FileStore(path) as young:
         assert await old.list_keys() == KEYS[:2]
-        path.write_bytes(whole[: ends(whole)[1]])
+        path.write_bytes(whole[: record_ends(whole)[1]])
         for _ in range(4):
             await young.set("d", b"d" * 10)
-        with pytest.raises(StoreError, match=damaged(third)):
+        with pytest.raises(StoreError, match=damage_pattern(third)):
             await old.list_keys()
 
 
-async def test_what_looks_damaged_is_believed_under_the_lock_only(path) -> None:
-    """A writer that replaces a torn tail lets a reader see some of both."""
+async def test_apparent_damage_is_checked_under_the_lock(path) -> None:
+    """A reader may see a mixture of old and new bytes while a writer replaces a torn tail."""
     whole = path.read_bytes()
     async with FileStore(path) as reader:
         with path.open("rb+") as writer:
@@ -240,16 +240,16 @@ async def test_what_looks_damaged_is_believed_under_the_lock_only(path) -> None:
             assert await reader.get("c", 0) == b"c" * 10
             waiting = asyncio.create_task(reader.get("d", 20))
             await asyncio.sleep(0)
-        with pytest.raises(StoreError, match=damaged(len(whole))):
+        with pytest.raises(StoreError, match=damage_pattern(len(whole))):
             await waiting
 
 
-async def test_a_reader_that_looks_while_the_tail_is_replaced(path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sees the pages of one write come one by one."""
+async def test_reader_of_a_half_replaced_tail_recovers(path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader sees the pages of one write arrive one by one."""
     whole = path.read_bytes()
-    torn = whole[: ends(whole)[-2]] + seal(b"x" * 40, 7)[0][:-1]
+    torn = whole[: record_ends(whole)[-2]] + seal(b"x" * 40, 7)[0][:-1]
     pread = os.pread
-    for old in range(ends(whole)[-2], len(torn)):
+    for old in range(record_ends(whole)[-2], len(torn)):
         mixed = [whole[:old] + torn[old:]]
 
         def see(fd: int, nbytes: int, at: int, mixed: list[bytes] = mixed) -> bytes:
@@ -265,7 +265,7 @@ async def test_a_reader_that_looks_while_the_tail_is_replaced(path, monkeypatch:
 
 
 @pytest.mark.parametrize("interrupted", ["packb", "pwrite", "before pwrite"])
-async def test_a_call_that_is_interrupted_leaves_the_history_of_the_file(
+async def test_interrupted_call_keeps_the_history_of_the_file(
     path, monkeypatch: pytest.MonkeyPatch, interrupted: str
 ) -> None:
     pwrite = os.pwrite
@@ -286,7 +286,7 @@ async def test_a_call_that_is_interrupted_leaves_the_history_of_the_file(
         assert [await each.queue_len("q") for each in (store, other)] == [expected + 1, expected + 1]
 
 
-async def test_a_replay_that_is_interrupted_applies_nothing_twice(path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interrupted_replay_applies_records_once(path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with FileStore(path) as writer:
         for _ in range(3):
             await writer.add("n", 1)
@@ -304,7 +304,7 @@ async def test_a_replay_that_is_interrupted_applies_nothing_twice(path, monkeypa
         assert await reader.get("n") == b"3"
 
 
-async def test_a_file_that_cannot_be_read(path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreadable_file_is_named_in_the_error(path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise OSError(5, "Input/output error")
 

@@ -1,4 +1,4 @@
-"""TCPStore and StoreServer: what a network adds to the contract."""
+"""Tests of `TCPStore` and `StoreServer` beyond the contract of stores: connections, handshakes, frames."""
 
 import asyncio
 import contextlib
@@ -52,8 +52,8 @@ def server():
     server.close()
 
 
-def resident() -> int:
-    """Return the bytes of memory this process has."""
+def resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -63,7 +63,7 @@ def client(server: StoreServer, key: bytes | None = KEY, **options) -> TCPStore:
 
 @contextlib.asynccontextmanager
 async def raw_connection(server: StoreServer, *, authenticate: bool = False):
-    """A reader and a writer on a bare connection."""
+    """Yield a reader and a writer of a connection without a client."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
         if authenticate:
@@ -79,7 +79,7 @@ async def raw_connection(server: StoreServer, *, authenticate: bool = False):
 
 
 class Impostor(asyncio.Protocol):
-    """Answers `reply` to whoever connects, and hangs up or stays."""
+    """A server protocol that sends `reply` to each client, then closes the connection or stays silent."""
 
     def __init__(self, reply: bytes, hang_up: bool, transports: list) -> None:
         self._reply = reply
@@ -95,7 +95,7 @@ class Impostor(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def impostor(reply: bytes, *, hang_up: bool = True):
-    """The port of a listener that is no store."""
+    """Yield the port of a listener that is not a store."""
     transports = []
     listener = await asyncio.get_running_loop().create_server(lambda: Impostor(reply, hang_up, transports), LOCAL, 0)
     async with listener:
@@ -104,7 +104,7 @@ async def impostor(reply: bytes, *, hang_up: bool = True):
             transport.abort()
 
 
-async def test_port_zero_becomes_the_real_port():
+async def test_port_0_is_replaced_by_the_actual_port():
     async with TCPStore(LOCAL, 0, is_master=True) as master, TCPStore(LOCAL, master.port) as store:
         assert master.port > 0
         await store.set("k", b"1")
@@ -144,7 +144,7 @@ async def test_master_serves_on_its_own_thread_while_its_loop_is_blocked():
         assert seen == [b"1"]
 
 
-async def test_64_clients_meet():
+async def test_store_serves_64_clients():
     size = 64
     async with contextlib.AsyncExitStack() as stack:
         master = TCPStore(LOCAL, 0, size, is_master=True)
@@ -176,7 +176,7 @@ async def test_opening_waits_for_all_workers(server):
     await second.aclose()
 
 
-async def test_missing_workers_are_counted(server):
+async def test_missing_workers_are_counted_in_the_error(server):
     store = client(server, world_size=3, timeout=0.05)
     with pytest.raises(
         StoreTimeoutError, match=r"1 of 3 clients connected to store 127.*within 0\.0\d+ s: start the oth"
@@ -185,7 +185,7 @@ async def test_missing_workers_are_counted(server):
     await store.aclose()
 
 
-async def test_worker_that_tries_again_is_counted_once(server):
+async def test_worker_that_retries_is_counted_once(server):
     store = client(server, world_size=2, timeout=0.05)
     for _ in range(3):
         with pytest.raises(StoreTimeoutError, match="1 of 2 clients connected"):
@@ -196,7 +196,7 @@ async def test_worker_that_tries_again_is_counted_once(server):
     await store.aclose()
 
 
-async def test_death_of_the_server_releases_everybody(server):
+async def test_closed_server_fails_all_pending_calls(server):
     async with client(server) as store:
         waits = [asyncio.create_task(wait) for wait in (store.get("k"), store.queue_pop("q"), store.wait(["a", "b"]))]
         await asyncio.sleep(0)
@@ -226,7 +226,7 @@ async def test_cancelled_and_timed_out_waits_are_dropped_by_the_server(server):
         assert not server.core._poppers
 
 
-async def test_a_client_that_vanishes_takes_its_waits_along(server):
+async def test_waits_of_a_lost_client_are_dropped(server):
     async with client(server) as store, client(server) as vanishing:
         popping = asyncio.create_task(vanishing.queue_pop("q"))
         await asyncio.sleep(0)
@@ -240,7 +240,7 @@ async def test_a_client_that_vanishes_takes_its_waits_along(server):
         assert await store.queue_pop("q", timeout=0) == b"1"
 
 
-async def test_an_item_for_a_client_that_is_being_cut_off_goes_to_the_next(server):
+async def test_item_for_a_lost_client_goes_to_the_next_client(server):
     async with client(server) as store, client(server) as cut_off:
         popping = asyncio.create_task(cut_off.queue_pop("q"))
         await asyncio.sleep(0)
@@ -262,7 +262,7 @@ async def test_an_item_for_a_client_that_is_being_cut_off_goes_to_the_next(serve
         assert [await store.queue_pop("q", timeout=0) for _ in range(2)] == [b"1", b"2"]
 
 
-async def test_a_wait_does_not_hold_up_other_requests(server):
+async def test_wait_does_not_delay_other_requests(server):
     async with client(server) as store:
         waiting = asyncio.create_task(store.get("k"))
         await asyncio.sleep(0)
@@ -272,26 +272,26 @@ async def test_a_wait_does_not_hold_up_other_requests(server):
         assert await waiting == b"1"
 
 
-async def test_too_many_waits_of_one_client(server):
+async def test_waits_over_the_limit_of_one_client_are_refused(server):
     async with client(server) as store:
         results = await asyncio.gather(*(store.get("k", timeout=0.5) for _ in range(1025)), return_exceptions=True)
         errors = [str(error) for error in results if not isinstance(error, StoreTimeoutError)]
-        assert errors == ["1024 waits in one client: await some of them first"]
+        assert errors == ["one client has 1024 waits in progress: await some of them first"]
 
 
-async def test_answers_and_commands_over_the_frame_limit(server):
+async def test_replies_and_commands_over_the_frame_limit_are_refused(server):
     async with client(server) as store:
         large = bytes(8 << 20)
-        with pytest.raises(StoreError, match=r"\d+ bytes in one command or answer, the limit is 16777216"):
+        with pytest.raises(StoreError, match=r"\d+ bytes in one command or reply, the limit is 16777216"):
             await store.multi_set(["a", "b"], [large, large])
         await store.set("a", large)
         await store.set("b", large)
-        with pytest.raises(StoreError, match="ask for fewer keys at once"):
+        with pytest.raises(StoreError, match="use fewer keys at once"):
             await store.multi_get(["a", "b"])
         assert await store.num_keys() == 2
 
 
-async def test_all_values_together_are_limited(server):
+async def test_total_size_of_values_is_limited(server):
     async with client(server) as store:
         for i in range(32):
             await store.set(str(i), bytes(8 << 20))
@@ -310,13 +310,13 @@ async def test_wrong_key_is_refused_at_both_ends(server):
         assert await store.num_keys() == 0
 
 
-async def test_another_job_is_refused(server):
+async def test_client_of_another_job_is_refused(server):
     with pytest.raises(AuthenticationError, match=f"job {job_id('').hex()}, this process to job {job_id('b').hex()}"):
         await client(server, job="b").open()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3"])
-async def test_off_loopback_needs_a_key(host):
+async def test_address_outside_the_loopback_needs_a_key(host):
     for store in (TCPStore(host, 29500), TCPStore(host, 29500, is_master=True)):
         with pytest.raises(AuthenticationError, match=r"there is no job key.*aiocoll run.*AIOCOLL_JOB_KEY"):
             await store.open()
@@ -333,7 +333,7 @@ async def test_loopback_without_a_key_warns_once(caplog):
     assert "has no job key" in caplog.text
 
 
-async def test_nobody_listens():
+async def test_unused_port_is_named_in_the_error():
     port = free_port()
     with pytest.raises(
         StoreUnavailableError, match=rf"no store at {LOCAL}:{port}: nothing listens.*\(tried for 0\.\d s\)"
@@ -344,8 +344,8 @@ async def test_nobody_listens():
 
 
 @pytest.mark.parametrize("name", ["master", "localhost", "localhost.localdomain", "127.0.1.1"])
-async def test_a_name_that_means_this_machine(monkeypatch, name):
-    """Said where that is an accident: Debian writes a host's own name into /etc/hosts so."""
+async def test_name_that_resolves_to_the_loopback_is_explained(monkeypatch, name):
+    """The error explains it where it is an accident, as in /etc/hosts of Debian."""
     port = free_port()
 
     async def resolve(host, port):
@@ -354,24 +354,24 @@ async def test_a_name_that_means_this_machine(monkeypatch, name):
     replaced(monkeypatch, store_sought=resolve)
     with pytest.raises(StoreUnavailableError) as caught:
         await TCPStore(name, port, timeout=0.02).get("k")
-    said = "at this address? 'master' means 127.0.1.1 here, which is this machine itself (/etc/hosts?) (tried for"
+    said = "at this address; 'master' resolves to 127.0.1.1 here, this machine itself (see /etc/hosts) (tried for"
     assert (said in str(caught.value)) == (name == "master")
 
 
-async def test_unresolvable_host():
+async def test_unresolvable_host_is_named_in_the_error():
     with pytest.raises(StoreUnavailableError, match=r"no store at a\.\.b:1: the host name 'a\.\.b' cannot be resolved"):
         await TCPStore("a..b", 1, timeout=0).open()
     with pytest.raises(StoreUnavailableError, match=r"cannot listen on 'a\.\.b', which cannot be resolved"):
         await TCPStore("a..b", 1, is_master=True).open()
 
 
-async def test_a_host_name_is_looked_up():
+async def test_host_name_is_resolved():
     async with TCPStore("localhost", 0, is_master=True) as master, TCPStore("localhost", master.port) as store:
         await store.set("k", b"1")
         assert await master.get("k") == b"1"
 
 
-async def test_a_late_server_is_found():
+async def test_client_finds_a_late_server():
     port = free_port()
     store = TCPStore(LOCAL, port, key=KEY)
     opening = asyncio.create_task(store.open())
@@ -385,14 +385,14 @@ async def test_a_late_server_is_found():
 
 @pytest.mark.parametrize("hang_up", [True, False])
 @pytest.mark.parametrize("reply", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 400 Bad Request\r\n".ljust(500)])
-async def test_another_server_is_not_taken_for_a_store(reply, hang_up):
+async def test_server_of_another_protocol_is_refused(reply, hang_up):
     async with impostor(reply, hang_up=hang_up) as port:
         with pytest.raises(AuthenticationError, match=f"cannot use the store at {LOCAL}:{port}: .*b'(SSH|HTTP)"):
             await TCPStore(LOCAL, port, timeout=0.01).open()
 
 
 @pytest.mark.parametrize(("hang_up", "reason"), [(False, "does not answer"), (True, "closes the connection")])
-async def test_a_silent_server_is_not_taken_for_a_store(hang_up, reason):
+async def test_silent_server_is_refused(hang_up, reason):
     async with impostor(b"", hang_up=hang_up) as port:
         with pytest.raises(
             StoreUnavailableError, match=f"no store at {LOCAL}:{port}: something listens there but {reason}"
@@ -400,7 +400,7 @@ async def test_a_silent_server_is_not_taken_for_a_store(hang_up, reason):
             await TCPStore(LOCAL, port, timeout=0.01).open()
 
 
-async def test_silent_clients_keep_nobody_out(server):
+async def test_silent_clients_do_not_block_other_clients(server):
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(MIN_PLACES + 2):  # more than may be pending at a time
             await stack.enter_async_context(raw_connection(server))
@@ -409,23 +409,23 @@ async def test_silent_clients_keep_nobody_out(server):
         assert len(server._unproven) <= MIN_PLACES
 
 
-async def test_silent_clients_take_no_memory_for_tls():
+async def test_silent_clients_use_no_memory_for_tls():
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
     of_this_process()
-    before = resident()
+    before = resident_bytes()
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(MIN_PLACES):
             await stack.enter_async_context(raw_connection(server))
-        await until(lambda: len(server._greeting) == MIN_PLACES)
+        await until(lambda: len(server._unencrypted) == MIN_PLACES)
         async with client(server, encryption="tls") as store:  # came last, so all others have been looked at
             await store.set("k", b"1")
-        assert resident() - before < MIN_PLACES * (64 << 10)
+        assert resident_bytes() - before < MIN_PLACES * (64 << 10)
     await server.aclose()
 
 
-async def test_a_certificate_that_two_threads_have_made(monkeypatch):
-    """Each gets its own then, and later callers one of them: a connection has one, whichever it is."""
+async def test_connection_uses_one_of_several_made_certificates(monkeypatch):
+    """Threads that make certificates at the same time get different ones."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     monkeypatch.setattr(server._tls, "get", of_this_process.__wrapped__)
     server.start()
@@ -434,7 +434,7 @@ async def test_a_certificate_that_two_threads_have_made(monkeypatch):
     await server.aclose()
 
 
-async def test_who_does_not_speak_tls_is_closed_at_once():
+async def test_client_without_tls_is_disconnected_at_once():
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
     async with raw_connection(server) as (reader, writer):
@@ -445,7 +445,7 @@ async def test_who_does_not_speak_tls_is_closed_at_once():
 
 
 @pytest.mark.parametrize("encryption", ["none", "tls"])
-async def test_a_silent_client_is_closed_at_the_deadline(limits, encryption):
+async def test_silent_client_is_disconnected_at_the_deadline(limits, encryption):
     limits(store_handshake=0.01)
     server = StoreServer(LOCAL, 0, key=KEY, encryption=encryption)
     server.start()
@@ -456,7 +456,7 @@ async def test_a_silent_client_is_closed_at_the_deadline(limits, encryption):
 
 
 async def test_client_that_has_proven_the_key_has_no_deadline(limits):
-    """It sends CONFIRM after the server has closed another client, which came later, at its deadline."""
+    """The client sends CONFIRM after a later client was disconnected at its deadline."""
     limits(store_handshake=0.05)
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
@@ -474,8 +474,8 @@ async def test_client_that_has_proven_the_key_has_no_deadline(limits):
     await server.aclose()
 
 
-async def test_deadline_never_wins_against_a_message_that_has_arrived():
-    """All timers of the session fire in one callback, when HELLO is in the socket."""
+async def test_deadline_does_not_end_a_session_with_unread_data():
+    """All timers of the session fire in one callback while HELLO is unread in the socket."""
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
 
@@ -501,8 +501,8 @@ async def test_deadline_never_wins_against_a_message_that_has_arrived():
 @pytest.mark.usefixtures("uvloop_warm")
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("waits", [False, True])
-def test_timeout_never_wins_against_an_answer_that_has_arrived(server, name, waits):
-    """The loop of the client is blocked until the answer has come, and the timeout is over."""
+def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
+    """The client's loop is blocked until the reply has arrived and the timeout has expired."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
 
@@ -519,7 +519,7 @@ def test_timeout_never_wins_against_an_answer_that_has_arrived(server, name, wai
         runner.run(program())
 
 
-async def test_a_client_that_is_silent_once_it_is_encrypted_is_closed_too(limits):
+async def test_silent_encrypted_client_is_disconnected(limits):
     limits(store_handshake=0.5)
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
@@ -533,13 +533,13 @@ async def test_a_client_that_is_silent_once_it_is_encrypted_is_closed_too(limits
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_server_ends_while_a_client_is_not_encrypted_yet(begun):
+async def test_server_closes_during_the_tls_handshake_of_a_client(begun):
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
     async with raw_connection(server) as (reader, writer):
         if begun:
             writer.write(b"\x16\x03\x01\x02\x00\x01")
-        await until(lambda: server._greeting)
+        await until(lambda: server._unencrypted)
         await server.aclose()
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
@@ -548,7 +548,7 @@ async def test_a_server_ends_while_a_client_is_not_encrypted_yet(begun):
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(200), b"\xff" * 10_000, b"aioc" + bytes(500)]
 )
-async def test_garbage_is_answered_by_closing(server, garbage):
+async def test_garbage_closes_the_connection(server, garbage):
     async with client(server) as store:
         waiting = asyncio.create_task(store.get("k"))
         await asyncio.sleep(0)
@@ -560,7 +560,7 @@ async def test_garbage_is_answered_by_closing(server, garbage):
         assert await waiting == b"1"
 
 
-async def test_an_unproven_client_gets_nothing_done(server):
+async def test_unproven_client_cannot_use_the_store(server):
     async with raw_connection(server) as (reader, writer):
         handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
         writer.write(handshake.hello())
@@ -594,7 +594,7 @@ def frame(body: bytes) -> bytes:
         frame(b"\x91" * 2000),
     ],
 )
-async def test_a_broken_frame_ends_its_connection_only(server, sent):
+async def test_invalid_frame_closes_only_its_connection(server, sent):
     async with client(server) as store:
         async with raw_connection(server, authenticate=True) as (reader, writer):
             writer.write(sent)
@@ -604,14 +604,14 @@ async def test_a_broken_frame_ends_its_connection_only(server, sent):
         assert await store.get("k") == b"1"
 
 
-async def test_a_wrong_argument_on_the_wire_is_answered_with_an_error(server):
+async def test_invalid_argument_on_the_wire_gets_an_error_reply(server):
     async with raw_connection(server, authenticate=True) as (reader, writer):
         writer.write(frame(b"\x93\x01\xa3set\x92\xa1k\xa1v"))
         (nbytes,) = struct.unpack("!I", await reader.readexactly(4))
         assert b"value must be bytes, got str" in await reader.readexactly(nbytes)
 
 
-#: A call, what its result must not be, and what a server has never seen missing.
+#: By command: a call, and invalid results for it.
 CALLS = {
     "set": (lambda store: store.set("k", b""), [b"", 0]),
     "add": (lambda store: store.add("n", 1), [None, b"1", 1.0, True]),
@@ -634,8 +634,8 @@ WRONG_OUTCOMES = [3, -1, None, "0", [0], True, 1.0]
 
 
 @pytest.mark.parametrize("command", CALLS)
-async def test_answers_that_no_store_gives_end_the_connection_by_name(server, command, monkeypatch):
-    """Whatever a server says, a call raises one kind of error, at once."""
+async def test_invalid_reply_closes_the_connection_with_a_reason(server, command, monkeypatch):
+    """Every invalid reply raises the same kind of error at once."""
     call, results = CALLS[command]
     answers = [(0, wrong) for wrong in results]
     answers += [(1, wrong) for wrong in (None, b"", [], 7)]
@@ -647,7 +647,7 @@ async def test_answers_that_no_store_gives_end_the_connection_by_name(server, co
             await other.queue_push("q", b"")
             with monkeypatch.context() as lying:
                 replaced(lying, store_reply=lambda session, number, *_, say=answer: send(session, [number, *say]))
-                with pytest.raises(StoreUnavailableError, match=r"store 127.0.0.1:\d+: .* answer to " + command):
+                with pytest.raises(StoreUnavailableError, match=r"store 127.0.0.1:\d+: .* reply to " + command):
                     await call(store)
             await other.num_keys()
 
@@ -656,8 +656,8 @@ def send(session: Session, message: list) -> None:
     session.transport.write(pack(message))
 
 
-async def test_a_cancelled_wait_is_forgotten_with_its_answer(server):
-    """And not only when the connection ends."""
+async def test_cancelled_wait_is_removed_after_its_reply(server):
+    """The request is removed at once, and not only when the connection ends."""
     async with client(server) as store:
         for command in (store.get, store.queue_pop):
             waiting = asyncio.create_task(command("never"))
@@ -669,7 +669,7 @@ async def test_a_cancelled_wait_is_forgotten_with_its_answer(server):
             assert store._link._requests == {}
 
 
-async def test_port_in_use(server):
+async def test_port_in_use_is_named_in_the_error(server):
     with pytest.raises(
         StoreUnavailableError, match=f"cannot listen on {LOCAL}:{server.port}: .*choose another port or 0"
     ):
@@ -678,7 +678,7 @@ async def test_port_in_use(server):
         StoreServer("192.0.2.1", 0, key=KEY).start()
 
 
-async def test_unix_socket_file(tmp_path):
+async def test_unix_socket_file_is_private_and_removed(tmp_path):
     path = tmp_path / "socket"
     host = f"unix:{path}"
     async with TCPStore(host, 0, is_master=True) as master:
@@ -689,7 +689,7 @@ async def test_unix_socket_file(tmp_path):
     assert not path.exists()
 
 
-async def test_unix_socket_left_behind_is_replaced_but_no_other_file(tmp_path):
+async def test_only_a_stale_unix_socket_file_is_replaced(tmp_path):
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
@@ -713,7 +713,7 @@ async def test_server_closes_once_from_any_thread():
     server = StoreServer(LOCAL, 0, key=KEY)
     server.close()
     assert server.start() == (LOCAL, server.port)
-    with pytest.raises(RuntimeError, match="was started before"):
+    with pytest.raises(RuntimeError, match="has already been started"):
         server.start()
     threads = [threading.Thread(target=server.close) for _ in range(4)]
     for thread in threads:
@@ -725,7 +725,7 @@ async def test_server_closes_once_from_any_thread():
     assert not server._thread.is_alive()
 
 
-async def test_a_cancelled_aclose_can_be_repeated():
+async def test_cancelled_aclose_can_be_repeated():
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
     closing = asyncio.create_task(server.aclose())
@@ -737,7 +737,7 @@ async def test_a_cancelled_aclose_can_be_repeated():
     assert not server._thread.is_alive()
 
 
-async def test_a_master_that_fails_to_open_leaves_no_thread():
+async def test_master_that_fails_to_open_leaves_no_thread():
     with pytest.raises(StoreTimeoutError, match="1 of 2 clients"):
         await TCPStore(LOCAL, 0, 2, is_master=True, timeout=0.02, key=KEY)
     assert "aiocoll-store" not in {thread.name for thread in threading.enumerate()}
@@ -745,7 +745,7 @@ async def test_a_master_that_fails_to_open_leaves_no_thread():
 
 @pytest.fixture(scope="session")
 def uvloop_warm() -> None:
-    """uvloop's first loop opens a pipe that stays for the life of the process."""
+    """Start uvloop once: its first loop opens a pipe that stays until the process ends."""
     if uvloop is not None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(asyncio.sleep(0))
@@ -753,8 +753,8 @@ def uvloop_warm() -> None:
 
 @pytest.mark.usefixtures("uvloop_warm")
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
-def test_nothing_is_left_when_a_run_is_cancelled_in_the_middle(name, tmp_path):
-    """The leak check of every test does the asserting."""
+def test_cancelled_run_leaves_no_resources(name, tmp_path):
+    """The leak check of the test suite contains the assertions."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
     new_loop = uvloop.new_event_loop if name == "uvloop" else asyncio.new_event_loop
@@ -776,7 +776,7 @@ def test_nothing_is_left_when_a_run_is_cancelled_in_the_middle(name, tmp_path):
         runner.run(main())
 
 
-async def test_an_exception_while_a_request_is_carried_out_ends_its_connection_only(server, monkeypatch, caplog):
+async def test_exception_in_a_request_closes_only_its_connection(server, monkeypatch, caplog):
     async with client(server) as store:
         waiting = asyncio.create_task(store.get("k"))
         await store.num_keys()
@@ -794,7 +794,7 @@ async def test_an_exception_while_a_request_is_carried_out_ends_its_connection_o
     assert not [record for record in caplog.records if record.name == "asyncio"], "the loop had to end it"
 
 
-async def test_an_exception_while_a_wait_is_answered_ends_the_connection_that_waits(server, monkeypatch):
+async def test_exception_in_a_wait_reply_closes_only_the_waiting_client(server, monkeypatch):
     async with client(server) as store, client(server) as other:
         waiting = asyncio.create_task(other.get("k"))
         await other.num_keys()
@@ -810,15 +810,15 @@ async def test_an_exception_while_a_wait_is_answered_ends_the_connection_that_wa
         assert await store.check(["k"])
 
 
-async def test_a_client_joins_once(server):
+async def test_second_join_of_a_client_is_refused(server):
     async with raw_connection(server, authenticate=True) as (reader, writer):
         writer.write(frame(b"\x93\x01\xa4join\x91\x03") + frame(b"\x93\x02\xa4join\x91\x03"))
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
 
 
-async def test_opening_that_is_cancelled_once_it_is_encrypted_does_not_disturb_the_next_one(monkeypatch):
-    """Whose socket has the number of the one that was cancelled."""
+async def test_opening_cancelled_after_encryption_does_not_affect_the_next(monkeypatch):
+    """The next socket has the descriptor number of the cancelled one."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
 
@@ -835,7 +835,7 @@ async def test_opening_that_is_cancelled_once_it_is_encrypted_does_not_disturb_t
     await server.aclose()
 
 
-async def test_a_server_that_begins_anew_ends_connections_and_what_they_wait_for(server: StoreServer) -> None:
+async def test_server_forget_ends_connections_and_waits(server: StoreServer) -> None:
     async with client(server, world_size=1) as before, client(server, wait_for_workers=False) as waiting:
         await before.multi_set(["kept/1", "other"], [b"1", b"2"])
         await before.queue_push("queue", b"item")
@@ -850,8 +850,8 @@ async def test_a_server_that_begins_anew_ends_connections_and_what_they_wait_for
         assert await after.list_keys() == ["kept/1"]
         assert await after.queue_len("queue") == 0
         await after.queue_push("later", b"mine")
-        assert await after.queue_pop("later") == b"mine", "nobody of before takes it"
-    # Nor do those count that came before.
+        assert await after.queue_pop("later") == b"mine", "no earlier client takes it"
+    # Clients from before `forget` no longer count.
     late = client(server, world_size=2, timeout=0.2)
     with pytest.raises(StoreTimeoutError):
         await late.open()
