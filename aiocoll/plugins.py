@@ -10,7 +10,7 @@
 A distribution registers from the function that its entry point of the same name refers to. The function is called with
 the registry when the name is first used, and calls its `register`. A program may also call that itself.
 
-`aiocoll.testing.contracts` has the tests that every store and every transport must pass.
+`aiocoll.testing.contracts` has the tests that every store, transport and device must pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from aiocoll.backends import serve_device
 from aiocoll.elements.adapters import ADAPTER_VERSION, ArrayAdapter, adapters
 from aiocoll.elements.buffers import Buffer, share
 from aiocoll.elements.device import DeviceArray
-from aiocoll.group.dispatch.devices import DEVICE_VERSION, DeviceBackend, DeviceCalls, devices
+from aiocoll.group.dispatch.devices import (
+    DEVICE_VERSION,
+    DeviceBackend,
+    DeviceCalls,
+    devices,
+    receive_in_memory,
+    send_from_memory,
+)
+from aiocoll.group.prepared_call import PlannedCall, PreparedCall
 from aiocoll.loading import loading
 from aiocoll.registry import Registry
 from aiocoll.security.handshake import ConnKind
@@ -64,6 +72,8 @@ __all__ = [
     "DeviceCalls",
     "Header",
     "Link",
+    "PlannedCall",
+    "PreparedCall",
     "Registry",
     "Sink",
     "StoreOpener",
@@ -73,7 +83,9 @@ __all__ = [
     "adapters",
     "commands",
     "devices",
+    "receive_in_memory",
     "receive_message",
+    "send_from_memory",
     "send_message",
     "serve_device",
     "share",

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.matching.outbound import Content, OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.registry import Registry
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from aiocoll.engine.operations.composite import Make
     from aiocoll.group.prepared_call import PlannedCall, PreparedCall
 
-__all__ = ["DEVICE_VERSION", "DeviceBackend", "DeviceCalls", "devices"]
+__all__ = ["DEVICE_VERSION", "DeviceBackend", "DeviceCalls", "devices", "receive_in_memory", "send_from_memory"]
 
 #: Version of the interfaces `DeviceBackend` and `DeviceCalls`.
 DEVICE_VERSION: Final = 1
@@ -40,10 +42,23 @@ class DeviceCalls(Protocol):
         """
 
     def call(self, call: PlannedCall, at_once: bool) -> PreparedCall:
-        """Return a call on arrays that were checked; `at_once`: it starts now, on the current device."""
+        """Return the prepared form of a call on arrays that `check` accepted.
+
+        A backend whose memory the host can access returns `call` with NumPy arrays in `call.arrays`. The host then
+        carries out the call, alone or in a block.
+
+        Args:
+            call: the call, on arrays of the device.
+            at_once: whether the call starts now, on the current device.
+        """
 
     def batched(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
-        """Return what makes the operation of several collectives; `ordered`: it starts in the order of the program."""
+        """Return a function that makes one operation of several collectives.
+
+        Args:
+            calls: results of the method `call`, without those on NumPy arrays.
+            ordered: whether the operation starts in program order.
+        """
 
     def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
         """Let the messages of these arrays, which are started in the block, be one call of the device's library."""
@@ -103,3 +118,29 @@ class DeviceBackend(Protocol):
 
 #: Backends by kind of device.
 devices: Registry[DeviceBackend] = Registry("device", DEVICE_VERSION)
+
+
+def send_from_memory(comm: Communicator, data: memoryview, dst: int, tag: int, code: int) -> Make:
+    """Return a function that makes a send of host memory, for `DeviceCalls.sending`.
+
+    Args:
+        comm: this rank's part in the group.
+        data: contiguous bytes, unchanged until the send ends.
+        dst: rank of the receiver.
+        tag: of the message.
+        code: of the dtype.
+    """
+    return lambda _, completion: OutboundMessage(comm.matching, dst, tag, Content(code, data), completion)
+
+
+def receive_in_memory(comm: Communicator, data: memoryview, src: int | None, tag: int, code: int) -> Make:
+    """Return a function that makes a receive in host memory, for `DeviceCalls.receiving`.
+
+    Args:
+        comm: this rank's part in the group.
+        data: contiguous writable bytes, as many as the message has.
+        src: rank of the sender; None accepts any.
+        tag: of the message.
+        code: of the dtype.
+    """
+    return lambda _, completion: PostedReceive(comm.matching, src, tag, Content(code, data), completion)
