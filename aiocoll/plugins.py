@@ -36,6 +36,7 @@ from aiocoll.group.prepared_call import PlannedCall, PreparedCall
 from aiocoll.loading import loading
 from aiocoll.registry import Registry
 from aiocoll.security.handshake import ConnKind
+from aiocoll.shipped import COMMANDS
 from aiocoll.store.registry import STORE_VERSION, StoreOpener, StoreOptions, StoreRequest, stores
 from aiocoll.transport.base import Link, Sink
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
@@ -130,3 +131,4 @@ class Command:
 
 #: The commands by name.
 commands: Final = Registry[Command]("command", COMMAND_VERSION)
+commands.register_all({name: Command(*about) for name, about in COMMANDS.items()}, version=COMMAND_VERSION)
