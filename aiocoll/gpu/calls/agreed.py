@@ -304,7 +304,7 @@ class Agreed(Compared):
 
     def _copied(self, error: DeviceError | None) -> None:
         """The inputs are on the host: run the same plan there."""
-        if self._is_sound(error):
+        if self._continues(error):
             assert self._staged is not None
             arrays, plan, comm = self._staged.arrays, self._plan, self.comm
 
@@ -324,17 +324,13 @@ class Agreed(Compared):
 
     def _ended(self, error: DeviceError | None) -> None:
         """The device has finished."""
-        if self._is_sound(error):
+        if self._continues(error):
             self.ended(self.completion.value, None)
 
-    def _is_sound(self, error: DeviceError | None) -> bool:
-        """Record that the device has finished; return whether to continue."""
+    def _continues(self, error: DeviceError | None) -> bool:
+        """Record that the device has finished; return whether the operation continues."""
         self._flying = False
-        if self.done:
-            self._leave()
-        elif error is not None:
-            self._device_state.broken(error, self)
-        return not self.done
+        return self._device_state.continues(self, error, self._leave)
 
     def _flies(self, launched: Launched, last: bool = False) -> None:
         """The device has work of it enqueued; nothing follows if it is the `last`."""

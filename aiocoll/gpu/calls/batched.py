@@ -101,7 +101,7 @@ class BatchedCalls(Agreed):
 
     def _ended(self, error: Any) -> None:
         """The device has finished what NCCL carries out."""
-        if self._is_sound(error):
+        if self._continues(error):
             self.ended(None, None)
 
     def _begin_part(self, number: int, member: DeviceCall) -> None:

@@ -359,6 +359,20 @@ class DeviceState:
         cause.__cause__ = error
         comm.revoke(cause)
 
+    def continues(self, operation: Operation, error: DeviceError | None, leave: Callable[[], None]) -> bool:
+        """Handle the end of an operation's work on the device; return whether the operation continues.
+
+        Args:
+            operation: the operation, which may have ended before.
+            error: of the device.
+            leave: releases the resources of an operation that has ended.
+        """
+        if operation.done:
+            leave()
+        elif error is not None:
+            self.broken(error, operation)
+        return not operation.done
+
     def end(self) -> None:
         """The group has failed, or was closed."""
         self._is_over = True

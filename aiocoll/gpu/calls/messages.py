@@ -97,7 +97,7 @@ class _OneEnd(Operation):
 
     def landed(self, error: DeviceError | None) -> None:
         """NCCL has finished it."""
-        if self._is_sound(error):
+        if self._continues(error):
             self.complete()
 
     def hangs_here(self) -> bool:
@@ -131,14 +131,10 @@ class _OneEnd(Operation):
         self._flying = True
         self._enqueued.put(launched)
 
-    def _is_sound(self, error: DeviceError | None) -> bool:
-        """Record that the device has finished; return whether to continue."""
+    def _continues(self, error: DeviceError | None) -> bool:
+        """Record that the device has finished; return whether the operation continues."""
         self._flying = False
-        if self.done:
-            self._leave()
-        elif error is not None:
-            self._device_state.broken(error, self)
-        return not self.done
+        return self._device_state.continues(self, error, self._leave)
 
     def _leave(self) -> None:
         """Release the resources of this message, once the device has finished."""
@@ -202,7 +198,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
         self._flies(self._staged.copy_in(self.taken_marks(), (0,), self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
-        if self._is_sound(error):
+        if self._continues(error):
             self._message.view = self._staged.bytes_of(0)
             self._message.limit = self._message.total
             self.comm.channels[self.peer].kick(self._message)
@@ -298,7 +294,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
                 super().match(self.arrival)
 
     def _copied(self, error: DeviceError | None) -> None:
-        if self._is_sound(error):
+        if self._continues(error):
             self._end()
 
     def _end(self) -> None:
