@@ -97,7 +97,7 @@ LIMITS = {
     # devices
     "agreement_parting": ("aiocoll.gpu.calls.backend_agreement.PARTING",),
     "device_aborting": ("aiocoll.gpu.calls.communicator.ABORTING",),
-    "device_ask_every": ("aiocoll.gpu.calls.communicator.ASK_EVERY",),
+    "device_ask_every": ("aiocoll.gpu.calls.communicator.CHECK_EVERY",),
     "device_exiting": ("aiocoll.gpu.device.EXITING",),
     "kept_plans": ("aiocoll.group.dispatch.call_cache.PLANS",),
     "device_looks": ("aiocoll.gpu.waiter.LOOKS",),
@@ -213,14 +213,14 @@ PARTS = {
     "tune_measure": "aiocoll.cli.tune.measure",
     "tune_single_copy": "aiocoll.cli.tune.measure_single_copy",
     # devices
-    "device_ask": "aiocoll.gpu.calls.communicator.DeviceCommunicator._ask",
+    "device_ask": "aiocoll.gpu.calls.communicator.DeviceCommunicator._check_async_error",
     "device_decided": "aiocoll.gpu.calls.device_state.DeviceState._decided",
     "device_give_way": "aiocoll.gpu.calls.communicator.DeviceCommunicator._give_way",
     "device_given_way": "aiocoll.runtime.Runtime.give_way",
-    "device_judge": "aiocoll.gpu.calls.device_state.DeviceState.judge",
+    "device_judge": "aiocoll.gpu.calls.device_state.DeviceState.compare_calls",
     "device_launch": "aiocoll.gpu.device.Device.launch",
     "device_matched": "aiocoll.gpu.calls.matching.BatchMatching.matched",
-    "device_parted": "aiocoll.gpu.calls.communicator.DeviceCommunicator._parted",
+    "device_parted": "aiocoll.gpu.calls.communicator.DeviceCommunicator._wait_for_peers",
     "device_stage": "aiocoll.gpu.calls.agreed.Agreed._stage",
     "take_turn": "aiocoll.gpu.turns.Turns.take",
 }

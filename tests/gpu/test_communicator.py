@@ -251,7 +251,7 @@ async def test_no_abort_comes_while_a_thread_is_in_a_call(limits: Limits, caplog
         await until(calling.is_set)
         pg.abort("enough")
         await fails(pg, work, "enough")
-        await until(lambda: "or not come back from a call of it" in caplog.text)
+        await until(lambda: "or did not return from a call of it" in caplog.text)
         assert not end.aborted
         go_on.set()
         await until(lambda: end.aborted)

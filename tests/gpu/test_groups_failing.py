@@ -94,7 +94,7 @@ async def test_a_device_that_does_not_end(way: str, call: Any) -> None:
         work = called(pg, gpu, call, timeout=0.1 if pg.rank() == 1 else 10)
         match = (
             r"(ALLREDUCE|COALESCED) \(sequence \d\) .* rank 1, which called (ALLREDUCE|COALESCED).*"
-            "all ranks have called it, but device 1 is not done with it"
+            "all ranks have made this call, but device 1 has not finished it"
         )
         await fails(pg, work, match, CollectiveTimeoutError)
         if gate is not None:
@@ -336,8 +336,16 @@ async def test_what_fails_on_the_way_is_asked_for() -> None:
     ("hosts", "chosen", "match"),
     [
         ((0, 0, 0), None, "restart the process$"),
-        ((0, 1, 1), None, r"on 2 hosts.* name one .* in NCCL_SOCKET_IFNAME \(not set on this rank\) on all ranks"),
-        ((0, 1, 2), "docker0", r"on 3 hosts.* in NCCL_SOCKET_IFNAME \('docker0' on this rank\) on all ranks"),
+        (
+            (0, 1, 1),
+            None,
+            r"on 2 hosts.* set NCCL_SOCKET_IFNAME \(not set on this rank\) to an interface that does, on all ranks",
+        ),
+        (
+            (0, 1, 2),
+            "docker0",
+            r"on 3 hosts.* set NCCL_SOCKET_IFNAME \('docker0' on this rank\) to an interface that does",
+        ),
     ],
 )
 async def test_a_communicator_that_is_never_made(
@@ -352,7 +360,7 @@ async def test_a_communicator_that_is_never_made(
         comm_of(pg).hosts = hosts
         gpu.nccl.init_hangs = True
         work = pg.allreduce(ones(pg, gpu), timeout=0.2)
-        await fails(pg, work, f"NCCL has not made the communicator on device .: .*{match}", CollectiveTimeoutError)
+        await fails(pg, work, f"NCCL has not created the communicator on device .: .*{match}", CollectiveTimeoutError)
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -376,7 +384,7 @@ async def test_an_abort_that_does_not_come_back(limits: Limits, caplog: pytest.L
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
-    assert "NCCL has not aborted the communicator within 0.05 s" in caplog.text
+    assert "NCCL did not abort the communicator within 0.05 s" in caplog.text
 
 
 async def test_an_abort_that_fails(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ DEVICE_VERSION: Final = 1
 
 
 class DeviceCalls(Protocol):
-    """The calls of one group on the device of this rank, from its first call with a device array.
+    """The calls of one group on the device of this rank, from its first call on a device array.
 
     Attributes:
         kind: of the device.
@@ -34,10 +34,10 @@ class DeviceCalls(Protocol):
         """The kind of device."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
-        """Refuse arrays that the group cannot take, or not now; return whether the thread's device is theirs.
+        """Check the arrays of a call; return whether their device is the current device of the thread.
 
         Raises:
-            ValueError: they are on another device than those of earlier calls.
+            ValueError: the arrays are on another device than those of earlier calls.
             RuntimeError: the state of the caller's stream forbids calls.
         """
 
@@ -61,16 +61,16 @@ class DeviceCalls(Protocol):
         """
 
     def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
-        """Let the messages of these arrays, which are started in the block, be one call of the device's library."""
+        """Combine the messages of these arrays, which start in the block, in one call of the device's library."""
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
-        """Return what makes a send to rank `dst`; `code` is that of the dtype."""
+        """Return a function that makes a send to rank `dst`; `code` is the code of the dtype."""
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
-        """Return what makes a receive from rank `src`, or from any; `code` is that of the dtype."""
+        """Return a function that makes a receive from rank `src`, or any rank; `code` is the code of the dtype."""
 
     async def close(self) -> None:
-        """End the use of the device in order, if the other ranks do so too."""
+        """Close the device resources together with the other ranks, before the group ends."""
 
     async def release(self) -> None:
         """Release the device resources of the group, which has ended."""
@@ -80,9 +80,9 @@ class DeviceBackend(Protocol):
     """Collectives and messages on arrays of one kind of device.
 
     Attributes:
-        kind: of the device, as programs name it: "kind" and "kind:0" are devices of it.
+        kind: kind of device, as programs name it: "kind" and "kind:0" are devices of it.
         label: the kind in error messages.
-        library: the name of the backend that moves arrays between devices without the host.
+        library: name of the backend that moves arrays between devices without the host.
     """
 
     @property
@@ -98,21 +98,21 @@ class DeviceBackend(Protocol):
         """The backend that moves arrays between devices without the host."""
 
     def count(self) -> int:
-        """Return how many devices of the kind this process may use."""
+        """Return the number of devices that this process may use."""
 
     def calls(
         self, comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
     ) -> DeviceCalls:
-        """Return the calls of a group that is called with arrays of this kind for the first time.
+        """Make the calls of a group, at its first call on arrays of this kind.
 
         Args:
             comm: this rank's part in the group.
-            arrays: of the call; None where this rank has none.
-            forced: the group must use `library`.
-            ahead: launch calls before they are compared, if all ranks do.
+            arrays: arrays of the call; None where this rank has none.
+            forced: whether the group must use `library`.
+            ahead: whether to launch calls before they are compared, if all ranks do.
 
         Raises:
-            BackendUnavailableError: the device cannot be used; the message says what to install.
+            BackendUnavailableError: the device cannot be used; the message names the package to install.
         """
 
 

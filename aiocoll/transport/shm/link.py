@@ -48,7 +48,7 @@ _unpack = ENTRY.unpack_from
 
 
 class OwnPart(NamedTuple):
-    """This rank's part of a link: its doorbell with its outbox, and its lane for the peer.
+    """The part of a link that this rank owns: its doorbell with its outbox, and its lane for the peer.
 
     Attributes:
         layout: the layout of the link's region.
