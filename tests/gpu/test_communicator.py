@@ -17,9 +17,7 @@ from aiocoll.gpu.waiter import AT_MOST
 
 from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host
-from .test_groups import allreduced
-from .test_groups_failing import called, fails, ones
+from .groups import Gpus, allreduced, called, fails, gpus, host, ones
 
 
 def of(pg: ProcessGroup) -> DeviceCommunicator:

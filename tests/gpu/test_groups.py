@@ -29,17 +29,10 @@ from ..fakes.arrays import FakeArray
 from ..internals import Limits, comm_of, dispatcher_of, plans_of, set_nccl_only
 from ..ranks import run_ranks, until
 from ..reductions import numpy_dtype
-from .groups import WAYS, Gpus, gpus, host
+from .groups import WAYS, Gpus, allreduced, gpus, host
 from .stub_cupy import forget
 
 both = pytest.mark.parametrize("way", WAYS)
-
-
-async def allreduced(pg: ProcessGroup, gpu: Gpus, **more: Any) -> None:
-    """Allreduce something, and find it right."""
-    tensor = gpu.tensor(np.full(4, pg.rank() + 1.0), pg.rank())
-    assert await pg.allreduce(tensor, **more) is tensor
-    assert host(tensor).tolist() == [pg.size() * (pg.size() + 1) / 2] * 4
 
 
 # -- without a GPU

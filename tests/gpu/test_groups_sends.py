@@ -27,8 +27,7 @@ from aiocoll.gpu.calls import matching
 from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replaced
 from ..ranks import LINKS, run_ranks, until
 from ..reductions import WIDE
-from .groups import Gpus, gpus, host, is_native
-from .test_groups import allreduced
+from .groups import Gpus, allreduced, gpus, host, is_native
 
 #: Elements of 8 bytes that go by NCCL, and the most that do not.
 LARGE, SMALL = EAGER_WINDOW // 8 + 1, EAGER_WINDOW // 8
