@@ -49,7 +49,7 @@ class Kernels(Protocol):
 
 
 class Cuda(Protocol):
-    """The CUDA runtime of this process; every call raises `DeviceError` when it fails.
+    """CUDA runtime of this process; every call raises `DeviceError` when it fails.
 
     Attributes:
         kernels: kernels on streams of this runtime.
@@ -137,7 +137,7 @@ class Cuda(Protocol):
 
 
 class NcclCommunicator(Protocol):
-    """One rank's end of a communicator. Dtypes and ops are NCCL's numbers; `stream` as in `Cuda`."""
+    """End of a communicator on one rank. Dtypes and ops are NCCL's numbers; `stream` as in `Cuda`."""
 
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         """Reduce over all ranks into every rank's `target`; source may be target."""
@@ -171,7 +171,7 @@ class NcclCommunicator(Protocol):
 
 
 class Nccl(Protocol):
-    """The NCCL library of this process; every call raises `DeviceError` when it fails, and may block."""
+    """NCCL library of this process; every call raises `DeviceError` when it fails, and may block."""
 
     def version(self) -> int:
         """Return the version of NCCL, such as 22809."""

@@ -1,4 +1,4 @@
-"""The backend of CUDA devices, by which the core uses this package; the first call loads the rest."""
+"""Backend of CUDA devices, by which the core uses this package; the first call loads the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CUDA"]
 
 
 class _CudaBackend:
-    """The backend for CUDA arrays: calls by NCCL, or through the host."""
+    """Backend for CUDA arrays: calls by NCCL, or through the host."""
 
     kind = KIND
     label = LABEL

@@ -23,7 +23,7 @@ NBYTES = 1 << 20
 
 
 class Bounce:
-    """The page-locked block of one device, through which copies go one after the other.
+    """Page-locked block of one device, through which copies go one after the other.
 
     Args:
         cuda: the CUDA runtime.

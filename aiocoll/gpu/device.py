@@ -40,7 +40,7 @@ EXITING = 5.0
 
 
 class Device:
-    """One device of this process, shared by all groups and loops; see `Device.of`.
+    """A device of this process, shared by all groups and loops; see `Device.of`.
 
     A device has one launcher thread, and a completion thread for each stream.
 
@@ -242,7 +242,7 @@ class Device:
 
     @property
     def is_launching(self) -> bool:
-        """Whether the launcher has a queued or running call."""
+        """True if the launcher has a queued or running call."""
         return self._launcher.is_busy
 
     def mark(self, stream: int, is_checked: bool = False) -> int:

@@ -15,7 +15,7 @@ _MOST = 2**32 - 1
 
 
 class EndWord:
-    """The end word of one device: the number of the last followed call that has ended, one call at a time.
+    """End word of one device: the number of the last followed call that has ended, one call at a time.
 
     Args:
         cuda: the CUDA runtime.

@@ -26,7 +26,7 @@ __all__ = ["Lane", "LaunchOrder"]
 
 
 class LaunchOrder:
-    """The groups on one device, and the order of their calls; thread-safe."""
+    """Groups on one device, and the order of their calls; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class LaunchOrder:
 
     @property
     def is_used(self) -> bool:
-        """Whether any group is on the device."""
+        """True if any group is on the device."""
         return bool(self._lanes)
 
     def join(self, group: int, crowded: Callable[[], None]) -> Lane:
@@ -144,7 +144,7 @@ class _Entry:
 
 
 class Lane:
-    """One group on one device; numbers identify its calls.
+    """A group on one device; numbers identify its calls.
 
     Attributes:
         group: id of the group.

@@ -1,4 +1,4 @@
-"""The launcher thread of a device, and `Launched`, a call in flight.
+"""Launcher thread of a device, and `Launched`, a call in flight.
 
 NCCL may block its caller, and lets only one thread of a process call it for a device at a time. So the event loop makes
 a call itself only if the call cannot block, and while the launcher thread is idle.
@@ -81,11 +81,11 @@ class LaunchThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is queued or running."""
+        """True if a call is queued or running."""
         return self._unfinished > 0
 
     def is_wanted(self) -> bool:
-        """Whether a call is queued."""
+        """Return whether a call is queued."""
         return not self._queue.empty()
 
     def stop(self, seconds: float) -> bool:

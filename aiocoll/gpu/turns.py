@@ -11,7 +11,7 @@ __all__ = ["Turn", "Turns"]
 
 
 class Turns:
-    """The turns of one device; thread-safe."""
+    """Turns of one device; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class Turns:
 
 
 class Turn:
-    """One turn on a device."""
+    """A turn on a device."""
 
     def __init__(self, turns: Turns, call: Callable[[], None]) -> None:
         self._turns = turns

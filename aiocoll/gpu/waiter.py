@@ -45,7 +45,7 @@ LOOKS = 32
 
 
 class CompletionThread:
-    """The unfinished calls of one stream, in order, and a daemon thread that waits for them.
+    """A daemon thread that waits for the unfinished calls of one stream, in order.
 
     Args:
         cuda: the CUDA runtime.
@@ -88,7 +88,7 @@ class CompletionThread:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all calls have ended."""
+        """True if all calls have ended."""
         return not self._admitted
 
     def admit(self, launch: Callable[[], None]) -> bool:

@@ -71,7 +71,7 @@ class DeviceCall(PlannedCall):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether it is a collective on CUDA arrays: True."""
+        """True: it is a collective on CUDA arrays."""
         return True
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
@@ -84,7 +84,7 @@ class DeviceCall(PlannedCall):
 
 
 class Agreed(Compared):
-    """One rank's part in one collective on CUDA arrays.
+    """A collective on CUDA arrays, seen by one rank.
 
     Args:
         call: the call of this rank.
@@ -227,7 +227,7 @@ class Agreed(Compared):
                 self._device_state.decided(self, *verdict)
 
     def broadcast_verdict(self, numbers: Mapping[int, int], staged: bool) -> None:
-        """As rank 0, send all ranks the verdict to start the call, each with its own number."""
+        """Send all ranks the verdict to start the call, each with its own number, as rank 0."""
         said = {number: msgpack.packb([number, staged]) for number in set(numbers.values())}
         self._send({rank: said[numbers[rank]] for rank in self.comm.others})
         self._device_state.decided(self, numbers[0], staged)

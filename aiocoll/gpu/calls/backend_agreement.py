@@ -38,7 +38,7 @@ PARTING = 5.0
 
 
 class BackendAgreement:
-    """One rank's part in the agreement.
+    """Backend agreement of a group, seen by one rank.
 
     Args:
         comm: this rank's part in the group.

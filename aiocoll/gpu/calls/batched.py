@@ -20,7 +20,7 @@ __all__ = ["BatchedCalls"]
 
 
 class BatchedCalls(Agreed):
-    """One rank's part in several collectives on CUDA arrays; no collective writes to memory that another one uses.
+    """Several collectives on CUDA arrays, seen by one rank; none writes to memory that another one uses.
 
     Args:
         members: the calls, in the order common to all ranks.

@@ -25,7 +25,7 @@ _KINDS = ("called", "confirmed", "pace", "halted", "compare", "differs")
 
 
 class CallOrder:
-    """One rank's part in the order of calls.
+    """Order of a group's calls, seen by one rank.
 
     Args:
         comm: this rank's part in the group.
@@ -59,11 +59,11 @@ class CallOrder:
             self._comparison = CallComparison(size, self.program, pacing, self._compare)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """As rank 0, give a numbered operation its place among all calls; see `Pacing.place`."""
+        """Give a numbered operation its place among all calls, as rank 0; see `Pacing.place`."""
         self._as_rank_0().pacing.place(begin)
 
     def share(self, tell: Callable[[], None]) -> None:
-        """As rank 0, stop all ranks from launching ahead; see `Pacing.share`."""
+        """Stop all ranks from launching ahead, as rank 0; see `Pacing.share`."""
         self._as_rank_0().pacing.share(tell)
 
     def needs(self, peer: int, position: int) -> bool:

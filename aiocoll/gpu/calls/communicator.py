@@ -1,4 +1,4 @@
-"""The NCCL communicator of a group on this rank, from its creation to its end.
+"""NCCL communicator of a group on this rank, from its creation to its end.
 
 An NCCL call may block until all ranks have made it. The device's launcher thread makes the calls that may block.
 Aborting or destroying a communicator may block, too, and runs in a thread of its own. It never runs while another
@@ -45,7 +45,7 @@ KEPT = 256
 
 
 class DeviceCommunicator:
-    """One rank's end of a communicator.
+    """End of a communicator on one rank.
 
     Args:
         comm: this rank's part in the group.

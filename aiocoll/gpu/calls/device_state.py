@@ -1,4 +1,4 @@
-"""The state of a group on the device of this rank: its backend, the order of its calls, and device failures."""
+"""State of a group on the device of this rank: its backend, the order of its calls, and device failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RELEASE = 5.0
 
 
 class DeviceState:
-    """The state of one group from its first call on CUDA arrays.
+    """State of one group from its first call on CUDA arrays.
 
     Args:
         comm: this rank's part in the group.
@@ -125,7 +125,7 @@ class DeviceState:
             call.join_program_order(self.order, ahead=True)
 
     def compare_calls(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
-        """As rank 0, compare the calls of all ranks; return their difference, or let them start in their turn."""
+        """Compare the calls of all ranks, as rank 0; return their difference, or let them start in their turn."""
         # Fast path: usually all ranks send the same bytes.
         alike = all(each == said[0] for each in said)
         told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
@@ -138,7 +138,7 @@ class DeviceState:
         return found
 
     def _begin_complete(self) -> None:
-        """As rank 0, number the complete calls once the backend is decided."""
+        """Number the complete calls once the backend is decided, as rank 0."""
         if self.decision is None:
             return
         complete, self._complete = self._complete, []
@@ -152,7 +152,7 @@ class DeviceState:
         operation.broadcast_verdict(self._number_all(not staged and operation.is_native()), staged)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """As rank 0, give an NCCL operation its place; `begin` takes whether it must be staged instead."""
+        """Give an NCCL operation its place, as rank 0; `begin` takes whether it must be staged instead."""
         if self.order is None:
             begin(False)
         else:
@@ -162,7 +162,7 @@ class DeviceState:
         return self.number(range(len(self.comm.ranks)), native)
 
     def number(self, ranks: Iterable[int], native: bool) -> dict[int, int]:
-        """As rank 0, assign the next number on each of these ranks; `native` operations may also need a slot."""
+        """Assign the next number on each of these ranks, as rank 0; `native` operations may also need a slot."""
         for rank in ranks:
             self._numbered[rank] += 1
         numbers = {rank: self._numbered[rank] for rank in ranks}
@@ -297,7 +297,7 @@ class DeviceState:
             self._make(decision)
 
     def _gather(self, then: Callable[[], None]) -> None:
-        """As rank 0, call `then` once every call launched ahead is certain to start on all ranks."""
+        """Call `then` once every call launched ahead is certain to start on all ranks, as rank 0."""
         if self.order is None:
             then()
         else:

@@ -1,4 +1,4 @@
-"""The enqueued state of a call, for which `Work.on_stream` waits: all its work is on a stream of the device."""
+"""Enqueued state of a call, for which `Work.on_stream` waits: all its work is on a stream of the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Enqueued"]
 
 
 class Enqueued:
-    """Whether the work of one call is enqueued.
+    """Enqueued state of one call.
 
     Args:
         completion: completion of the call.

@@ -40,7 +40,7 @@ class Match(NamedTuple):
 
 
 class MessageBatch(NamedTuple):
-    """The batch of one end of a message.
+    """Batch of one end of a message.
 
     Attributes:
         rank: rank of that end.

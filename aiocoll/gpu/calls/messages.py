@@ -34,14 +34,14 @@ _BYTES = np.dtype(np.uint8)
 
 
 class DeviceContent(NamedTuple):
-    """The content of a message of a CUDA array: the code of its dtype, and the array at this end."""
+    """Content of a message of a CUDA array: the code of its dtype, and the array at this end."""
 
     code: int
     array: DeviceArray
 
 
 class _OneEnd(Operation):
-    """One end of a message, and its work on the device: a copy to or from the host, or NCCL calls.
+    """End of a message, and its work on the device: a copy to or from the host, or NCCL calls.
 
     Attributes:
         array: array to send, or to receive in.

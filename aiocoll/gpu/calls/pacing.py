@@ -136,7 +136,7 @@ class Pacing:
 
     @property
     def _is_even(self) -> bool:
-        """Whether all ranks have made every launched call, and launch no more."""
+        """True if all ranks have made every launched call, and launch no more."""
         return self._state == PACED and self._confirmed >= self._through
 
     def _let_through(self, position: int) -> None:

@@ -96,7 +96,7 @@ class ProgramOrder:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all calls that may start have started, so that a later operation may start too."""
+        """True if all calls that may start have started, so that a later operation may start too."""
         return self.through is None or self.started >= self.through
 
     def add(self, call: Agreed, terms: bytes, seq: int, *, is_numbered: bool) -> None:

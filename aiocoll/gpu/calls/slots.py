@@ -29,7 +29,7 @@ __all__ = ["INITIAL", "Slots"]
 
 #: Seconds that a call waits for its time before it is staged.
 PATIENCE = 0.02
-#: The slot in which the communicator is made.
+#: Slot of the communicator's creation.
 INITIAL = 0
 _KINDS = ("crowded", "shared", "slot")
 
@@ -50,7 +50,7 @@ class _Slot:
 
 
 class Slots:
-    """One rank's part in the slots of a group.
+    """Slots of a group, seen by one rank.
 
     Args:
         comm: this rank's part in the group.
