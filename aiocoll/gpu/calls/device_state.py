@@ -138,7 +138,7 @@ class DeviceState:
         return found
 
     def _begin_complete(self) -> None:
-        """Number the complete calls once the backend is decided, as rank 0."""
+        """Assign numbers to the complete calls once the backend is decided, as rank 0."""
         if self.decision is None:
             return
         complete, self._complete = self._complete, []
