@@ -41,12 +41,11 @@ Modules: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.test
 
 # The layers are in docs/architecture.md: a module imports only from layers below its own, or from its own folder.
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from aiocoll import errors, hooks, shipped  # noqa: F401 - `shipped` fills the registries
 from aiocoll.backends import Backend, BackendConfig, register_backend
-from aiocoll.blocking import BlockingGroup
-from aiocoll.elastic import elastic
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.matching.probe import Envelope
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
@@ -56,6 +55,7 @@ from aiocoll.group.dispatch.dispatcher import PROC_NULL
 from aiocoll.group.messages import Recv, Send
 from aiocoll.group.plans import CallPlan
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.loading import loading
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.rendezvous.tickets import Meeting, Ticket
@@ -63,6 +63,8 @@ from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
+    from aiocoll.blocking import BlockingGroup
+    from aiocoll.elastic_groups import elastic
     from aiocoll.store import RedisStore
 
 __version__ = "0.1.0"
@@ -99,11 +101,27 @@ __all__ = [
 __all__ += errors.__all__
 
 
-def __getattr__(name: str) -> Any:
-    """Load `RedisStore` on first use."""
-    if name == "RedisStore":
-        from aiocoll.store import RedisStore
+#: Modules of public names, and of public modules (None), that are loaded on first use.
+_LATER: dict[str, str | None] = {
+    "BlockingGroup": "aiocoll.blocking",
+    "RedisStore": "aiocoll.redis.store",
+    "elastic": "aiocoll.elastic_groups",
+    "loops": None,
+    "plugins": None,
+}
 
-        globals()[name] = RedisStore
-        return RedisStore
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """Load a name of `_LATER` on first use."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with loading(f"`aiocoll.{name}`"):
+        module = _LATER[name]
+        found = import_module(f"aiocoll.{name}") if module is None else getattr(import_module(module), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the names of this module, with those that are not loaded yet."""
+    return sorted({*globals(), *_LATER})

@@ -10,7 +10,7 @@
 A distribution has an entry point with the name of the implementation. It refers to a function that takes the registry
 and calls `register`. aiocoll calls the function when the name is first used. A program may also call `register` itself.
 
-`aiocoll.testing.contracts` has the tests that every store and every transport must pass.
+`aiocoll.testing.contracts` has the tests that every store, transport and device must pass.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from aiocoll.backends import serve_device
 from aiocoll.elements.adapters import ADAPTER_VERSION, ArrayAdapter, adapters
 from aiocoll.elements.buffers import Buffer, share
 from aiocoll.elements.device import DeviceArray
-from aiocoll.group.dispatch.devices import DEVICE_VERSION, DeviceBackend, DeviceCalls, devices
+from aiocoll.group.dispatch.devices import (
+    DEVICE_VERSION,
+    DeviceBackend,
+    DeviceCalls,
+    devices,
+    receive_in_memory,
+    send_from_memory,
+)
+from aiocoll.group.prepared_call import PlannedCall, PreparedCall
 from aiocoll.loading import loading
 from aiocoll.registry import Registry
 from aiocoll.security.handshake import ConnKind
+from aiocoll.shipped import COMMANDS
 from aiocoll.store.registry import STORE_VERSION, StoreOpener, StoreOptions, StoreRequest, stores
 from aiocoll.transport.base import Link, Sink
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
@@ -64,6 +73,8 @@ __all__ = [
     "DeviceCalls",
     "Header",
     "Link",
+    "PlannedCall",
+    "PreparedCall",
     "Registry",
     "Sink",
     "StoreOpener",
@@ -73,7 +84,9 @@ __all__ = [
     "adapters",
     "commands",
     "devices",
+    "receive_in_memory",
     "receive_message",
+    "send_from_memory",
     "send_message",
     "serve_device",
     "share",
@@ -118,3 +131,4 @@ class Command:
 
 #: The commands by name.
 commands: Final = Registry[Command]("command", COMMAND_VERSION)
+commands.register_all({name: Command(*about) for name, about in COMMANDS.items()}, version=COMMAND_VERSION)

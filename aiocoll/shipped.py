@@ -5,9 +5,10 @@ from __future__ import annotations
 from aiocoll.backends import serve_device
 from aiocoll.elements.adapters import ADAPTER_VERSION, adapters
 from aiocoll.group.dispatch.devices import DEVICE_VERSION, devices
-from aiocoll.plugins import COMMAND_VERSION, STORE_VERSION, TRANSPORT_VERSION, Command, commands, stores, transports
+from aiocoll.store.registry import STORE_VERSION, stores
+from aiocoll.transport.registry import TRANSPORT_VERSION, transports
 
-__all__: list[str] = []
+__all__ = ["COMMANDS"]
 
 stores.register_all(
     {
@@ -26,22 +27,20 @@ transports.register_all(
     },
     version=TRANSPORT_VERSION,
 )
-commands.register_all(
-    {
-        "run": Command("start the ranks of a program", "aiocoll.cli.run:configure"),
-        "bench": Command("measure the collectives on this machine", "aiocoll.cli.bench:configure"),
-        "doctor": Command(
-            "check this host, and the connections to other hosts, for problems and causes of slowness",
-            "aiocoll.cli.doctor:configure",
-        ),
-        "top": Command("watch the ranks of a running job", "aiocoll.cli.top.command:configure"),
-        "trace": Command(
-            "find in the dumps of ranks which collective diverged first and which ranks are missing",
-            "aiocoll.cli.trace:configure",
-        ),
-    },
-    version=COMMAND_VERSION,
-)
+#: By name of the command: a line of help, and the function that adds its arguments. `aiocoll.plugins` registers them.
+COMMANDS = {
+    "run": ("start the ranks of a program", "aiocoll.cli.run:configure"),
+    "bench": ("measure the collectives on this machine", "aiocoll.cli.bench:configure"),
+    "doctor": (
+        "check this host, and the connections to other hosts, for problems and causes of slowness",
+        "aiocoll.cli.doctor:configure",
+    ),
+    "top": ("watch the ranks of a running job", "aiocoll.cli.top.command:configure"),
+    "trace": (
+        "find in the dumps of ranks which collective diverged first and which ranks are missing",
+        "aiocoll.cli.trace:configure",
+    ),
+}
 
 # Error messages name the adapters in this order.
 adapters.register_all(

@@ -30,7 +30,7 @@ MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors
 #: Classes of which programs get instances from calls, whose constructors are not for them; found by name, wherever
 #: they are defined.
 HANDED_OUT = ("CallPlan", "CartesianGroup", "Estimate", "FlightRecorder", "GroupStats", "OperationStats", "PeerStats",
-              "Predicted", "ProcessGroup", "Work")  # fmt: skip
+              "PlannedCall", "Predicted", "ProcessGroup", "Work")  # fmt: skip
 
 #: The methods behind operators and statements that a class may promise.
 OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__bool__", "__call__", "__contains__",

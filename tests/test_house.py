@@ -648,6 +648,41 @@ def test_the_public_names_exist() -> None:
     assert not missing
 
 
+#: Modules of the edge that `import aiocoll` loads.
+LOADED_WITH_IT = {
+    "aiocoll": "the public names",
+    "shipped": "the table of what the registries have, by name; it imports registries of base and core only",
+}
+
+
+def test_importing_it_loads_no_edge() -> None:
+    loaded = run("import sys, aiocoll; print(*(name for name in sys.modules if name.split('.')[0] == 'aiocoll'))")
+    names = {name.removeprefix("aiocoll.") for name in loaded.split()}
+    assert {"group.process_group", "rendezvous.new_group"} <= names
+    assert {name for name in names if folder(name) in HOUSES["edge"]} == LOADED_WITH_IT.keys()
+    assert not {name for name in imports("shipped") if folder(name) in HOUSES["edge"]}
+
+
+def test_public_names_that_are_loaded_on_first_use_are_as_others() -> None:
+    code = """
+import aiocoll
+later = sorted({*aiocoll.__all__} - {*vars(aiocoll)})
+assert {*aiocoll.__all__, "loops", "plugins", "__version__"} <= {*dir(aiocoll)}
+assert aiocoll.plugins.commands and aiocoll.loops.LoopThread
+import aiocoll.elastic_groups
+namespace = {}
+exec("from aiocoll import *", namespace)
+assert all(namespace[name] is getattr(aiocoll, name) for name in aiocoll.__all__)
+assert callable(aiocoll.elastic)
+try:
+    aiocoll.no_such_name
+except AttributeError as error:
+    assert str(error) == "module 'aiocoll' has no attribute 'no_such_name'"
+    print(*later)
+"""
+    assert run(code) == "BlockingGroup RedisStore elastic"
+
+
 def test_importing_it_loads_nothing_heavy_and_starts_nothing() -> None:
     code = f"""
 import sys, threading, numpy, pathlib

@@ -1,4 +1,4 @@
-"""The backend of CUDA devices, by which the core uses this package; it loads the rest with the first call."""
+"""Backend of CUDA devices, by which the core uses this package; the first call loads the rest."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["CUDA"]
 
 
 class _CudaBackend:
-    """Calls on CUDA arrays, by NCCL or through the host."""
+    """Backend for CUDA arrays: calls by NCCL, or through the host."""
 
     kind = KIND
     label = LABEL
     library = LIBRARY
 
     def count(self) -> int:
-        """Return how many CUDA devices this process may use."""
+        """Return the number of CUDA devices that this process may use."""
         from aiocoll.gpu.provider import device_count  # few groups are given a device
 
         return device_count()
@@ -33,7 +33,7 @@ class _CudaBackend:
     def calls(
         self, comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
     ) -> CudaCalls:
-        """Return the calls of a group that is called with CUDA arrays for the first time."""
+        """Make the calls of a group, at its first call on CUDA arrays."""
         with loading("CUDA arrays"):
             from aiocoll.gpu.calls.device_calls import CudaCalls  # with all that a GPU needs
 

@@ -18,18 +18,18 @@ from aiocoll.gpu.api import Cuda
 
 __all__ = ["Bounce"]
 
-#: Bytes of the block: enough for most of the speed of large copies.
+#: Size of the block in bytes: enough for nearly the full speed of large copies.
 NBYTES = 1 << 20
 
 
 class Bounce:
-    """The block of one device; copies wait for each other.
+    """Page-locked block of one device, through which copies go one after the other.
 
     Args:
-        cuda: the runtime.
+        cuda: the CUDA runtime.
 
     Raises:
-        DeviceError: no memory is left that could be locked.
+        DeviceError: no memory could be page-locked.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -38,10 +38,10 @@ class Bounce:
         self._block = cuda.pinned(NBYTES)
 
     def copy(self, pairs: Sequence[tuple[NDArray[Any], int]], *, to_host: bool) -> None:
-        """Copy between arrays of the host and addresses on the thread's device; return when that is done.
+        """Copy between host arrays and addresses on the thread's device; block until the end.
 
         Raises:
-            DeviceError: it cannot be done.
+            DeviceError: CUDA has refused.
         """
         cuda, block = self._cuda, self._block
         stream, event = cuda.stream_create(), cuda.event_create(sleeps=True)

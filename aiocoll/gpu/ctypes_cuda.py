@@ -1,7 +1,7 @@
-"""CUDA by ctypes, over libcuda alone: for machines that have torch, with its libraries, and no CuPy.
+"""CUDA by ctypes and libcuda, for machines with torch and its libraries but without CuPy.
 
-ctypes releases the GIL in every call. Signatures and numbers are those of cuda.h; names end in _v2 where the header
-replaces them so. Multiplying on a device, which the driver has no function for, is torch's.
+ctypes releases the GIL in every call. Signatures and numbers come from cuda.h. Names end in _v2 where the header
+defines them so. The driver has no function that multiplies on a device, so torch does that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aiocoll.gpu.driver import Driver
 __all__ = ["SIGNATURES", "CtypesCuda"]
 
 _INT, _UINT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
-#: Arguments of the functions that are used besides those of `Driver`. Handles and addresses are as wide as pointers.
+#: Arguments of functions, in addition to those of `Driver`. Handles and addresses are as wide as pointers.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (_POINTER,),
     "cuDeviceGetCount": (_POINTER,),
@@ -56,10 +56,10 @@ class CtypesCuda(Driver):
     """`Cuda` by the driver.
 
     Args:
-        library: libcuda, as `ctypes.CDLL` has loaded it.
+        library: libcuda, as returned by `ctypes.CDLL`.
 
     Raises:
-        DeviceError: it cannot be used.
+        DeviceError: the driver cannot be used.
     """
 
     def __init__(self, library: Any) -> None:
@@ -70,11 +70,11 @@ class CtypesCuda(Driver):
         self.kernels: Kernels = _TorchKernels()
 
     def version(self) -> int:
-        """Return the version of CUDA that the driver has, such as 12080."""
+        """Return the CUDA version of the driver, such as 12080."""
         return self._number("cuDriverGetVersion")
 
     def device_count(self) -> int:
-        """Return how many devices this process may use."""
+        """Return the number of devices that this process may use."""
         return self._number("cuDeviceGetCount")
 
     def bus_id(self, device: int) -> str:
@@ -99,7 +99,7 @@ class CtypesCuda(Driver):
             return _NO_DEVICE
 
     def has_context(self, device: int) -> bool:
-        """Whether this process has a context on the device, if it is one."""
+        """Return whether this process has a context on the device; False for `_NO_DEVICE`."""
         return device != _NO_DEVICE and super().has_context(device)
 
     def stream_create(self) -> int:
@@ -111,7 +111,7 @@ class CtypesCuda(Driver):
         self._call("cuStreamDestroy_v2", stream)
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether work for `stream` is being captured into a graph."""
+        """Return whether work for `stream` is being captured into a graph."""
         status = ctypes.c_int()
         self._call("cuStreamIsCapturing", stream, ctypes.byref(status))
         return bool(status.value)
@@ -155,11 +155,11 @@ class CtypesCuda(Driver):
         self._call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
 
     def scratch(self, nbytes: int, stream: int) -> int:
-        """Return the address of new memory on the device of `stream`, for later work on it."""
+        """Return the address of new device memory, for later work on `stream`."""
         return self._address("cuMemAllocAsync", nbytes, stream)
 
     def scratch_free(self, address: int, stream: int) -> None:
-        """Free what `scratch` has returned, behind the work that is on `stream` now."""
+        """Free the memory from `scratch` after the work that is on `stream` now."""
         self._call("cuMemFreeAsync", address, stream)
 
     def _number(self, name: str, *args: Any) -> int:
@@ -177,7 +177,7 @@ class _TorchKernels:
     """`Kernels` by torch."""
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Write the products of `count` elements and `factor`."""
+        """Multiply `count` elements of `source` by `factor` into `target`."""
         torch = sys.modules.get("torch")
         kind = by_name(dtype)
         if kind.kind not in ("half", "float", "complex") or kind.itemsize == 1:
@@ -194,7 +194,7 @@ class _TorchKernels:
 
 
 class _Pinned:
-    """Page-locked memory as an array, which is freed with its last view."""
+    """Page-locked memory for a NumPy array; the last view frees it."""
 
     def __init__(self, address: int, nbytes: int, free: Callable[[int], int]) -> None:
         self._address = address
@@ -206,7 +206,7 @@ class _Pinned:
 
 
 class _Memory:
-    """Memory of a device, as torch takes it: bytes."""
+    """Device memory as bytes, for torch."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -215,5 +215,5 @@ class _Memory:
 
 
 def _viewed(torch: Any, address: int, count: int, kind: DType) -> Any:
-    """Return torch's tensor on memory of the thread's device."""
+    """Return a torch tensor on memory of the thread's device."""
     return torch.as_tensor(_Memory(address, count * kind.itemsize), device="cuda").view(getattr(torch, kind.name))

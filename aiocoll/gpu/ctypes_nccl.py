@@ -1,8 +1,8 @@
-"""NCCL by ctypes, over the libnccl that torch or a package of NVIDIA has brought.
+"""NCCL by ctypes, with the libnccl of torch or of an NVIDIA package.
 
-Its communicators are non-blocking: a call that has to wait for other ranks returns at once, and this module asks again
-and again whether it has been done, at last every millisecond. So no thread is inside NCCL while it waits, and a
-communicator can be aborted then, as NCCL wants it. Signatures and numbers are those of nccl.h.
+The communicators are non-blocking: a call that has to wait for other ranks returns at once. This module then polls
+whether the call is done, in the end every millisecond. So no thread is inside NCCL while it waits, and the communicator
+can be aborted, as NCCL requires. Signatures and numbers come from nccl.h.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ UNIQUE_ID_BYTES = 128
 
 
 class UniqueId(ctypes.Structure):
-    """Passed by value."""
+    """`ncclUniqueId`, which is passed by value."""
 
     _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
 
 
 class Config(ctypes.Structure):
-    """`ncclConfig_v21700`, the oldest one: later versions of NCCL read no more than `size` bytes of it."""
+    """`ncclConfig_v21700`, the oldest version; later NCCL versions read only `size` bytes of it."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -63,23 +63,23 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 _SUCCESS, _INVALID_ARGUMENT, _IN_PROGRESS = 0, 4, 7
 _MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
-#: What NCCL takes for a value that was not given.
+#: Value of an unset field in NCCL.
 _UNSET = -(1 << 31)
-#: Questions whether a call has been done that are asked at once: to launch a kernel takes some of them.
+#: Number of polls without a pause. Launching a kernel takes some of them.
 _AT_ONCE = 64
-#: Seconds between any later two.
-_ASK_EVERY = 0.001
+#: Seconds between later polls.
+_POLL_EVERY = 0.001
 _OLDEST = 21800
 
 
 class CtypesNccl:
-    """`Nccl`, over a library.
+    """`Nccl` by libnccl.
 
     Args:
-        library: libnccl, as `ctypes.CDLL` has loaded it.
+        library: libnccl, as returned by `ctypes.CDLL`.
 
     Raises:
-        DeviceError: it cannot be used.
+        DeviceError: the library cannot be used.
     """
 
     def __init__(self, library: Any) -> None:
@@ -94,7 +94,7 @@ class CtypesNccl:
             raise DeviceError("ncclGetVersion", f"NCCL {self.version()} is too old, it must be {_OLDEST} or later")
 
     def version(self) -> int:
-        """Return its version, such as 22809."""
+        """Return the version of NCCL, such as 22809."""
         number = ctypes.c_int()
         self.check("ncclGetVersion", self.call("ncclGetVersion", ctypes.byref(number)))
         return number.value
@@ -106,7 +106,7 @@ class CtypesNccl:
         return bytes(memoryview(made))
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> CtypesCommunicator:
-        """Return this rank's end, on the thread's device, when all ranks have called it."""
+        """Create this rank's end on the thread's device; returns once all ranks have called this."""
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise DeviceError("ncclCommInitRankConfig", f"an id has {UNIQUE_ID_BYTES} bytes", fatal=False)
         config = Config(
@@ -118,13 +118,13 @@ class CtypesNccl:
             name, ctypes.byref(handle), world_size, UniqueId.from_buffer_copy(unique_id), rank, ctypes.byref(config)
         )
         if status not in (_SUCCESS, _IN_PROGRESS):
-            raise self.error(name, status)  # NCCL may keep a part of it, which is left behind
+            raise self.error(name, status)  # NCCL may keep a part of the communicator, which is never freed
         made = CtypesCommunicator(self, handle.value or 0)
         made.finish(name, status)
         return made
 
     def group_start(self) -> None:
-        """Begin a group."""
+        """Start a group."""
         self.check("ncclGroupStart", self.call("ncclGroupStart"))
         self._thread.group = set()
 
@@ -140,24 +140,24 @@ class CtypesNccl:
     # -- for communicators
 
     def call(self, name: str, *args: Any) -> int:
-        """Call a function; return its status."""
+        """Call an NCCL function; return its status."""
         return int(getattr(self._library, name)(*args))
 
     def check(self, name: str, status: int) -> None:
-        """Raise what a status stands for."""
+        """Raise the error of a status, unless it is success."""
         if status != _SUCCESS:
             raise self.error(name, status)
 
     def error(self, name: str, status: int) -> DeviceError:
-        """Return the error that a status stands for."""
+        """Return the error of a status."""
         return DeviceError(name, self.text(status), fatal=status != _INVALID_ARGUMENT)
 
     def text(self, status: int) -> str:
-        """Return a status in words."""
+        """Return the text of a status."""
         return (self._library.ncclGetErrorString(status) or b"").decode() or f"status {status}"
 
     def joins(self, communicator: CtypesCommunicator) -> bool:
-        """Whether a group is open in this thread, of which a call of this communicator is now a part."""
+        """Add a communicator to the group that is open in this thread; return whether there is one."""
         group = getattr(self._thread, "group", None)
         if group is not None:
             group.add(communicator)
@@ -165,12 +165,12 @@ class CtypesNccl:
 
 
 class CtypesCommunicator:
-    """`NcclCommunicator`: one thread at a time is inside NCCL, and none while a call waits for other ranks."""
+    """`NcclCommunicator` by libnccl; one thread at a time is inside NCCL, and none while a call waits for ranks."""
 
     def __init__(self, nccl: CtypesNccl, handle: int) -> None:
         self._nccl = nccl
         self._handle = handle
-        #: Held by the thread that is inside NCCL.
+        #: Held by a thread while it is inside NCCL.
         self._inside = threading.Lock()
         self._over = threading.Event()
 
@@ -208,7 +208,7 @@ class CtypesCommunicator:
         return None if status in (_SUCCESS, _IN_PROGRESS) else self._nccl.text(status)
 
     def abort(self) -> None:
-        """Abort calls in flight, as soon as no thread is inside NCCL."""
+        """Abort calls in flight, once no thread is inside NCCL."""
         self._end("ncclCommAbort")
 
     def destroy(self) -> None:
@@ -220,17 +220,17 @@ class CtypesCommunicator:
         self._end("ncclCommDestroy")
 
     def finish(self, name: str, status: int) -> None:
-        """Wait until a call has been done; another thread may abort the communicator meanwhile.
+        """Wait until a call is done; another thread may abort the communicator meanwhile.
 
         Raises:
-            DeviceError: it has failed, or was aborted.
+            DeviceError: the call has failed, or was aborted.
         """
-        asked = 0
+        polled = 0
         while status == _IN_PROGRESS:
             status = self._status(name)
-            asked += 1
-            if status == _IN_PROGRESS and asked > _AT_ONCE:
-                self._over.wait(_ASK_EVERY)
+            polled += 1
+            if status == _IN_PROGRESS and polled > _AT_ONCE:
+                self._over.wait(_POLL_EVERY)
         self._nccl.check(name, status)
 
     def _start(self, name: str, *args: int, stream: int) -> None:
@@ -260,21 +260,21 @@ class CtypesCommunicator:
 
 
 def load() -> CtypesNccl:
-    """Return NCCL.
+    """Return NCCL by libnccl.
 
     Raises:
-        OSError: there is none.
-        AttributeError: it lacks a function.
-        DeviceError: it cannot be used.
+        OSError: there is no library.
+        AttributeError: the library lacks a function.
+        DeviceError: the library cannot be used.
     """
     return CtypesNccl(library())
 
 
 def library() -> ctypes.CDLL:
-    """Return libnccl, as torch has loaded it, or as a package of NVIDIA or the system has it.
+    """Load libnccl: the one of torch, of an NVIDIA package, or of the system.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no library.
     """
     for name in _names():
         try:
@@ -285,7 +285,7 @@ def library() -> ctypes.CDLL:
 
 
 def _names() -> Iterator[str]:
-    """Yield what may be the library, the one that is loaded already first."""
+    """Yield possible paths of the library, the one that torch loads first."""
     try:
         package = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:

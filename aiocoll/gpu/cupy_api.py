@@ -1,8 +1,11 @@
-"""CUDA and NCCL by CuPy: the only module that imports CuPy. It only forwards calls and names what fails.
+"""CUDA and NCCL by CuPy: the only module that imports CuPy. It forwards calls and converts errors.
 
-Peculiarities of CuPy: importing its NCCL without the library warns and leaves an empty module; an NCCL status that it
-does not know is a KeyError; garbage-collecting a communicator destroys it, for which NCCL waits for other ranks; and
-some calls hold the GIL while they wait for the driver, so `aiocoll.gpu.driver` makes those.
+Peculiarities of CuPy:
+
+- Importing its NCCL module without the library warns and leaves an empty module.
+- An NCCL status that CuPy does not know raises KeyError.
+- Garbage collection of a communicator destroys it, for which NCCL waits for other ranks.
+- Some calls hold the GIL while they wait for the driver. `aiocoll.gpu.driver` makes those.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ T = TypeVar("T")
 
 _OLDEST = 14
 _INVALID_ARGUMENT = 4
-#: The attributes of a device that are its compute capability, for which CuPy has no names.
+#: Attributes of a device with its compute capability, for which CuPy has no names.
 _CAPABILITY = (75, 76)
 _IN_PROGRESS = 7
 #: NCCL statuses for which CuPy has no text.
 _UNKNOWN = {_IN_PROGRESS: "in progress: NCCL_COMM_BLOCKING=0 is not for CuPy", 8: "it took too long"}
-#: Lines of CUDA that multiply the floats that NumPy's arithmetic on a device would round otherwise or does not have.
+#: CUDA code that multiplies dtypes which CuPy's arithmetic rounds in another way, or does not have.
 _SCALE = {
     "float16": ("float16", "y = (float)x * f"),
     "bfloat16": (
@@ -53,9 +56,9 @@ if int(cupy.__version__.partition(".")[0]) < _OLDEST:
 
 
 def _error(call: str, error: Exception, fatal: bool) -> DeviceError:
-    """Return what CuPy has raised in a call as a `DeviceError`."""
+    """Convert an error of CuPy to a `DeviceError` of a call."""
     if isinstance(error, KeyError):
-        # CuPy fails to raise for an NCCL status that it does not know.
+        # CuPy raises KeyError for an NCCL status that it does not know.
         status = error.args[0]
         return DeviceError(call, _UNKNOWN.get(status, f"status {status}"))
     number = getattr(error, "status", None)
@@ -67,7 +70,7 @@ def _error(call: str, error: Exception, fatal: bool) -> DeviceError:
 
 
 def _named(call: str, *, fatal: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Turn what CuPy raises in a function into `DeviceError` of `call`."""
+    """Return a decorator that converts errors of CuPy to a `DeviceError` of `call`."""
 
     def named(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -83,7 +86,7 @@ def _named(call: str, *, fatal: bool = False) -> Callable[[Callable[P, T]], Call
 
 
 class _StreamAddress:
-    """The address of a stream as an object for CuPy, by the CUDA stream protocol."""
+    """A stream address with the CUDA stream protocol, for CuPy."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -108,7 +111,7 @@ class _Kernels:
 class _Cuda:
     """`Cuda` by `cupy.cuda.runtime`; calls that must not hold the GIL or make a context go to the driver."""
 
-    # CuPy's own, with no function of ours in between: every collective calls these.
+    # CuPy's functions without a wrapper of ours, since every collective calls them.
     current = staticmethod(_named("cudaGetDevice")(runtime.getDevice))
     is_capturing = staticmethod(_named("cudaStreamIsCapturing")(runtime.streamIsCapturing))
     event_record = staticmethod(_named("cudaEventRecord")(runtime.eventRecord))
@@ -193,7 +196,7 @@ class _Cuda:
 
 
 class _Communicator:
-    """`NcclCommunicator` by CuPy; it holds an extra reference to CuPy's object, which `_end` drops."""
+    """`NcclCommunicator` by CuPy; holds an extra reference to CuPy's object, which `_end` drops."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
@@ -224,7 +227,7 @@ class _Communicator:
         self._end(self._made.destroy, "ncclCommDestroy")
 
     def _end(self, end: Any, call: str) -> None:
-        """Call `end` (abort or destroy) unless one was called before: CuPy only notices after they have returned."""
+        """Call `end` (abort or destroy) only once; CuPy allows another call until the first has returned."""
         with self._ending:
             if self._ended:
                 return
@@ -234,7 +237,7 @@ class _Communicator:
 
 
 class _Nccl:
-    """`Nccl` by `cupy.cuda.nccl`, which is `library`."""
+    """`Nccl` by the module `cupy.cuda.nccl`."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -252,8 +255,9 @@ class _Nccl:
             raise DeviceError("ncclCommInitRank", "NCCL_COMM_BLOCKING=0 is set, which CuPy does not support: unset it")
         kind = self._library.NcclCommunicator
         made = kind.__new__(kind)
-        # Freeing the object would destroy the communicator, which may block its thread for ever: it is kept until
-        # `_end`, else for the life of the process. So is one that failed to initialise, of which NCCL keeps a part.
+        # Freeing the object would destroy the communicator, which may block the thread for ever. The extra reference
+        # keeps it until `_end`, or until the process ends. The same holds after a failed initialization: NCCL may still
+        # use a part of the communicator.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         _named("ncclCommInitRank", fatal=True)(made.__init__)(world_size, unique_id, rank)
         return _Communicator(made)
@@ -264,16 +268,16 @@ class _Nccl:
 
     @_named("ncclGroupEnd", fatal=True)
     def group_end(self) -> None:
-        # What fails here has failed in all communicators of the group.
+        # Fatal: an error here belongs to all communicators of the group.
         self._library.groupEnd()
 
 
 @cache
 def cuda() -> Cuda:
-    """Return CUDA.
+    """Return CUDA by CuPy.
 
     Raises:
-        BackendUnavailableError: there is no device; the message says why.
+        BackendUnavailableError: there is no device; the message has the reason.
     """
     try:
         runtime.getDeviceCount()
@@ -284,9 +288,9 @@ def cuda() -> Cuda:
 
 @cache
 def nccl() -> tuple[Nccl | None, str | None]:
-    """Return NCCL, or None and why there is none."""
+    """Return NCCL by CuPy, or None and the reason why there is none."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")  # its warning is what we return
+        warnings.simplefilter("always")  # the warning is the reason
         try:
             from cupy.cuda import nccl as library
         except ImportError as error:
@@ -297,7 +301,7 @@ def nccl() -> tuple[Nccl | None, str | None]:
 
 
 def _array(address: int, count: int, dtype: str) -> Any:
-    """Return CuPy's array on memory of the thread's device."""
+    """Return a CuPy array on memory of the thread's device."""
     kind = np.dtype(dtype)
     memory = cupy.cuda.UnownedMemory(address, count * kind.itemsize, None, runtime.getDevice())
     return cupy.ndarray((count,), kind, cupy.cuda.MemoryPointer(memory, 0))

@@ -1,4 +1,4 @@
-"""A CUDA device as a loop uses it: calls from the loop run on the device, and the loop is told when they end."""
+"""A CUDA device for event loops: it runs their calls, and notifies each loop of the ends of its calls."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ T = TypeVar("T")
 #: The devices of this process, by runtime and ordinal. A forked child gets a new lock.
 _devices: dict[tuple[int, int], Device] = {}
 _lock = threading.Lock()
-#: The threads of `Device.run_in_thread` that have not ended, and the seconds that a process which exits waits for each.
+#: Running threads of `Device.run_in_thread`, and the seconds that an exiting process waits for each.
 _threads: WeakSet[threading.Thread] = WeakSet()
 EXITING = 5.0
 
 
 class Device:
-    """One device of this process, which all groups and loops share; get it by `Device.of`.
+    """A device of this process, shared by all groups and loops; see `Device.of`.
 
-    It has one launcher thread, and a completion thread for each stream.
+    A device has one launcher thread, and a completion thread for each stream.
 
     Attributes:
-        cuda: the runtime.
+        cuda: the CUDA runtime.
         ordinal: number of the device.
-        staging: its page-locked blocks.
-        turns: groups that may become the first one on it, one at a time.
-        order: the order of NCCL's calls there.
-        forked: this process was forked from the one whose device it is.
+        staging: pool of page-locked blocks.
+        turns: turns of groups that create a communicator on the device.
+        order: order of NCCL calls on the device.
+        forked: whether this process was forked from the process that used the device.
     """
 
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
@@ -66,20 +66,20 @@ class Device:
         self.staging = Staging(cuda, self._when_idle)
         self._word = EndWord(cuda)
         self._bounce: Bounce | None = None
-        #: What is called in the launcher when no call of NCCL is on the device.
+        #: Functions for the launcher to call once no NCCL call is on the device.
         self._waiting: deque[Callable[[], None]] = deque()
         self.turns = Turns()
         self.order = LaunchOrder()
-        #: The stream of NCCL's calls, and how many groups use it; changed under the lock.
+        #: Stream of NCCL calls, and the number of groups that use it; changed under the lock.
         self._common: int | None = None
         self._users = 0
-        #: The completion threads of this stream, and of earlier ones that calls may still be on.
+        #: Completion threads of this stream, and of earlier ones whose calls may not have ended.
         self._of_nccl: list[CompletionThread] = []
         self._lock = threading.Lock()
 
     @staticmethod
     def of(cuda: Cuda, ordinal: int) -> Device:
-        """Return the object for a device; cheap after the first call.
+        """Return the object of a device; cheap after the first call.
 
         Raises:
             RuntimeError: this process was forked from one that uses CUDA.
@@ -102,13 +102,13 @@ class Device:
             )
 
     def stream(self) -> int:
-        """Return a new stream, and start the thread that waits for it.
+        """Return a new stream, and start its completion thread.
 
-        The first call of a process on a device takes CUDA long, since it makes a context. If there are arrays on the
-        device, the context exists; if not, call this by `run`.
+        The first call of a process on a device takes long, because CUDA makes a context. If there are arrays on the
+        device, the context exists. Otherwise call this through `run`.
 
         Raises:
-            DeviceError: CUDA refuses.
+            DeviceError: CUDA has refused.
         """
         self._check()
         waiter = CompletionThread(self.cuda, self.ordinal, self._launcher, self._word, self._idle)
@@ -121,12 +121,12 @@ class Device:
         return stream
 
     def common_stream(self) -> int:
-        """Return the stream of NCCL's calls: those of all groups come one after the other, as NCCL wants them.
+        """Return the stream of the NCCL calls of all groups, which NCCL requires to run one after the other.
 
-        Who has called this calls `leave_common_stream` in the end.
+        Each caller must call `leave_common_stream` in the end.
 
         Raises:
-            DeviceError: CUDA refuses.
+            DeviceError: CUDA has refused.
         """
         with self._lock:
             if self._common is None:
@@ -137,7 +137,7 @@ class Device:
             return self._common
 
     async def leave_common_stream(self, seconds: float) -> bool:
-        """If no other group uses the stream of NCCL's calls, destroy it; see `close_stream`."""
+        """Leave the stream of NCCL calls; the last group destroys it, see `close_stream`."""
         with self._lock:
             self._users -= 1
             stream = self._common
@@ -147,13 +147,13 @@ class Device:
         return await self.close_stream(stream, seconds)
 
     def prepare(self, polls: bool) -> None:
-        """Lock the memory that is needed while calls of NCCL are on the device; in the launcher.
+        """Page-lock the memory that is needed while NCCL calls are on the device; runs in the launcher.
 
         Args:
-            polls: there are awaits that look whether a call has ended.
+            polls: whether awaits poll for the ends of calls.
 
         Raises:
-            DeviceError: no memory is left that could be locked.
+            DeviceError: no memory could be page-locked.
         """
         if self._bounce is None:
             self._bounce = Bounce(self.cuda)
@@ -161,25 +161,25 @@ class Device:
                 self._word.lock()
 
     def page_locked(self, nbytes: int) -> NDArray[Any] | None:
-        """Return a block of `staging`; None if to lock one would wait for calls of NCCL. In the launcher.
+        """Return a block of `staging`, or None if locking one would wait for NCCL calls; runs in the launcher.
 
         Raises:
-            DeviceError: no memory is left that could be locked.
+            DeviceError: no memory could be page-locked.
         """
         found = self.staging.find(nbytes)
         if found is None and self._is_occupied():
-            self._when_idle(lambda: self.staging.give(self.staging.take(nbytes)))  # for the next one
+            self._when_idle(lambda: self.staging.give(self.staging.take(nbytes)))  # fill the pool for a later call
             return None
         return self.staging.take(nbytes) if found is None else found
 
     def copy(self, pairs: Sequence[tuple[NDArray[Any], int]], *, to_host: bool) -> asyncio.Future[None]:
-        """Copy between ordinary memory of the host and addresses on the device; return a future of the end."""
+        """Copy between ordinary host memory and addresses on the device; return a future that is done at the end."""
         bounce = self._bounce
         assert bounce is not None
         return self.run_in_thread(partial(bounce.copy, pairs, to_host=to_host))
 
     def _is_occupied(self) -> bool:
-        """Whether calls of NCCL are on the device, or may be; in the launcher, so no other comes meanwhile."""
+        """Return whether NCCL calls may be on the device; runs in the launcher, so none is launched meanwhile."""
         return any(not each.is_idle for each in self._of_nccl)
 
     def _when_idle(self, call: Callable[[], None]) -> None:
@@ -192,7 +192,7 @@ class Device:
 
     def _call_waiting(self) -> None:
         while self._waiting and not self._is_occupied():
-            with suppress(DeviceError):  # of memory, which is not needed yet
+            with suppress(DeviceError):  # a lack of memory, which is not needed yet
                 self._waiting.popleft()()
 
     def launch(
@@ -208,17 +208,17 @@ class Device:
     ) -> Launched:
         """Launch a call on a stream without blocking the running loop.
 
-        The calls of all threads on one device are made one after the other, in order.
+        The launcher makes the calls of all threads on one device one after the other, in order.
 
         Args:
-            stream: one of `stream`.
-            call: enqueues work on the stream, after the marks it depends on (see `mark`); runs in the launcher's
+            stream: a stream from the method `stream`.
+            call: enqueues work on the stream, after the marks that it depends on (see `mark`); runs in the launcher
                 thread, where it may block.
             keep: objects that must live until the work is done.
-            done: called in this loop when the work is done, with its error or None; not if the loop is closed by then.
-            at_once: the call does not block: make it here, if the launcher has nothing to do.
-            is_current: the thread's current device is this one.
-            loop: the running one; None: look which it is, for which Python 3.11 makes a system call.
+            done: called in this loop when the work is done, with its error or None; not called if the loop is closed.
+            at_once: whether the call does not block and may be made in this thread, if the launcher is idle.
+            is_current: whether this device is the thread's current device.
+            loop: the running loop; None looks it up, for which Python 3.11 makes a system call.
 
         Raises:
             RuntimeError: no loop runs in this thread; or after a fork.
@@ -236,31 +236,33 @@ class Device:
         return launched
 
     def look(self, stream: int, loop: asyncio.AbstractEventLoop) -> bool | None:
-        """Report, in the running `loop`, the first call on a stream if it has ended; see `CompletionThread.look`."""
+        """Report the first call on a stream to the running `loop` if it has ended; see `CompletionThread.look`."""
         waiter = self._waiters.get(stream)
         return None if waiter is None else waiter.look(loop)
 
     @property
     def is_launching(self) -> bool:
-        """Whether the launcher has a call, or should have it."""
+        """True if the launcher has a queued or running call."""
         return self._launcher.is_busy
 
     def mark(self, stream: int, is_checked: bool = False) -> int:
-        """Return an event that is done when the work on the caller's `stream` so far is; for `after` or `unmark`.
+        """Return an event that is done once the work on the caller's `stream` so far is done.
+
+        Pass the event to `after` or `unmark`.
 
         Args:
             stream: the stream.
-            is_checked: `check_capture` has returned True just now.
+            is_checked: whether `check_capture` has just returned True.
 
         Raises:
             DeviceError: the stream cannot be waited for.
-            RuntimeError: it is being captured into a graph; or after a fork.
+            RuntimeError: the stream is being captured into a graph; or after a fork.
         """
         self._check()
         return self._marks.record(stream) if is_checked else self._marks.on_device(self._mark, stream)
 
     def after(self, marks: Sequence[int], *streams: int) -> None:
-        """Make later work on `streams` wait for `marks`, which must not be used again; in the launcher."""
+        """Make later work on `streams` wait for `marks`, which are used up; runs in the launcher."""
         try:
             for mark in marks:
                 for stream in streams:
@@ -270,14 +272,14 @@ class Device:
                 self._marks.give(mark)
 
     def unmark(self, mark: int) -> None:
-        """Release a mark that is not needed."""
+        """Release an unused mark."""
         self._marks.give(mark)
 
     def check_capture(self, stream: int) -> bool:
         """Refuse a stream that is being captured into a graph; return whether this is the thread's current device.
 
         Raises:
-            RuntimeError: it is.
+            RuntimeError: the stream is being captured.
         """
         is_current = self.cuda.current() == self.ordinal
         if is_current:
@@ -296,7 +298,7 @@ class Device:
         except DeviceError as error:
             if error.status not in CAPTURES:
                 raise
-            captured = True  # the default stream, which would become a part of a capture on another one
+            captured = True  # the default stream, which would join the capture of another stream
         if captured:
             raise RuntimeError(
                 f"stream {stream:#x} of CUDA device {self.ordinal} is being captured into a graph: collectives cannot "
@@ -304,7 +306,7 @@ class Device:
             )
 
     def run(self, call: Callable[[], T], late: Callable[[T], object] | None = None) -> asyncio.Future[T]:
-        """Call `call`, which may block, in the launcher, after earlier calls; return a future of its result.
+        """Call a function in the launcher, where it may block, after earlier calls; return a future of its result.
 
         Args:
             call: the function.
@@ -314,7 +316,7 @@ class Device:
         return _carry(self._launcher.put, call, late)
 
     def run_in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Do what `run` does in a new thread: for calls that must not wait for a launcher that may be stuck."""
+        """Call a function in a new thread, for calls that must not wait for a stuck launcher; otherwise as `run`."""
         self._check()
         return _carry(self._start_thread, call, None)
 
@@ -330,11 +332,11 @@ class Device:
         _threads.add(thread)
 
     async def close_stream(self, stream: int, seconds: float) -> bool:
-        """Destroy a stream when all calls launched on it have ended.
+        """Destroy a stream once all calls on it have ended.
 
         Returns:
-            False, with an error in the log, if they have not within `seconds`: a thread and the objects that the calls
-            keep then stay until the calls end, if ever.
+            False, with a warning in the log, if they have not ended within `seconds`. A thread, and the objects that
+            the calls keep, then stay until the calls end.
         """
         self._check()
         loop = asyncio.get_running_loop()
@@ -346,8 +348,8 @@ class Device:
                 await ended
         except TimeoutError:
             logger.warning(
-                "CUDA device %d: what was launched on a stream has not ended within %g s; its memory and a thread are "
-                "left behind",
+                "CUDA device %d: calls on a stream have not ended within %g s; their memory and a thread stay "
+                "allocated until they end",
                 self.ordinal,
                 seconds,
             )
@@ -358,10 +360,10 @@ class Device:
         return True
 
     def close(self, seconds: float) -> bool:
-        """End all threads after their pending calls, and release everything; for the end of a test.
+        """End all threads after their pending calls, and release all resources; for the end of a test.
 
         Returns:
-            False if they have not ended within `seconds` each.
+            False if a thread has not ended within `seconds`.
         """
         for waiter in self._waiters.values():
             self._launcher.put(partial(waiter.stop, _nothing))
@@ -395,7 +397,7 @@ def close_devices(seconds: float = 10.0) -> bool:
 
 
 def _nothing() -> None:
-    """Do nothing at the end of a thread that is not waited for."""
+    """Do nothing; the callback for threads whose end nothing waits for."""
 
 
 def _carry(
@@ -419,7 +421,7 @@ def _carry(
 
 
 def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> bool:
-    """Call in the loop; return False if it is closed."""
+    """Call a function in the loop; return False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(call, *args)
     except RuntimeError:
@@ -432,7 +434,7 @@ def _undo(late: Callable[[T], object] | None, result: T) -> None:
         try:
             late(result)
         except Exception as exc:
-            logger.warning("the result of a CUDA call came after its cancellation, and undoing it failed: %r", exc)
+            logger.warning("a CUDA call ended after its cancellation, and releasing its result failed: %r", exc)
 
 
 def _settle(
@@ -449,7 +451,7 @@ def _settle(
 
 @atexit.register
 def _exiting() -> None:
-    """Wait for calls of NCCL: the process would crash if its library were taken down under them."""
+    """Wait for NCCL calls, because a process that unloads NCCL during a call crashes."""
     for thread in list(_threads):
         thread.join(EXITING)
 

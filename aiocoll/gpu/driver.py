@@ -1,7 +1,7 @@
-"""Calls of libcuda by ctypes, which releases the GIL: CuPy makes them with the GIL held, or would make a context.
+"""CUDA driver calls by ctypes, which releases the GIL; CuPy holds the GIL, or makes a context.
 
-The driver may block a call for as long as a kernel runs. A call that blocks with the GIL held blocks all threads, also
-the one that would end the kernel. And nearly every call of the runtime makes a context on the thread's device.
+The driver may block a call for as long as a kernel runs. A call that blocks while it holds the GIL blocks all threads,
+even the one that would abort the kernel. Nearly every call of the CUDA runtime makes a context on the thread's device.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from aiocoll.gpu.api import DeviceError
 
 __all__ = ["CAPTURES", "HARMLESS", "Driver", "load"]
 
-#: Errors after which CUDA can still be used: arguments, too little memory, an invalid device or handle, a capture. The
-#: driver and the runtime have the same numbers.
+#: Errors after which CUDA remains usable: arguments, too little memory, an invalid device or handle, a capture. The
+#: numbers are those of both the driver and the runtime.
 HARMLESS = frozenset({1, 2, 101, 400, *range(900, 909)})
-#: Those of them that a capture into a graph is the cause of.
+#: Errors that are caused by a graph capture.
 CAPTURES = range(900, 909)
 _SUCCESS, _NOT_READY = 0, 600
-#: Of a thread: calls that are not safe while another one captures are allowed (CU_STREAM_CAPTURE_MODE_RELAXED).
+#: Thread mode that allows unsafe calls during captures of other threads (CU_STREAM_CAPTURE_MODE_RELAXED).
 _RELAXED = 2
-#: The attribute of an address that is the number of its device (CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL).
+#: Attribute of an address: the number of its device (CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL).
 _DEVICE_ORDINAL = 9
 
 _SIGNATURES = {
@@ -39,13 +39,15 @@ _SIGNATURES = {
 
 
 class Driver:
-    """Some of the driver's calls; none but `use` makes a context, and none but `stream_write` needs one in the thread.
+    """Some calls of the CUDA driver.
+
+    Only `use` makes a context, and only `stream_write` needs a context in the thread.
 
     Args:
-        library: libcuda, as `ctypes.CDLL` has loaded it.
+        library: libcuda, as returned by `ctypes.CDLL`.
 
     Raises:
-        DeviceError: it cannot be used.
+        DeviceError: the driver cannot be used.
     """
 
     def __init__(self, library: Any) -> None:
@@ -53,12 +55,12 @@ class Driver:
         for name, call in self._calls.items():
             call.argtypes, call.restype = _SIGNATURES[name], ctypes.c_int
         self._query = self._calls["cuEventQuery"]
-        #: The primary contexts in use. They are never released, as the runtime does not release them.
+        #: Primary contexts in use. They are never released, as in the CUDA runtime.
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._call("cuInit", 0)
 
     def use(self, device: int) -> None:
-        """Make `device` the current device of this thread, for the runtime too: it shares the context."""
+        """Make `device` the current device of this thread; the CUDA runtime shares the context."""
         context = self._contexts.get(device)
         if context is None:
             context = ctypes.c_void_p()
@@ -67,23 +69,23 @@ class Driver:
         self._call("cuCtxSetCurrent", context)
 
     def relax(self) -> None:
-        """Let calls of this thread not disturb what other threads capture into graphs."""
+        """Keep calls of this thread from invalidating graph captures of other threads."""
         mode = ctypes.c_int(_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def event_done(self, event: int) -> bool:
-        """Whether the event is done; an event of the runtime is one of the driver."""
+        """Return whether the event is done; events of the CUDA runtime are events of the driver, too."""
         status = self._query(event)
         if status in (_SUCCESS, _NOT_READY):
             return bool(status == _SUCCESS)
         raise self._error("cuEventQuery", status)
 
     def stream_write(self, stream: int, address: int, value: int) -> None:
-        """Write 32 bits behind what is on the stream; what is before it can be seen by whoever sees that."""
+        """Write 32 bits after the work on the stream; a reader of the value also sees the results of that work."""
         self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
 
     def has_context(self, device: int) -> bool:
-        """Whether the primary context of a device, the runtime's, has been made."""
+        """Return whether the primary context of a device exists, which the CUDA runtime uses."""
         flags, active = ctypes.c_uint(), ctypes.c_int()
         self._call("cuDevicePrimaryCtxGetState", self._handle(device), ctypes.byref(flags), ctypes.byref(active))
         return bool(active.value)
@@ -116,7 +118,7 @@ def load() -> Driver:
     """Return the driver of this machine.
 
     Raises:
-        OSError: there is none.
-        DeviceError: it cannot be used.
+        OSError: there is no driver.
+        DeviceError: the driver cannot be used.
     """
     return Driver(ctypes.CDLL("libcuda.so.1"))

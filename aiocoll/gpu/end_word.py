@@ -1,7 +1,7 @@
-"""`EndWord`: a word of the host's memory that a device writes when a call has ended, so that a loop sees it.
+"""End words: a word of host memory in which a device reports the end of a call to an event loop.
 
-To ask CUDA whether a call has ended may block, if the driver is held up by a kernel that waits for a lost rank. To read
-memory does not, nor does it let go of the interpreter.
+Querying CUDA may block, because a kernel that waits for a lost rank may block the driver. Reading memory never blocks,
+and does not release the GIL.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _MOST = 2**32 - 1
 
 
 class EndWord:
-    """The word of one device, for one call at a time: it has the number of the last one that has ended of those.
+    """End word of one device: the number of the last followed call that has ended, one call at a time.
 
     Args:
-        cuda: the runtime.
+        cuda: the CUDA runtime.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -28,10 +28,10 @@ class EndWord:
         self._is_refused = False
 
     def lock(self) -> None:
-        """Lock the memory; where calls of NCCL are on the device, that would wait for them.
+        """Allocate the word in page-locked memory; waits for NCCL calls that are on the device.
 
         Raises:
-            DeviceError: no memory is left that could be locked.
+            DeviceError: no memory could be page-locked.
         """
         memory = self._cuda.pinned(_NBYTES)
         memory[:] = 0
@@ -39,24 +39,24 @@ class EndWord:
         self._words = memory.data.cast("I")
 
     def free(self) -> None:
-        """Free the memory: the device is done with it."""
+        """Free the memory; the device no longer writes to it."""
         self._words = None
 
     def follow(self, stream: int) -> int:
-        """Let the device write a number when all that is on a stream is done; return it, or 0 if that cannot be had.
+        """Let the device write a number once all work on a stream is done; return the number, 0 if that is impossible.
 
-        The device is the thread's current one.
+        The device must be the thread's current device.
         """
         if self._words is None or self._is_refused:
             return 0
         self._last = self._last % _MOST + 1
         try:
             self._cuda.stream_write(stream, self._address, self._last)
-        except DeviceError:  # not all devices can do it; the memory stays, where earlier numbers may be written yet
+        except DeviceError:  # not supported by all devices; keep the memory for earlier writes
             self._is_refused = True
             return 0
         return self._last
 
     def shows(self, number: int) -> bool:
-        """Whether the device has written this number last."""
+        """Return whether this is the last number that the device has written."""
         return self._words is not None and self._words[0] == number

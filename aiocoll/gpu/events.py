@@ -1,7 +1,8 @@
-"""Pools of events of one device, and calls with this device as the thread's current one.
+"""Pools of events of one device, and calls with this device as the thread's current device.
 
-CUDA blocks who records an event that threads sleep for while 56 of these are pending on its stream (seen on an H200,
-driver 580). So only the ends of calls are such, whose number is known; what a stream waits for is none.
+Recording a sleeping event, for which threads sleep, blocks while 56 of them are pending on the stream (seen on an H200,
+driver 580). So only the ends of calls are sleeping events, because their number is limited. Events for which streams
+wait are not.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ T = TypeVar("T")
 
 
 class Events:
-    """Events of one device. Any thread may take and give.
+    """A pool of events of one device; thread-safe.
 
     Args:
-        cuda: the runtime.
-        ordinal: of the device.
-        sleeping: threads sleep for them.
+        cuda: the CUDA runtime.
+        ordinal: number of the device.
+        sleeping: whether threads sleep while they wait for the events.
     """
 
     def __init__(self, cuda: Cuda, ordinal: int, sleeping: bool = False) -> None:
@@ -32,10 +33,10 @@ class Events:
         self._free: list[int] = []
 
     def on_device(self, call: Callable[..., T], *args: object) -> T:
-        """Call `call` with this device as the thread's current one, then restore the previous one; return the result.
+        """Call a function with this device as the thread's current device; return its result.
 
-        The streams 0, 1 and 2 are those of the thread's device, and streams and events are made there. If the
-        thread's previous device has no context yet, this one stays current: going back would make a context there.
+        The streams 0, 1 and 2 belong to the thread's device, and new streams and events are made there. Afterwards the
+        previous device is restored, unless it has no context: restoring it would make one.
         """
         cuda = self.cuda
         before = cuda.current()
@@ -49,10 +50,10 @@ class Events:
                 cuda.use(before)
 
     def record(self, stream: int) -> int:
-        """Return an event that is done when the work on `stream` so far is; this must be the current device.
+        """Return an event that is done once the work on `stream` so far is done; this must be the current device.
 
         Raises:
-            DeviceError: it cannot be recorded.
+            DeviceError: the event cannot be recorded.
         """
         try:
             event = self._free.pop()
@@ -66,7 +67,7 @@ class Events:
         return event
 
     def give(self, event: int) -> None:
-        """Return an event to the pool: streams that wait for it keep waiting for the recorded work."""
+        """Return an event to the pool; streams that wait for it keep waiting for the recorded work."""
         self._free.append(event)
 
     def destroy(self) -> None:

@@ -1,18 +1,18 @@
-"""The order in which groups put their calls of NCCL on one device.
+"""Launch order: the order of the NCCL calls of several groups on one device.
 
-A call of NCCL occupies its device until all ranks of its group have launched it, and a device may have no room for the
-call of another group beside it. So any two calls must come in the same order on all devices that have both, and no
-circle may form of several groups. While one group has the device for itself, its own order is enough. Else each call
-gets a time, which only the ranks of its group agree on (Skeen's algorithm: K. P. Birman, T. A. Joseph, "Reliable
+An NCCL call occupies its device until all ranks of its group have launched it. A device may have no room for another
+group's call meanwhile. So any two calls must have the same order on all devices that have both, and the orders of
+several groups must not form a cycle. While one group uses the device alone, its own order is enough. Otherwise the
+ranks of the group agree on a time for each call. This is Skeen's algorithm (K. P. Birman, T. A. Joseph, "Reliable
 communication in the presence of failures", ACM TOCS 5 (1), 1987):
 
-    each rank of the group    proposes a time, later than any its device has seen ->
-    rank 0 of the group                                            the latest of them is the time of the call ->
-    each device               begins its calls by time, once no other one can get an earlier time
+    each rank of the group    proposes a time later than all times that its device has seen ->
+    rank 0 of the group                                       the latest proposal is the time of the call ->
+    each device               starts calls by time, once no other call can get an earlier time
 
-Until a call has its time, what its device has proposed is the least it can be. Times that are equal are told apart by
-the groups' ids. No time is proposed before every rank has called, and while another group on the device may launch
-without: so a proposal never waits for a program, and the first group on a device has to stop that first.
+The proposal of a device is a lower bound for the time of the call. The ids of groups order calls with equal times. A
+device proposes a time only after all ranks have made the call, and only once all groups on the device use times. So a
+proposal never waits for a program, and the first group on a device must first stop launching without times.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ __all__ = ["Lane", "LaunchOrder"]
 
 
 class LaunchOrder:
-    """The groups on one device; those of several loops and threads may use it."""
+    """Groups on one device, and the order of their calls; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clock = 0
         self._lanes: list[Lane] = []
         self._entries: list[_Entry] = []
-        #: Proposals to be made once all groups are shared.
+        #: Requested proposals; made once all groups are shared.
         self._wanted: list[tuple[_Entry, Callable[[int], None]]] = []
-        #: The entry that begins at the moment.
+        #: Entry whose call is being started.
         self._beginning: _Entry | None = None
 
     @property
     def is_used(self) -> bool:
-        """Whether any group is on the device."""
+        """True if any group is on the device."""
         return bool(self._lanes)
 
     def join(self, group: int, crowded: Callable[[], None]) -> Lane:
         """Add a group.
 
         Args:
-            group: its id.
+            group: id of the group.
             crowded: called in this loop when another group joins.
         """
         lane = Lane(self, group, crowded)
@@ -61,7 +61,7 @@ class LaunchOrder:
     # -- for lanes
 
     def changed(self, change: Callable[[], None] = lambda: None) -> None:
-        """Make a change; then make the proposals, and begin the calls, that may be."""
+        """Make a change; then make the proposals, and start the calls, that have become possible."""
         with self._lock:
             change()
             self._drop_lost()
@@ -77,27 +77,27 @@ class LaunchOrder:
         self._begin_next()
 
     def propose(self, entry: _Entry, reply: Callable[[int], None]) -> None:
-        """Call `reply` with the proposal for an entry; within `changed`."""
+        """Call `reply` with the proposal for an entry, once it is made; only within `changed`."""
         self._wanted.append((entry, reply))
 
     def settle(self, entry: _Entry, time: int) -> None:
-        """Give an entry its time, which is not before its proposal; within `changed`."""
+        """Set the time of an entry, which is not before its proposal; only within `changed`."""
         entry.time = time
         self._clock = max(self._clock, time)
 
     def drop(self, entry: _Entry) -> None:
-        """Forget an entry; within `changed`."""
+        """Forget an entry; only within `changed`."""
         self._wanted = [each for each in self._wanted if each[0] is not entry]
         self._entries = [each for each in self._entries if each is not entry]
 
     def remove(self, lane: Lane) -> None:
-        """Forget a lane and its entries; within `changed`."""
+        """Forget a lane and its entries; only within `changed`."""
         self._lanes = [each for each in self._lanes if each is not lane]
         self._wanted = [each for each in self._wanted if each[0].lane is not lane]
         self._entries = [each for each in self._entries if each.lane is not lane]
 
     def _drop_lost(self) -> None:
-        """Forget lanes whose loop was closed: they would never change."""
+        """Forget lanes of closed loops, which cannot leave by themselves."""
         for lane in [each for each in self._lanes if each.loop.is_closed()]:
             self.remove(lane)
 
@@ -121,7 +121,7 @@ class LaunchOrder:
         self._begin_next()
 
     def _begin(self, entry: _Entry) -> None:
-        """Begin a call, unless its group has left; in its loop."""
+        """Start a call, unless its group has left; runs in the loop of the group."""
         try:
             if entry in self._entries and entry.begin is not None:
                 entry.begin()
@@ -132,7 +132,7 @@ class LaunchOrder:
 
 
 class _Entry:
-    """A call with a proposal, a time, or, with `begin`, its turn as soon as it is the first."""
+    """A call in the order, with a proposal or a time; it starts as the first entry once `begin` is set."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -144,13 +144,13 @@ class _Entry:
 
 
 class Lane:
-    """One group on one device; its calls are known by numbers.
+    """A group on one device; numbers identify its calls.
 
     Attributes:
         group: id of the group.
-        crowded: what to call, in `loop`, when another group joins.
-        loop: the group's.
-        is_shared: from now on each call of the group has a time.
+        crowded: called in `loop` when another group joins.
+        loop: event loop of the group.
+        is_shared: whether each call of the group has a time from now on.
     """
 
     def __init__(self, order: LaunchOrder, group: int, crowded: Callable[[], None]) -> None:
@@ -162,12 +162,12 @@ class Lane:
         self._entries: dict[int, _Entry] = {}
 
     def share(self) -> None:
-        """From now on each call of the group has a time; what was launched without is on its stream."""
+        """Use times for all calls from now on; calls without a time are already on the stream."""
         self.is_shared = True
         self._order.changed()
 
     def propose(self, number: int, reply: Callable[[int], None]) -> None:
-        """Call `reply` with a proposal for a call, now or when all groups on the device are shared."""
+        """Call `reply` with a proposal for a call, once all groups on the device are shared."""
         entry = self._entries[number] = _Entry(self)
         self._order.changed(lambda: self._order.propose(entry, reply))
 
@@ -177,7 +177,7 @@ class Lane:
         self._order.changed(lambda: self._order.settle(entry, time))
 
     def begin(self, number: int, begin: Callable[[], None]) -> None:
-        """Call `begin` when it is the turn of a call, whose time is set."""
+        """Call `begin` at the turn of a call, whose time is set."""
         entry = self._entries.pop(number)
         self._order.changed(lambda: setattr(entry, "begin", begin))
 
@@ -187,7 +187,7 @@ class Lane:
         self._order.changed(lambda: self._order.drop(entry))
 
     def leave(self) -> None:
-        """The group has ended: it has nothing to stop."""
+        """Leave the device; the group has ended."""
         self.is_shared = True
         self._entries.clear()
         self._order.changed(lambda: self._order.remove(self))
@@ -195,11 +195,11 @@ class Lane:
     # -- for the order
 
     def is_here(self) -> bool:
-        """Whether the group's loop runs in this thread."""
+        """Return whether the group's loop runs in this thread."""
         return asyncio._get_running_loop() is self.loop
 
     def call(self, call: Callable[[], object]) -> bool:
-        """Call in the group's loop; return False if that is closed."""
+        """Call a function in the group's loop; return False if the loop is closed."""
         if self.is_here():
             call()
             return True

@@ -1,7 +1,7 @@
-"""The one thread of a device that starts work there, and `Launched`, a call that goes through it.
+"""Launcher thread of a device, and `Launched`, a call in flight.
 
-NCCL may block its caller, and lets only one thread of a process call it for a device at a time. So the loop calls it
-only where it certainly does not block, and while that thread has nothing to do.
+NCCL may block its caller, and lets only one thread of a process call it for a device at a time. So the event loop makes
+a call itself only if the call cannot block, and while the launcher thread is idle.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["LaunchThread", "Launched", "Waiter"]
 
 
 class Waiter(Protocol):
-    """Notices when a call on a stream has ended."""
+    """Detector of the ends of calls on a stream."""
 
     def put(self, launched: Launched, *, look: bool) -> None:
-        """Notify the loop of `launched` when it has ended; called once it is on the stream, in order.
+        """Notify the loop of `launched` once the call has ended; called in order, when the call is on the stream.
 
         Args:
             launched: the call.
-            look: check for a moment whether it has ended, in this thread.
+            look: whether to check for a moment, in this thread, whether the call has ended.
         """
 
 
 class LaunchThread:
-    """A thread that makes one call after the other, on its device; it never keeps the process alive.
+    """A daemon thread that makes one call after the other on its device.
 
     Args:
         cuda: the runtime.
@@ -46,7 +46,7 @@ class LaunchThread:
         self._cuda = cuda
         self._ordinal = ordinal
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Calls that are queued or running, and who counts them; held by whoever makes a call.
+        # Number of queued or running calls, with its lock; and the lock that is held during a call.
         self._unfinished = 0
         self._counting = threading.Lock()
         self._calling = threading.Lock()
@@ -54,7 +54,7 @@ class LaunchThread:
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Queue `call`, which must not raise; from any thread."""
+        """Queue a function, which must not raise, from any thread."""
         with self._counting:
             self._unfinished += 1
             self._queue.put(call)
@@ -62,11 +62,11 @@ class LaunchThread:
     def attempt(self, launched: Launched, is_current: bool) -> bool:
         """Launch a call in this thread, unless an earlier one has not returned; return whether it was launched.
 
-        What another thread queues meanwhile may come before or behind it.
+        A call that another thread queues meanwhile may run before or after it.
 
         Args:
             launched: the call.
-            is_current: the thread's current device is this one.
+            is_current: whether this device is the thread's current device.
         """
         if self._unfinished or not self._calling.acquire(blocking=False):
             return False
@@ -81,11 +81,11 @@ class LaunchThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is queued or running."""
+        """True if a call is queued or running."""
         return self._unfinished > 0
 
     def is_wanted(self) -> bool:
-        """Whether a call is queued."""
+        """Return whether a call is queued."""
         return not self._queue.empty()
 
     def stop(self, seconds: float) -> bool:
@@ -112,12 +112,12 @@ class Launched:
     Buffers live until the loop observes device completion, awaited or not.
 
     Attributes:
-        enqueued: the launcher has put it on its stream, or failed to.
-        error: its error or None; set before `enqueued`, or at the end.
-        events: of its device.
-        event: done when all of its work on the stream is; 0 before and after.
-        number: what the device writes behind it, see `EndWord`; 0: nothing.
-        stream: where its work goes.
+        enqueued: whether the launcher has put the call on its stream, or failed to.
+        error: error of the call or None; set before `enqueued`, or at the end.
+        events: pool of events of the device.
+        event: event that is done once the call's work is done; 0 before and after.
+        number: number that the device writes after the call, see `EndWord`; 0 for none.
+        stream: stream of the call's work.
     """
 
     __slots__ = (
@@ -159,18 +159,18 @@ class Launched:
         self._wanted: list[asyncio.Future[None]] = []
 
     def launch(self, look: bool = True) -> None:
-        """Put it on its stream, on the thread's device; in the launcher, which then may `look` whether it has ended."""
+        """Make the call on its stream, on the thread's current device; `look` as in `Waiter.put`."""
         assert self._call is not None
         try:
             self._call()
         except BaseException as exc:
             self.failed(exc)
         try:
-            # After an error too: earlier work on the stream, perhaps a part of this call, is not done yet.
+            # After an error, too: earlier work on the stream, perhaps a part of this call, may not be done.
             self.event = self.events.record(self.stream)
         except BaseException as exc:
             self.failed(exc)
-        # Not earlier: an event that was not recorded counts as done.
+        # Must come after `record`: an event that was not recorded counts as done.
         self.enqueued = True
         if self._wanted:
             with suppress(RuntimeError):  # the loop is closed
@@ -178,7 +178,7 @@ class Launched:
         self._waiter.put(self, look=look)
 
     def failed(self, error: BaseException) -> None:
-        """Keep the first error: no error may end the thread in which it occurs."""
+        """Keep the first error, instead of letting it end the thread."""
         if self.error is None and isinstance(error, DeviceError):
             self.error = error.with_traceback(None)  # its frames would keep their variables alive
         elif self.error is None:
@@ -186,34 +186,34 @@ class Launched:
             self.error.__cause__ = error
 
     async def on_stream(self, stream: int) -> None:
-        """Make later work on `stream`, of this thread and device, wait for this call; return once that is enqueued.
+        """Make later work on `stream`, of this thread and device, wait for this call; runs in the loop.
 
-        The host does not wait for the device. Called in the loop.
+        Returns once the wait is enqueued; the host does not wait for the device.
 
         Raises:
-            DeviceError: it was not launched, or has failed, or was released before.
+            DeviceError: the call was not launched, has failed, or was released before.
         """
         if not self.enqueued:
             waiting = self.loop.create_future()
             self._wanted.append(waiting)
-            if self.enqueued:  # meanwhile; the launcher may have checked for waiters before
+            if self.enqueued:  # the launcher may have checked for waiters before this one was added
                 self.release()
             await waiting
         if self.error is not None:
             raise self.error
         if not self.enqueued:
-            raise DeviceError("launch", "it was released before it was launched", fatal=False)
+            raise DeviceError("launch", "the call was released before it was launched", fatal=False)
         if self.event:  # returned to the pool in this thread only
             self.events.on_device(self.events.cuda.stream_wait, stream, self.event)
 
     def release(self) -> None:
-        """Resume the waiters in `on_stream`: the call is on the stream, or will not be; in the loop."""
+        """Resume the waiters in `on_stream`, once the call is on the stream or has failed; runs in the loop."""
         for waiting in self._wanted:
             if not waiting.done():
                 waiting.set_result(None)
 
     def end(self) -> None:
-        """Report the end and drop the references; in the loop."""
+        """Report the end of the call and drop the references; runs in the loop."""
         done, error = self._done, self.error
         assert done is not None
         try:
@@ -226,7 +226,7 @@ class Launched:
             self.drop()
 
     def drop(self) -> None:
-        """Drop the references; the loop is closed, so the end is not reported."""
+        """Drop the references without a report; for a closed loop, too."""
         self._call = self._done = self._keep = None
         if self.event:
             self.events.give(self.event)

@@ -1,4 +1,4 @@
-"""Where CUDA and NCCL come from: CuPy, which is loaded on first use; without it, libraries; or what a test provides."""
+"""Selection of CUDA and NCCL: by CuPy, loaded on first use; else by the libraries; or the fakes of a test."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from aiocoll.gpu.api import Cuda, DeviceError, Nccl
 
 __all__ = ["by_ctypes", "device_count", "driver_devices", "needed", "provide", "runtime", "why_no_nccl"]
 
-#: What a test has provided: CUDA, NCCL or None, and why there is no NCCL.
+#: CUDA, NCCL or None, and the reason why there is no NCCL, as provided by a test.
 _provided: tuple[Cuda, Nccl | None, str] | None = None
-#: The CUDA versions that there are extras for.
+#: Oldest and newest CUDA version for which the package has an extra.
 _OLDEST, _NEWEST = 12, 13
 _NOT_PROVIDED = "it was left out"
 
 
 @contextlib.contextmanager
 def provide(cuda: Cuda, nccl: Nccl | None = None, missing: str = _NOT_PROVIDED) -> Iterator[None]:
-    """Make `runtime` return these in this block, in all threads; `missing` says why there is no NCCL."""
+    """Make `runtime` return these in this block, in all threads; `missing` is the reason why there is no NCCL."""
     global _provided
     before, _provided = _provided, (cuda, nccl, missing)
     try:
@@ -31,10 +31,10 @@ def provide(cuda: Cuda, nccl: Nccl | None = None, missing: str = _NOT_PROVIDED) 
 
 
 def runtime() -> tuple[Cuda, Nccl | None]:
-    """Return CUDA, and NCCL if it is there; the same objects at each call.
+    """Return CUDA, and NCCL or None; the same objects at each call.
 
     Raises:
-        BackendUnavailableError: CUDA cannot be used from here; the message says what to install.
+        BackendUnavailableError: CUDA cannot be used here; the message names the package to install.
 
     Cost: the first call loads CuPy, which takes 0.2 s and more.
     """
@@ -53,12 +53,12 @@ def runtime() -> tuple[Cuda, Nccl | None]:
 
 
 def device_count() -> int:
-    """Return how many CUDA devices this process may use; CuPy is not loaded."""
+    """Return the number of CUDA devices that this process may use, without loading CuPy."""
     return driver_devices() if _provided is None else _provided[0].device_count()
 
 
 def driver_devices() -> int:
-    """Return how many devices the driver names; 0 without a driver."""
+    """Return the number of devices that the driver reports; 0 without a driver."""
     import ctypes
 
     try:
@@ -72,7 +72,7 @@ def driver_devices() -> int:
 
 
 def why_no_nccl() -> str | None:
-    """Return why `runtime` has no NCCL; None if it has. Call `runtime` first."""
+    """Return the reason why `runtime` has no NCCL; None if it has. Call `runtime` first."""
     if _provided is not None:
         return _provided[2] if _provided[1] is None else None
     try:
@@ -84,12 +84,12 @@ def why_no_nccl() -> str | None:
 
 @cache
 def by_ctypes() -> tuple[Cuda, Nccl | None, str | None]:
-    """Return CUDA, NCCL if it is there, and why it is not, over the libraries themselves.
+    """Return CUDA, NCCL or None, and the reason why there is no NCCL, by ctypes.
 
     Raises:
         OSError: there is no driver.
-        AttributeError: it lacks a function.
-        DeviceError: it cannot be used.
+        AttributeError: the driver lacks a function.
+        DeviceError: the driver cannot be used.
     """
     import ctypes
 
@@ -104,7 +104,7 @@ def by_ctypes() -> tuple[Cuda, Nccl | None, str | None]:
 
 
 def needed() -> str:
-    """Return what to install for the CUDA of this machine."""
+    """Return the command that installs CuPy for the CUDA version of this machine."""
     found = _cuda_major()
     if found is None:
         return "pip install aiocoll[cuda12] (or aiocoll[cuda13]; the CUDA version could not be determined)"
@@ -114,7 +114,7 @@ def needed() -> str:
 
 
 def _cuda_major() -> int | None:
-    """Return the major version of the CUDA that torch uses here, or of the driver; None if there is neither."""
+    """Return the major CUDA version of torch, or of the driver; None without either."""
     torch = sys.modules.get("torch")
     version = getattr(getattr(torch, "version", None), "cuda", None)
     if version:

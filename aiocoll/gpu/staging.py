@@ -1,4 +1,4 @@
-"""A pool of page-locked host memory: allocating it takes CUDA milliseconds, and stops the device."""
+"""A pool of page-locked host memory, whose allocation takes CUDA milliseconds and stops the device."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from aiocoll.gpu.api import Cuda
 
 __all__ = ["Staging"]
 
-#: The smallest block, in bytes: CUDA locks whole pages.
+#: Smallest block in bytes: CUDA locks whole pages.
 SMALLEST = 4096
-#: Bytes of free blocks that are kept; beyond, the least recently used ones are freed.
+#: Maximum total size of free blocks in bytes. Beyond it, the least recently used blocks are freed.
 KEPT = 1 << 30
 
 
 class Staging:
-    """A pool of page-locked blocks; any thread may take and give, but the loop should not take.
+    """A pool of page-locked blocks; thread-safe, but `take` may block and is not for event loops.
 
     Args:
-        cuda: the runtime.
-        elsewhere: calls a function in a thread that may block, when it will not: freeing a block waits for the device.
+        cuda: the CUDA runtime.
+        elsewhere: calls a function in another thread once the device is idle; freeing a block waits for the device.
     """
 
     def __init__(self, cuda: Cuda, elsewhere: Callable[[Callable[[], None]], object]) -> None:
         self._cuda = cuda
         self._elsewhere = elsewhere
         self._lock = threading.Lock()
-        # By size, in the order of their return; of each size, the block returned last, which is in the caches, is
-        # taken first.
+        # By size, in the order of their return. The last returned block of a size is taken first: it is in the CPU's
+        # caches.
         self._free: dict[int, list[NDArray[Any]]] = {}
         self._kept = 0
 
     @property
     def kept(self) -> int:
-        """Bytes of free blocks."""
+        """Total size of free blocks in bytes."""
         return self._kept
 
     def take(self, nbytes: int) -> NDArray[Any]:
-        """Return a block of uint8, of `nbytes` or a little more: at most a quarter, or one page.
+        """Return a uint8 block of at least `nbytes`, at most a quarter or one page more.
 
         Raises:
-            DeviceError: no memory is left that could be locked.
+            DeviceError: no memory could be page-locked.
         """
         found = self.find(nbytes)
         return self._cuda.pinned(_size(nbytes)) if found is None else found
 
     def find(self, nbytes: int) -> NDArray[Any] | None:
-        """Return a free block like `take`; None if there is none."""
+        """Return a free block of the size that `take` returns; None if there is none."""
         size = _size(nbytes)
         with self._lock:
             if free := self._free.get(size):
@@ -59,7 +59,7 @@ class Staging:
         return None
 
     def give(self, block: NDArray[Any]) -> None:
-        """Return a block to the pool; neither host nor device may use it any more."""
+        """Return a block to the pool; host and device must no longer use it."""
         freed: list[NDArray[Any]] = []
         with self._lock:
             size = block.nbytes
@@ -77,7 +77,7 @@ class Staging:
             self._elsewhere(freed.clear)
 
     def clear(self) -> None:
-        """Free the free blocks."""
+        """Free all free blocks."""
         with self._lock:
             freed, self._free = self._free, {}
             self._kept = 0
@@ -85,6 +85,6 @@ class Staging:
 
 
 def _size(nbytes: int) -> int:
-    """Return how many bytes a block for `nbytes` has."""
+    """Return the size of a block for `nbytes` bytes."""
     step = max(SMALLEST, 1 << (nbytes - 1).bit_length() >> 3)
     return max(-(-nbytes // step), 1) * step

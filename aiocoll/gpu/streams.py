@@ -11,7 +11,7 @@ def stream_address(stream: Any) -> int:
     """Return the address of a CUDA stream of CuPy, torch, or any object with ``__cuda_stream__``, or of an address.
 
     Raises:
-        TypeError: it is not a stream.
+        TypeError: `stream` is not a stream.
     """
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream

@@ -1,4 +1,4 @@
-"""Calls on a device that several ranks take part in, and that must be made one at a time."""
+"""Turns on a device: groups create their communicators one at a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Turn", "Turns"]
 
 
 class Turns:
-    """The turns of one device; groups of several loops and threads may take them."""
+    """Turns of one device; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: The first has its turn.
+        #: The first turn has begun.
         self._row: deque[Turn] = deque()
 
     def take(self, call: Callable[[], None]) -> Turn:
@@ -43,7 +43,7 @@ class Turns:
 
 
 class Turn:
-    """One turn, until its end."""
+    """A turn on a device."""
 
     def __init__(self, turns: Turns, call: Callable[[], None]) -> None:
         self._turns = turns
@@ -51,18 +51,18 @@ class Turn:
         self._loop = asyncio.get_running_loop()
 
     def begin(self) -> None:
-        """Call the owner's function in its loop."""
+        """Call the owner's function in the owner's loop."""
         try:
             self._loop.call_soon_threadsafe(self._begun)
         except RuntimeError:  # the loop is closed, and its groups with it
             self.end()
 
     def is_lost(self) -> bool:
-        """Whether its loop is closed, so that it would never end."""
+        """Return whether the loop of the turn is closed, so that the turn would never end."""
         return self._loop.is_closed()
 
     def end(self) -> None:
-        """End it; idempotent."""
+        """End the turn; idempotent."""
         self._call = None
         self._turns.end(self)
 

@@ -1,21 +1,21 @@
-"""`CompletionThread`: notices that calls on a stream have ended, in who has launched them or else a thread.
+"""Completion threads: detection of the ends of calls on a stream.
 
-Waking a thread takes tens of microseconds, as long as a short collective. So the launcher, which is awake, checks for
-that long whether a call has ended, if no other call is queued; and so does an await that polls in the loop that has
-launched calls. Those that have not ended are left to the thread.
+Waking a thread takes tens of microseconds, as long as a short collective. So the launcher, which is awake, first checks
+for that long whether a call has ended, if no other call is queued. A polling await does the same in the loop that made
+the call. Only calls that take longer are left to the completion thread:
 
-    launcher    puts it on the stream; has it ended?  yes: wakes the loop  no: wakes the thread
-    loop        puts it on the stream; await: ended?  yes: goes on         no: wakes the thread at the end of its turn
-    thread                                                                     sleeps until it has ended, wakes the loop
+    launcher    enqueues a call; has it ended?    yes: wakes the loop    no: wakes the thread
+    loop        enqueues a call; await: ended?    yes: continues         no: wakes the thread at the end of its turn
+    thread                                                               sleeps until the call ends, wakes the loop
 
-The loop itself never asks CUDA: the driver may be blocked by a kernel that waits for a lost rank, and the loop has to
-abort that kernel. It reads a word that the device writes behind a call that has no other one before it, see `EndWord`.
+The loop never calls CUDA for this. A kernel that waits for a lost rank may block the driver, and the loop has to abort
+that kernel. Instead, the loop reads a word of memory that the device writes after a call (`EndWord`).
 
-Nor does it wake the thread while it launches: each call of CUDA lets go of the interpreter, and a thread that wants it
-would have to be told so every time, which takes longer than the call.
+The loop does not wake the thread while it launches calls. Each CUDA call releases the GIL, and a waiting thread would
+take it every time, which costs more than the call.
 
-There is a thread for each stream: waiting for one collective, which waits for other ranks, must not hide the end of
-another call that those ranks may be waiting for.
+Each stream has its own thread. A thread that waits for one collective, and so for other ranks, must not hide the end of
+another call, for which those ranks may be waiting.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from aiocoll.gpu.launcher import Launched, LaunchThread
 
 __all__ = ["CompletionThread"]
 
-#: Calls on a stream that have not ended; later ones are not launched yet. A launch blocks, and the thread with it, when
-#: a stream has some thousand entries, of which a call has a few, or too many events are pending, see `Events`.
+#: Maximum number of unfinished calls on a stream; later calls are held. A launch blocks its thread when the stream has
+#: about a thousand entries, of which a call takes a few, or when too many events are pending (`Events`).
 AT_MOST = 48
 
-#: Ended calls that one callback in a loop reports: some microseconds each, so that other callbacks run in between.
+#: Maximum number of ended calls per callback in a loop. A report takes some microseconds, and other callbacks must run.
 AT_ONCE = 16
-#: How often the launcher checks whether a call has ended. A check takes a microsecond or two, so all of them take about
-#: as long as waking a thread.
+#: Number of checks by the launcher whether a call has ended. A check takes one or two microseconds, so all checks take
+#: about as long as waking a thread.
 LOOKS = 32
 
 
 class CompletionThread:
-    """The calls of one stream that have not ended, in order, and a thread that never keeps the process alive.
+    """A daemon thread that waits for the unfinished calls of one stream, in order.
 
     Args:
-        cuda: the runtime.
-        ordinal: of the device.
-        launcher: launches the calls.
-        word: the device's.
+        cuda: the CUDA runtime.
+        ordinal: number of the device.
+        launcher: launcher thread of the device.
+        word: end word of the device.
         idle: called in any thread when all calls have ended.
 
     Raises:
@@ -66,21 +66,21 @@ class CompletionThread:
         self._launcher = launcher
         self._word = word
         self._idle = idle
-        # The launcher puts them in, and wakes the thread, which takes them out.
+        # The launcher appends calls and wakes the thread, which removes them.
         self._calls: deque[Launched] = deque()
         self._lock = threading.Lock()
-        #: Who wakes the thread releases it; a condition would take some microseconds more.
+        #: Released to wake the thread. A condition variable would take some microseconds more.
         self._wake = threading.Lock()
         self._wake.acquire()
         self._is_awake = False
-        # The loop at the end of whose turn the thread will be woken.
+        # Loop that will wake the thread at the end of its turn.
         self._due_in: asyncio.AbstractEventLoop | None = None
-        # Batches by the identity of their loop: the last one that was posted to it, and one whose turn has come for a
-        # part, in that loop alone. What the loop is to call keeps them: with it they go.
+        # Batches by the identity of their loop: the last posted batch, and the partly reported batch. Callbacks of the
+        # loop hold the batches, so a closed loop frees them.
         self._posted: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._left: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._ended: Callable[[], object] | None = None
-        #: How many calls were admitted and have not ended; what launches later ones.
+        #: Number of admitted calls that have not ended; functions that launch held calls.
         self._admitted = 0
         self._held: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"aiocoll-wait-{ordinal}", daemon=True)
@@ -88,11 +88,11 @@ class CompletionThread:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all calls have ended."""
+        """True if all calls have ended."""
         return not self._admitted
 
     def admit(self, launch: Callable[[], None]) -> bool:
-        """Return whether a call may be launched now; else the launcher calls `launch` when enough others have ended."""
+        """Return whether a call may be launched now; if not, the launcher calls `launch` later."""
         with self._lock:
             if self._held or self._admitted >= AT_MOST:
                 self._held.append(launch)
@@ -101,11 +101,11 @@ class CompletionThread:
             return True
 
     def put(self, launched: Launched, *, look: bool) -> None:
-        """Tell the loop of `launched` when it has ended; as soon as it is on the stream.
+        """Notify the loop of `launched` once the call has ended; called when the call is on the stream.
 
         Args:
             launched: the call.
-            look: check for a moment whether it has ended; in the launcher alone.
+            look: whether to check for a moment whether the call has ended; only in the launcher.
         """
         if look:
             with self._lock:
@@ -125,13 +125,13 @@ class CompletionThread:
             launched.number = self._word.follow(launched.stream)
 
     def look(self, loop: asyncio.AbstractEventLoop) -> bool | None:
-        """Report the first call if it has ended, in the running `loop`.
+        """Report the first call to the running `loop` if it has ended.
 
         Returns:
-            Whether it has; None: the thread looks, or the device writes nothing behind it.
+            Whether it has ended; None if the thread checks it, or the device writes no number after it.
         """
         with self._lock:
-            # What was posted before is reported first.
+            # Posted batches must be reported first.
             if self._is_awake or not self._calls or self._posted.get(id(loop)):
                 return None
             number = self._calls[0].number
@@ -144,18 +144,18 @@ class CompletionThread:
         return True
 
     def stop(self, ended: Callable[[], object]) -> None:
-        """End the thread after the earlier calls, and call `ended` in it; called in the launcher."""
+        """End the thread after the earlier calls, then call `ended` in it; runs in the launcher."""
         with self._lock:
             self._ended = ended
             self._waken()
 
     def join(self, seconds: float) -> bool:
-        """Return whether the stopped thread has ended within `seconds`."""
+        """Wait at most `seconds` for the stopped thread; return whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _ends_soon(self, launched: Launched) -> bool:
-        """Check repeatedly for a short time whether a call has ended; in the launcher."""
+        """Check for a short time whether a call has ended, and return it; runs in the launcher."""
         for _ in range(LOOKS):
             if self._is_done(launched):
                 return True
@@ -166,14 +166,14 @@ class CompletionThread:
     # -- in the loop
 
     def _due(self) -> None:
-        """Wake the thread for the calls that were launched in one turn of the loop."""
+        """Wake the thread for the calls that one turn of the loop has launched."""
         with self._lock:
             self._due_in = None
             if self._calls:
                 self._waken()
 
     def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
-        """Report a batch, after the rest of earlier ones."""
+        """Report a batch of ended calls, after the rest of earlier batches."""
         earlier = self._left.get(id(loop))
         if earlier is None:
             self._go_on(loop, batch)
@@ -199,7 +199,7 @@ class CompletionThread:
             self._wake.release()
 
     def _run(self) -> None:
-        with suppress(DeviceError):  # the waiting will raise it
+        with suppress(DeviceError):  # waiting will raise it again
             self._cuda.use(self._ordinal)
             self._cuda.relax()
         while self._sleep():
@@ -212,7 +212,7 @@ class CompletionThread:
         self._ended()
 
     def _sleep(self) -> bool:
-        """Sleep until there is a call to wait for; return False if there will be none."""
+        """Sleep until there is a call to wait for; return False at the end of the thread."""
         while True:
             with self._lock:
                 if self._is_awake and self._calls:
@@ -229,7 +229,7 @@ class CompletionThread:
             launched.failed(exc)
 
     def _drain(self) -> deque[Launched]:
-        """Take the first call and all others that have ended."""
+        """Remove and return the first call and the calls after it that have ended."""
         batch = deque([self._calls.popleft()])
         while self._calls and self._is_done(self._calls[0]):
             batch.append(self._calls.popleft())
@@ -243,11 +243,11 @@ class CompletionThread:
             return True
 
     def _deliver(self, batch: deque[Launched], here: asyncio.AbstractEventLoop | None = None) -> None:
-        """Report the ended calls to the loops that made them, one callback per loop; let later ones start.
+        """Report ended calls to the loops that made them, one callback per loop; launch held calls.
 
         Args:
-            batch: the calls.
-            here: the loop that runs in this thread.
+            batch: the ended calls.
+            here: loop that runs in this thread.
         """
         for launch in self._released(len(batch)):
             self._launcher.put(launch)
@@ -263,12 +263,12 @@ class CompletionThread:
             self._posted[id(loop)] = mine
             try:
                 loop.call_soon_threadsafe(self._end, loop, mine)
-            except RuntimeError:  # it is closed
+            except RuntimeError:  # the loop is closed
                 while mine:
                     mine.popleft().drop()
 
     def _released(self, ended: int) -> Sequence[Callable[[], None]]:
-        """Count calls that have ended; return what launches those that may be launched instead."""
+        """Subtract ended calls from the admitted ones; return the functions that launch held calls in their place."""
         with self._lock:
             self._admitted -= ended
             launches = [self._held.popleft() for _ in range(min(len(self._held), AT_MOST - self._admitted))]

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from math import inf
 from typing import Any, NamedTuple
 
-from aiocoll.elastic import elastic
+from aiocoll.elastic_groups import elastic
 from aiocoll.errors import GroupError, RendezvousError, StoreError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.rendezvous.tickets import Meeting, Ticket

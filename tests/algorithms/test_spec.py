@@ -193,5 +193,5 @@ def test_an_unknown_kind_is_refused_where_it_is_asked_for(reader: str) -> None:
 
 def test_what_nccl_has_nothing_for_is_refused() -> None:
     plan = Plan(Signature("SCAN", "uint8", (4,), None, "SUM"), Program(()), None, None, ProgramExecutor)
-    with pytest.raises(ValueError, match="NCCL has nothing that carries out scan: stage it"):
+    with pytest.raises(ValueError, match="NCCL cannot carry out scan: stage it"):
         enqueuing(plan, PACKED)

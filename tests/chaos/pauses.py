@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll import ProcessGroup
-from aiocoll.transport.shm import sharing
+from aiocoll.transport.shm import transport
 from aiocoll.transport.shm.fence import Fences, fences
 
 from ..internals import comm_of
@@ -91,4 +91,4 @@ async def soak(pg: ProcessGroup, operations: int) -> Any:
 
 # In a process of a rank, before it can have a link.
 if SEED in os.environ:
-    sharing.fences = lambda: pausing(random.Random(f"{os.environ[SEED]} {os.environ['RANK']}"))
+    transport.fences = lambda: pausing(random.Random(f"{os.environ[SEED]} {os.environ['RANK']}"))

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("rail", "shelf")
+NAMES = ("abacus", "rail", "shelf")
 
 
 def install(name: str, site: Path) -> None:

@@ -1,9 +1,10 @@
-"""Two small distributions: a store with a command, and a transport, found by their entry points alone."""
+"""Three small distributions: a store with a command, a transport, and a device, found by their entry points alone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -14,25 +15,40 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aiocoll import GroupOptions, PeerLostError, ProcessGroup, RendezvousError, new_group
+from aiocoll import Backend, GroupOptions, PeerLostError, ProcessGroup, RendezvousError, new_group
 from aiocoll.cli.main import main
-from aiocoll.plugins import StoreRequest, commands, stores, transports
+from aiocoll.plugins import StoreRequest, adapters, commands, devices, stores, transports
 from aiocoll.store import Store
 from aiocoll.testing import run_processes, run_ranks
-from aiocoll.testing.contracts import OpenStore, StoreContract, TransportContract
+from aiocoll.testing.contracts import DeviceContract, OpenStore, StoreContract, ToDevice, ToHost, TransportContract
 
 from .installed import NAMES, install
 
 ROOT = Path(__file__).parents[2]
-#: Runs the contracts as another distribution does; it imports nothing of the two.
+#: Runs the contracts as another distribution does.
 CHECK = """
 import contextlib
 
 import pytest
+from aiocoll_abacus import Beads
 
 from aiocoll import GroupOptions
 from aiocoll.plugins import StoreRequest, stores
-from aiocoll.testing.contracts import StoreContract, TransportContract
+from aiocoll.testing.contracts import DeviceContract, StoreContract, TransportContract
+
+
+class TestAbacus(DeviceContract):
+    @pytest.fixture
+    def kind(self):
+        return "abacus"
+
+    @pytest.fixture
+    def to_device(self):
+        return lambda values, rank: Beads(values.copy(), rank % 2)
+
+    @pytest.fixture
+    def to_host(self):
+        return lambda beads: beads.memory
 
 
 class TestRail(TransportContract):
@@ -57,21 +73,28 @@ class TestShelf(StoreContract):
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path in which both distributions are installed."""
+    """A folder on the path in which the distributions are installed."""
     folder = tmp_path / "site"
     folder.mkdir()
     for name in NAMES:
         install(name, folder)
     monkeypatch.syspath_prepend(str(folder))
-    for registry in (stores, transports, commands):
-        for name in NAMES:
-            registry.unregister(name)
+    for name in ("backend_list", "default_device_backend_map", "backend_capability"):
+        monkeypatch.setattr(Backend, name, getattr(Backend, name).copy())
+    monkeypatch.setattr(Backend, "BEADS", "beads", raising=False)
+    forget()
     yield folder
-    for registry in (stores, transports, commands):
-        for name in NAMES:
-            registry.unregister(name)
+    forget()
     for name in NAMES:
         sys.modules.pop(f"aiocoll_{name}", None)
+
+
+def forget() -> None:
+    """Unregister what the distributions provide."""
+    for registry in (stores, transports, commands, adapters, devices):
+        for name in NAMES:
+            registry.unregister(name)
+            registry.unregister(f"aiocoll_{name}")
 
 
 @pytest.mark.usefixtures("site")
@@ -87,6 +110,21 @@ class TestShelf(StoreContract):
                 return store
 
             yield open_one
+
+
+class TestAbacus(DeviceContract):
+    @pytest.fixture
+    def kind(self, site: Path) -> str:
+        return "abacus"
+
+    @pytest.fixture
+    def to_device(self, site: Path) -> ToDevice:
+        beads = importlib.import_module("aiocoll_abacus").Beads
+        return lambda values, rank: beads(values.copy(), rank % 2)
+
+    @pytest.fixture
+    def to_host(self) -> ToHost:
+        return lambda array: array.memory
 
 
 class TestRail(TransportContract):

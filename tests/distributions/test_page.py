@@ -9,6 +9,7 @@ from aiocoll import plugins
 
 from ..pages import ROOT, code, commands, files, shell, write
 from .installed import HERE, install
+from .test_distributions import CHECK
 
 
 def test_page_shows_the_packages_that_are_tested() -> None:
@@ -19,6 +20,10 @@ def test_page_shows_the_packages_that_are_tested() -> None:
     assert code("docs/plugins.md", "A store", 1, "toml") == (HERE / "shelf/pyproject.toml").read_text()
     assert code("docs/plugins.md", "A transport") in (HERE / "rail/aiocoll_rail.py").read_text()
     compile(code("docs/plugins.md", "A transport", 2), "<page>", "exec")
+    abacus = (HERE / "abacus/aiocoll_abacus.py").read_text()
+    assert code("docs/plugins.md", "A device", 1) in abacus
+    assert code("docs/plugins.md", "A device", 2) in abacus
+    assert code("docs/plugins.md", "A device", 3).partition("\n\n\n")[2] in CHECK
 
 
 def test_commands_of_the_page_print_what_it_shows(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from aiocoll import AiocollError, GroupError, HashStore, ProcessGroup, new_group
-from aiocoll.transport.shm import sharing
+from aiocoll.transport.shm import transport
 from aiocoll.transport.shm.fence import Fences, fences
 from aiocoll.transport.shm.layout import (
     COMMON_CONSUMED,
@@ -256,7 +256,7 @@ def play(attacked: list[Attack]) -> None:
         async with asyncio.timeout(OVER):
             await asyncio.gather(*(asyncio.create_task(_job(attack)) for attack in attacked))
 
-    with mock.patch.object(sharing, "fences", _passing):
+    with mock.patch.object(transport, "fences", _passing):
         asyncio.run(run())
     assert not raised, raised
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -9,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from aiocoll import ProcessGroup
+from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 from aiocoll.elements.dtypes import by_name
 from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.events import Events
@@ -135,3 +139,107 @@ def is_native(pg: ProcessGroup) -> bool:
         and dispatcher_of(pg).device_calls.state.communicator is not None
         and dispatcher_of(pg).device_calls.state.communicator.is_begun
     )
+
+
+async def allreduced(pg: ProcessGroup, gpu: Gpus, **more: Any) -> None:
+    """Allreduce something, and find it right."""
+    tensor = gpu.tensor(np.full(4, pg.rank() + 1.0), pg.rank())
+    assert await pg.allreduce(tensor, **more) is tensor
+    assert host(tensor).tolist() == [pg.size() * (pg.size() + 1) / 2] * 4
+
+
+def ones(pg: ProcessGroup, gpu: Gpus) -> Any:
+    return gpu.tensor(np.ones(3), pg.rank())
+
+
+def one(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    return pg.allreduce(ones(pg, gpu), **more)
+
+
+def several(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    """Call a list of which one is staged."""
+    tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(3)]
+    return pg.allreduce_coalesced([*tensors, gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
+
+
+def called(pg: ProcessGroup, gpu: Gpus, call: Any = one, **more: Any) -> Any:
+    """Call it, unless another rank has told before that the group has failed."""
+    with contextlib.suppress(GroupRevokedError):
+        return call(pg, gpu, **more)
+    return None
+
+
+async def fails(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
+    """The group fails for this reason, and so does the work if it has not ended before this rank heard of it."""
+    cause = await pg.wait_revoked()
+    assert isinstance(cause, kind)
+    assert re.search(match, str(cause))
+    if work is not None:
+        await asyncio.wait([work.get_future()])
+        assert work.exception() is None or str(work.exception()) == str(cause)
+    with pytest.raises(GroupRevokedError, match=match):
+        pg.barrier()
+
+
+async def ended(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) -> None:
+    """End the group; all works fail for that reason, though the gate is not opened before they have."""
+    pg.timeout = 0.01  # for so long shutdown waits for them
+    if end == "abort":
+        pg.abort("enough")
+    ending = asyncio.ensure_future(pg.shutdown())
+    await asyncio.wait([work.get_future() for work in works])
+    gate.open()
+    await ending
+    for work in works:
+        # Of two ranks that shut down, one may hear that the other has left before its own time is up.
+        with pytest.raises(GroupError, match="enough" if end == "abort" else "closed|has left"):
+            await work
+
+
+async def every_kind(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Call nearly everything in one block, and find it right."""
+    rank, size = pg.rank(), pg.size()
+
+    def full(count: int, value: float, dtype: str = "float32") -> Any:
+        return gpu.tensor(np.full(count, value), rank, dtype)
+
+    total = size * (size + 1) // 2
+    summed, scaled, whole = full(5, rank + 1), full(3, 1), full(2, rank + 1, "int64")
+    sent, reduced, gathered = full(4, rank), full(3, rank + 1, "float64"), full(2 * size, 0)
+    parts, part = gpu.tensor(np.arange(2.0 * size) + rank, rank), gpu.tensor(np.zeros(2), rank)
+    exchanged, outgoing = full(size, 0, "int32"), gpu.tensor(np.arange(size) + 10 * rank, rank, "int32")
+    uneven = [full(peer, 0) for peer in range(size)]
+    collected = [full(1, 0) for _ in range(size)] if rank == size - 1 else None
+    empty, array = full(0, 0), np.full(3, rank + 1)
+    async with pg.coalescing() as block:
+        works = [
+            pg.allreduce(summed),
+            pg.allreduce(scaled, ReduceOp.PREMUL_SUM(rank + 1.0)),
+            pg.allreduce(array),
+            pg.allreduce(whole, ReduceOp.MAX),
+            pg.broadcast(sent, size - 1),
+            pg.reduce(reduced, 0),
+            pg.allgather_into_tensor(gathered, full(2, rank + 1)),
+            pg.reduce_scatter_tensor(part, parts),
+            pg.alltoall_base(exchanged, outgoing),
+            pg.allgather(uneven, full(rank, rank + 1)),
+            pg.gather(collected, full(1, rank), size - 1),
+            pg.allreduce(empty),
+            pg.barrier(),
+        ]
+    assert block.seq is not None
+    assert works[0].result() is summed
+    assert works[2].result() is array
+    assert host(summed).tolist() == [total] * 5
+    assert host(scaled).tolist() == [total] * 3
+    assert array.tolist() == [total] * 3
+    assert host(whole).tolist() == [size] * 2
+    assert host(sent).tolist() == [size - 1] * 4
+    if rank == 0:
+        assert host(reduced).tolist() == [total] * 3
+    assert host(gathered).tolist() == [peer + 1 for peer in range(size) for _ in range(2)]
+    assert host(part).tolist() == [size * (2 * rank + at) + size * (size - 1) / 2 for at in range(2)]
+    assert host(exchanged).tolist() == [10 * peer + rank for peer in range(size)]
+    assert [host(each).tolist() for each in uneven] == [[peer + 1] * peer for peer in range(size)]
+    if collected is not None:
+        assert [host(each).tolist() for each in collected] == [[peer] for peer in range(size)]

@@ -16,6 +16,29 @@ MODES: list[int] = []
 NAME = ctypes.create_string_buffer(b"CUDA_ERROR_OF_A_STUB")
 
 
+class Log:
+    """Records the calls of a stub library.
+
+    Attributes:
+        calls: name and arguments of each call.
+        status: status to return, by name of the function; 0 for others.
+        hook: called with the name of each function.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.status: dict[str, int] = {}
+        self.hook: Callable[[str], object] = lambda name: None
+
+    def __call__(self, name: str, args: tuple[Any, ...]) -> int:
+        self.calls.append((name, args))
+        self.hook(name)
+        return self.status.get(name, 0)
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
 def driver(call: Callable[[str, tuple[Any, ...]], Any]) -> Any:
     """Return the library.
 

@@ -12,9 +12,8 @@ from aiocoll import GroupError, ProcessGroup, ReduceOp
 from aiocoll.gpu.provider import runtime
 
 from ..ranks import run_ranks
-from .groups import WAYS, Gpus, gpus, host
+from .groups import WAYS, Gpus, every_kind, gpus, host
 from .kinds import ADAPTER, ADAPTERS
-from .test_groups_blocks import every_kind
 
 adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 

@@ -17,9 +17,7 @@ from aiocoll.gpu.waiter import AT_MOST
 
 from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host
-from .test_groups import allreduced
-from .test_groups_failing import called, fails, ones
+from .groups import Gpus, allreduced, called, fails, gpus, host, ones
 
 
 def of(pg: ProcessGroup) -> DeviceCommunicator:
@@ -251,7 +249,7 @@ async def test_no_abort_comes_while_a_thread_is_in_a_call(limits: Limits, caplog
         await until(calling.is_set)
         pg.abort("enough")
         await fails(pg, work, "enough")
-        await until(lambda: "or not come back from a call of it" in caplog.text)
+        await until(lambda: "or did not return from a call of it" in caplog.text)
         assert not end.aborted
         go_on.set()
         await until(lambda: end.aborted)

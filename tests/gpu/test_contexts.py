@@ -70,7 +70,7 @@ async def test_a_rank_that_makes_a_communicator_only_to_abort_it(monkeypatch: py
         name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
         monkeypatch.delenv(CONNECT, raising=False)  # as in processes that have made none before
         name = await pg.broadcast_object(name, 0)
-        side._agreement.missed({"decision": Decision(True, "all have it", name)})
+        side._agreement.handle_late({"decision": Decision(True, "all have it", name)})
         await until(lambda: called.count("abort") == 2)
 
     with gpus(3) as gpu:

@@ -20,24 +20,8 @@ from aiocoll.gpu.ctypes_nccl import CtypesNccl
 
 from . import stub_libraries as stub
 from .on_device import direct
+from .stub_driver import Log
 from .stub_libraries import COMMUNICATOR, EVENT, MEMORY, STREAM
-
-
-class Log:
-    """What is called; `status` says by name what a function returns, and `hook` is told."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.status: dict[str, int] = {}
-        self.hook: Callable[[str], object] = lambda name: None
-
-    def __call__(self, name: str, args: tuple[Any, ...]) -> int:
-        self.calls.append((name, args))
-        self.hook(name)
-        return self.status.get(name, 0)
-
-    def names(self) -> list[str]:
-        return [name for name, _ in self.calls]
 
 
 @pytest.fixture

@@ -320,7 +320,7 @@ async def test_a_result_that_nobody_waits_for_is_undone(device: Device, caplog: 
     busy.set()
     await until(lambda: caplog.records)
     assert undone == [(7, True)]
-    assert "undoing it failed: DeviceError('abort: no')" in caplog.text
+    assert "releasing its result failed: DeviceError('abort: no')" in caplog.text
 
 
 def test_a_result_for_a_closed_loop_is_undone(device: Device) -> None:
@@ -367,7 +367,7 @@ async def test_a_stream_that_does_not_end_is_left_behind(
     _, ended = begin(device, stream, held, keep=kept.new())
     with caplog.at_level(logging.WARNING):
         assert not await device.close_stream(stream, 0.02)
-    assert "CUDA device 0: what was launched on a stream has not ended within 0.02 s" in caplog.text
+    assert "CUDA device 0: calls on a stream have not ended within 0.02 s" in caplog.text
     assert kept.gone == []
     await begin(device, other := device.stream())[1]
     assert await device.close_stream(other, 10)

@@ -14,7 +14,7 @@ from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.driver import Driver, load
 
 from .processes import run
-from .stub_driver import CONTEXT, MODES
+from .stub_driver import CONTEXT, MODES, Log
 from .stub_driver import driver as stub
 
 #: As wide as an address is.
@@ -27,16 +27,6 @@ def test_a_thread_is_relaxed() -> None:
     Driver(stub(log)).relax()
     assert log.calls[-1] == ("cuThreadExchangeStreamCaptureMode", ())
     assert MODES == [2]
-
-
-class Log:
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.status: dict[str, int] = {}
-
-    def __call__(self, name: str, args: tuple[Any, ...]) -> int:
-        self.calls.append((name, args))
-        return self.status.get(name, 0)
 
 
 @pytest.fixture

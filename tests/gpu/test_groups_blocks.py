@@ -22,9 +22,7 @@ from aiocoll import (
 
 from ..internals import nccl_end, set_nccl_only, spied
 from ..ranks import run_ranks, until
-from .groups import WAYS, Gpus, gpus, host
-from .test_groups import allreduced
-from .test_groups_failing import fails, several
+from .groups import WAYS, Gpus, allreduced, every_kind, fails, gpus, host, several
 
 both = pytest.mark.parametrize("way", WAYS)
 sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -51,55 +49,6 @@ class Counts:
     def reset(self) -> None:
         self.nccl.clear()
         self.launches = self.agreements = 0
-
-
-async def every_kind(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Call nearly everything in one block, and find it right."""
-    rank, size = pg.rank(), pg.size()
-
-    def full(count: int, value: float, dtype: str = "float32") -> Any:
-        return gpu.tensor(np.full(count, value), rank, dtype)
-
-    total = size * (size + 1) // 2
-    summed, scaled, whole = full(5, rank + 1), full(3, 1), full(2, rank + 1, "int64")
-    sent, reduced, gathered = full(4, rank), full(3, rank + 1, "float64"), full(2 * size, 0)
-    parts, part = gpu.tensor(np.arange(2.0 * size) + rank, rank), gpu.tensor(np.zeros(2), rank)
-    exchanged, outgoing = full(size, 0, "int32"), gpu.tensor(np.arange(size) + 10 * rank, rank, "int32")
-    uneven = [full(peer, 0) for peer in range(size)]
-    collected = [full(1, 0) for _ in range(size)] if rank == size - 1 else None
-    empty, array = full(0, 0), np.full(3, rank + 1)
-    async with pg.coalescing() as block:
-        works = [
-            pg.allreduce(summed),
-            pg.allreduce(scaled, ReduceOp.PREMUL_SUM(rank + 1.0)),
-            pg.allreduce(array),
-            pg.allreduce(whole, MAX),
-            pg.broadcast(sent, size - 1),
-            pg.reduce(reduced, 0),
-            pg.allgather_into_tensor(gathered, full(2, rank + 1)),
-            pg.reduce_scatter_tensor(part, parts),
-            pg.alltoall_base(exchanged, outgoing),
-            pg.allgather(uneven, full(rank, rank + 1)),
-            pg.gather(collected, full(1, rank), size - 1),
-            pg.allreduce(empty),
-            pg.barrier(),
-        ]
-    assert block.seq is not None
-    assert works[0].result() is summed
-    assert works[2].result() is array
-    assert host(summed).tolist() == [total] * 5
-    assert host(scaled).tolist() == [total] * 3
-    assert array.tolist() == [total] * 3
-    assert host(whole).tolist() == [size] * 2
-    assert host(sent).tolist() == [size - 1] * 4
-    if rank == 0:
-        assert host(reduced).tolist() == [total] * 3
-    assert host(gathered).tolist() == [peer + 1 for peer in range(size) for _ in range(2)]
-    assert host(part).tolist() == [size * (2 * rank + at) + size * (size - 1) / 2 for at in range(2)]
-    assert host(exchanged).tolist() == [10 * peer + rank for peer in range(size)]
-    assert [host(each).tolist() for each in uneven] == [[peer + 1] * peer for peer in range(size)]
-    if collected is not None:
-        assert [host(each).tolist() for each in collected] == [[peer] for peer in range(size)]
 
 
 @both

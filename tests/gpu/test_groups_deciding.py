@@ -394,7 +394,7 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
             assert not deciding._is_decided
             first.abort("enough")
             # One by which nobody makes a communicator is no concern of it.
-            deciding.missed({"number": 1, "decision": Decision(False, "")})
+            deciding.handle_late({"number": 1, "decision": Decision(False, "")})
         with pytest.raises(GroupError, match="enough"):
             await work
         tensor = gpu.tensor(np.full(1, rank), rank)

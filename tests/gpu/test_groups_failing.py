@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from aiocoll import (
     CollectiveTimeoutError,
     GroupClosedError,
     GroupError,
-    GroupRevokedError,
     PeerLostError,
     ProcessGroup,
     Recv,
@@ -22,39 +20,11 @@ from aiocoll import (
 )
 from aiocoll.gpu.api import DeviceError
 
-from ..fakes.cuda import Gate
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end
 from ..ranks import hub, run_ranks, until
-from .groups import WAYS, Gpus, gpus
-from .test_groups import allreduced
+from .groups import WAYS, Gpus, allreduced, called, ended, fails, gpus, one, ones, several
 
 both = pytest.mark.parametrize("way", WAYS)
-
-
-def ones(pg: ProcessGroup, gpu: Gpus) -> Any:
-    return gpu.tensor(np.ones(3), pg.rank())
-
-
-async def fails(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
-    """The group fails for this reason, and so does the work if it has not ended before this rank heard of it."""
-    cause = await pg.wait_revoked()
-    assert isinstance(cause, kind)
-    assert re.search(match, str(cause))
-    if work is not None:
-        await asyncio.wait([work.get_future()])
-        assert work.exception() is None or str(work.exception()) == str(cause)
-    with pytest.raises(GroupRevokedError, match=match):
-        pg.barrier()
-
-
-def one(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    return pg.allreduce(ones(pg, gpu), **more)
-
-
-def several(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    """Call a list of which one is staged."""
-    tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(3)]
-    return pg.allreduce_coalesced([*tensors, gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
 
 
 def one_in_a_list(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
@@ -63,13 +33,6 @@ def one_in_a_list(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
 
 
 calls = pytest.mark.parametrize("call", [one, several])
-
-
-def called(pg: ProcessGroup, gpu: Gpus, call: Any = one, **more: Any) -> Any:
-    """Call it, unless another rank has told before that the group has failed."""
-    with contextlib.suppress(GroupRevokedError):
-        return call(pg, gpu, **more)
-    return None
 
 
 @both
@@ -94,7 +57,7 @@ async def test_a_device_that_does_not_end(way: str, call: Any) -> None:
         work = called(pg, gpu, call, timeout=0.1 if pg.rank() == 1 else 10)
         match = (
             r"(ALLREDUCE|COALESCED) \(sequence \d\) .* rank 1, which called (ALLREDUCE|COALESCED).*"
-            "all ranks have called it, but device 1 is not done with it"
+            "all ranks have made this call, but device 1 has not finished it"
         )
         await fails(pg, work, match, CollectiveTimeoutError)
         if gate is not None:
@@ -143,21 +106,6 @@ async def test_a_group_that_ends_while_the_device_is_busy(way: str, call: Any, e
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
-
-
-async def ended(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) -> None:
-    """End the group; all works fail for that reason, though the gate is not opened before they have."""
-    pg.timeout = 0.01  # for so long shutdown waits for them
-    if end == "abort":
-        pg.abort("enough")
-    ending = asyncio.ensure_future(pg.shutdown())
-    await asyncio.wait([work.get_future() for work in works])
-    gate.open()
-    await ending
-    for work in works:
-        # Of two ranks that shut down, one may hear that the other has left before its own time is up.
-        with pytest.raises(GroupError, match="enough" if end == "abort" else "closed|has left"):
-            await work
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "pinned"])
@@ -336,8 +284,16 @@ async def test_what_fails_on_the_way_is_asked_for() -> None:
     ("hosts", "chosen", "match"),
     [
         ((0, 0, 0), None, "restart the process$"),
-        ((0, 1, 1), None, r"on 2 hosts.* name one .* in NCCL_SOCKET_IFNAME \(not set on this rank\) on all ranks"),
-        ((0, 1, 2), "docker0", r"on 3 hosts.* in NCCL_SOCKET_IFNAME \('docker0' on this rank\) on all ranks"),
+        (
+            (0, 1, 1),
+            None,
+            r"on 2 hosts.* set NCCL_SOCKET_IFNAME \(not set on this rank\) to an interface that does, on all ranks",
+        ),
+        (
+            (0, 1, 2),
+            "docker0",
+            r"on 3 hosts.* set NCCL_SOCKET_IFNAME \('docker0' on this rank\) to an interface that does",
+        ),
     ],
 )
 async def test_a_communicator_that_is_never_made(
@@ -352,7 +308,7 @@ async def test_a_communicator_that_is_never_made(
         comm_of(pg).hosts = hosts
         gpu.nccl.init_hangs = True
         work = pg.allreduce(ones(pg, gpu), timeout=0.2)
-        await fails(pg, work, f"NCCL has not made the communicator on device .: .*{match}", CollectiveTimeoutError)
+        await fails(pg, work, f"NCCL has not created the communicator on device .: .*{match}", CollectiveTimeoutError)
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -376,7 +332,7 @@ async def test_an_abort_that_does_not_come_back(limits: Limits, caplog: pytest.L
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
-    assert "NCCL has not aborted the communicator within 0.05 s" in caplog.text
+    assert "NCCL did not abort the communicator within 0.05 s" in caplog.text
 
 
 async def test_an_abort_that_fails(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,8 +26,7 @@ from aiocoll import (
 from ..internals import comm_of
 from ..ranks import LINKS, run_ranks
 from ..reductions import WIDE, data
-from .groups import Gpus, gpus, host
-from .test_groups_failing import ended
+from .groups import Gpus, ended, gpus, host
 
 
 @pytest.mark.parametrize("transport", LINKS)

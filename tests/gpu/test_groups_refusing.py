@@ -13,8 +13,7 @@ from aiocoll.gpu.calls import cards
 
 from ..internals import set_nccl_only
 from ..ranks import run_ranks
-from .groups import WAYS, Gpus, gpus, host
-from .test_groups import allreduced
+from .groups import WAYS, Gpus, allreduced, gpus, host
 
 both = pytest.mark.parametrize("way", WAYS)
 SETTING = "NCCL_COMM_BLOCKING"

@@ -27,8 +27,7 @@ from aiocoll.gpu.calls import matching
 from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replaced
 from ..ranks import LINKS, run_ranks, until
 from ..reductions import WIDE
-from .groups import Gpus, gpus, host, is_native
-from .test_groups import allreduced
+from .groups import Gpus, allreduced, gpus, host, is_native
 
 #: Elements of 8 bytes that go by NCCL, and the most that do not.
 LARGE, SMALL = EAGER_WINDOW // 8 + 1, EAGER_WINDOW // 8
@@ -371,7 +370,7 @@ async def test_a_short_message_that_its_device_holds_up_says_so() -> None:
         if pg.rank() == 0:
             gate = gpu.gate(0)
             work = pg.send(full(gpu, 0, 0, 1), 1, timeout=0.05)
-            with pytest.raises(CollectiveTimeoutError, match=r"which called SEND\(.*\): device 0 is not done with it"):
+            with pytest.raises(CollectiveTimeoutError, match=r"which called SEND\(.*\): device 0 has not finished it"):
                 await work
             gate.open()
         await pg.wait_revoked()
@@ -396,7 +395,7 @@ async def test_rank_0_is_named_if_it_does_not_let_a_message_begin(monkeypatch: p
         error = await pg.wait_revoked()
         if rank:
             assert isinstance(other.exception(), CollectiveTimeoutError)
-        assert re.search(r"RECV of group .* on rank 1, .*: rank 0 has not let it begin", str(error))
+        assert re.search(r"RECV of group .* on rank 1, .*: rank 0 has not started it", str(error))
         with pytest.raises(CollectiveTimeoutError):
             await work
 
@@ -414,10 +413,10 @@ async def test_a_device_that_is_not_done_in_time_is_named(stuck: int) -> None:
         work = pg.recv(tensor, 0, timeout=0.1) if rank else pg.send(tensor, 1, timeout=0.1)
         error = await pg.wait_revoked()
         assert isinstance(error, CollectiveTimeoutError)
-        what = (
-            r"(SEND|RECV) of group .* on rank [01], which called .*: both of its ranks have called it, but device [01] "
+        what = r"(SEND|RECV) of group .* on rank [01], which called .*: both of its ranks have made this call, "
+        assert re.search(
+            what + "but device [01] has not finished it, or earlier work on the caller's stream", str(error)
         )
-        assert re.search(what + "is not done with it, or with what was on the caller's stream before", str(error))
         if gate is not None:
             gate.open()
         with pytest.raises(GroupError):

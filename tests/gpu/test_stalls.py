@@ -11,9 +11,7 @@ import pytest
 from aiocoll import GroupError, PeerLostError, ProcessGroup
 
 from ..ranks import hub, run_ranks, until
-from .groups import Gpus, gpus
-from .test_groups import allreduced
-from .test_groups_failing import fails, ones
+from .groups import Gpus, allreduced, fails, gpus, ones
 
 
 async def test_a_rank_that_dies_while_queries_stall() -> None:

@@ -149,7 +149,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         ),
         "sharing memory": Subject(
             ("propose", "SharedRegion.open", "Doorbell.__init__"),
-            (("test_shm_passing.py",), ("test_shm_region.py",)),
+            (("test_shm_dial.py",), ("test_shm_region.py",)),
         ),
         "single copy": Subject(
             ("ReferenceWriter.write", "PeerMemory.read"),

@@ -34,7 +34,7 @@ from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.store import HashStore, StoreServer, TCPStore
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.frame import HEADER, FrameKind
-from aiocoll.transport.shm import passing
+from aiocoll.transport.shm import dial
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.transport import StreamTransport
@@ -346,7 +346,7 @@ async def test_announced_length_uses_no_memory_in_a_link(flavour: str) -> None:
             with await connected_socket(*socket_address(rank.card)) as sock:
                 await prove_key(sock, Identity(job_id("job"), 0, 1, 2, DATA))
                 if flavour == "unix":
-                    passing.decline(sock)
+                    dial.decline(sock)
                 sock.send(HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF))
                 error = await rank.errors.get()
                 assert "rank 1 sent an invalid frame of kind 1 and length 4294967295" in str(error)
@@ -367,7 +367,7 @@ async def test_proven_peer_is_not_displaced() -> None:
             crowd = [await connected_socket(*socket_address(rank.card)) for _ in range(2 * MIN_PLACES)]
             assert await read(crowd[0], 1) == b"", "the oldest of the others makes room"
             sock.send(last_word)
-            passing.decline(sock)
+            dial.decline(sock)
             while not rank.links:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             assert rank.links[0].peer == 1

@@ -18,7 +18,7 @@ from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import ByteStream, OpenStream
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.shm.link import ShmLink
-from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.shm.transport import Sharing
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.plain_stream import PlainStream, open_plain
 from aiocoll.transport.stream.striped_stream import StripedStream

@@ -31,7 +31,7 @@ from aiocoll.testing.virtual import VirtualLoop
 from aiocoll.transport.base import Header, Link
 from aiocoll.transport.byte_stream import resolve
 from aiocoll.transport.frame import HEADER, FrameKind
-from aiocoll.transport.shm.passing import _MESSAGE
+from aiocoll.transport.shm.dial import _MESSAGE
 from aiocoll.transport.stream import addresses
 from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.transport import StreamTransport

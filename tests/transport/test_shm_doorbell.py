@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from aiocoll.runtime import Runtime
-from aiocoll.transport.shm.core import _load_sched_getcpu, core
-from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
+from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell, _load_sched_getcpu, core
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import STATUS, OutboxLayout
 from aiocoll.transport.shm.outbox import Outbox

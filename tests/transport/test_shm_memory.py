@@ -27,8 +27,8 @@ from aiocoll.transport.shm.fence import Fences, fences
 from aiocoll.transport.shm.layout import CHUNKS, FIRST, LINE, SLOTS, Direction, LinkLayout, OutboxLayout
 from aiocoll.transport.shm.region import PAGE, SharedRegion, no_memory
 from aiocoll.transport.shm.ring import RingWriter
-from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.shm.slots import SlotReader
+from aiocoll.transport.shm.transport import Sharing
 
 from ..internals import replaced, wrapped
 from ..ranks import run_ranks

@@ -1,17 +1,17 @@
-"""A collective on CUDA arrays: all ranks agree on it, before or after each enqueues it on its device.
+"""Collectives on CUDA arrays: all ranks agree on a call before or after they enqueue it on their devices.
 
-Calls without a key that NCCL carries out are launched at once, in the order of the program, and compared behind that,
-see `aiocoll.gpu.calls.program_order`. For all others, and in groups that want it for all, the agreement is that of
-`aiocoll.engine.operations.verify`: every rank describes its call to rank 0, whose verdict refuses the call on all ranks
-or lets it start. The verdict numbers the calls that start, in the order in which they
-became complete at rank 0, and all ranks start them in that order. NCCL needs one order on all ranks, and calls with
-keys, or from several tasks, have no other.
+Calls without a key that NCCL carries out are launched at once, in program order, and compared later
+(`aiocoll.gpu.calls.program_order`). All other calls, and all calls of groups that request it, are compared first, as in
+`aiocoll.engine.operations.verify`. Each rank sends a description of its call to rank 0. The verdict of rank 0 refuses
+the call on all ranks, or lets it start. The verdict numbers the calls in the order in which rank 0 received their last
+description, and all ranks start them in that order. NCCL needs one order on all ranks. Calls with keys, or from several
+tasks, have no other order.
 
-    rank 0     <- what rank 1 calls      -> verdict: number 5, by NCCL      launch number 5
-    rank 1     what it calls ->          <- verdict                         launch number 5
+    rank 0     <- call of rank 1         -> verdict: number 5, by NCCL      launch number 5
+    rank 1     its call ->               <- verdict                         launch number 5
 
-Then either NCCL carries it out, or it is staged: inputs are copied to page-locked memory, a host collective
-carries out the same plan there, and outputs are copied back.
+Then NCCL carries out the call, or it is staged: inputs are copied to page-locked memory, a host collective carries out
+the same plan there, and outputs are copied back.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class DeviceCall(PlannedCall):
     Args:
         state: the group's state on the device.
         call: the call, whose arrays are on the device.
-        is_checked: just now, none of their streams was being captured, and their device is the thread's current one.
+        is_checked: whether the caller has just checked that no stream is being captured, and that the device is the
+            current device of the thread.
 
     Attributes:
         state, is_checked: as given.
-        kind: what is the same in all calls of its plan.
+        kind: shared properties of all calls of its plan.
     """
 
     __slots__ = ("is_checked", "kind", "state")
@@ -65,12 +66,12 @@ class DeviceCall(PlannedCall):
 
     @property
     def signature(self) -> Signature:
-        """What the ranks must agree on."""
+        """Signature of the call, marked as a call on CUDA arrays."""
         return self.kind.signature
 
     @property
     def is_on_device(self) -> bool:
-        """Whether it is a collective on CUDA arrays."""
+        """True: it is a collective on CUDA arrays."""
         return True
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
@@ -78,15 +79,15 @@ class DeviceCall(PlannedCall):
         return Agreed(identity, self, completion)
 
     def way(self) -> int:
-        """Return how it is carried out, as far as that is decided."""
+        """Return how the call is carried out, as far as the backend is decided."""
         return self.kind.way(self.plan, self.state.decision)
 
 
 class Agreed(Compared):
-    """One rank's part in one collective on CUDA arrays.
+    """A collective on CUDA arrays, seen by one rank.
 
     Args:
-        call: what this rank calls.
+        call: the call of this rank.
     """
 
     MARK = "device"
@@ -97,9 +98,9 @@ class Agreed(Compared):
         "_by_nccl",
         "_device_state",
         "_enqueued",
-        "_flying",
         "_is_checked",
         "_is_confirmed",
+        "_is_on_device",
         "_kind",
         "_marks",
         "_order",
@@ -118,11 +119,11 @@ class Agreed(Compared):
         self._is_checked = call.is_checked
         self._marks: tuple[int, ...] = ()
         self._staged: Staged | None = None
-        #: The device has work of it enqueued.
-        self._flying = False
+        #: Whether work of the call is enqueued on the device.
+        self._is_on_device = False
         self._by_nccl = False
-        #: Where it is launched before it is compared, its position there, whether all ranks are known to have called
-        #: it, and its result if that is all it waits for.
+        #: For a call that is launched before it is compared: the order, the position in it, whether all ranks have
+        #: confirmed the call, and its result once only the confirmation is missing.
         self._order: CallOrder | None = None
         self._position = 0
         self._is_confirmed = False
@@ -132,35 +133,35 @@ class Agreed(Compared):
     # -- the agreement
 
     def enter(self) -> None:
-        """Record the position of the caller's streams, and describe this rank's call."""
+        """Record the positions of the caller's streams, and start the agreement."""
         try:
             self._marks = self._device_state.mark(self._arrays, is_checked=self._is_checked)
         except (DeviceError, RuntimeError) as error:  # the latter if a stream capture has begun within a block
             self._device_state.broken(error, self)
         else:
             self._device_state.enter(self)
-        self._is_checked = False  # later there may be another device
+        self._is_checked = False  # the thread's current device may change later
 
-    def ask(self) -> None:
-        """Describe it to rank 0, which decides when it starts."""
+    def request_comparison(self) -> None:
+        """Send a description of the call to rank 0, which decides when the call starts."""
         super().enter()
 
     def is_ordered(self) -> bool:
-        """Whether the order of the program is its order on all ranks: it has a number and no key."""
+        """Return whether the call starts in program order on all ranks: it has no key."""
         return self.id < KEYED
 
     def is_native(self) -> bool:
-        """Whether NCCL carries it out."""
+        """Return whether NCCL carries out the call."""
         return self._way() != STAGED
 
     def is_numbered(self) -> bool:
-        """Whether it has to be compared before it starts, in any group."""
+        """Return whether the call must be compared before it starts, in any group."""
         return self._kind.is_private or self._way() == STAGED
 
     # -- in the order of the program
 
-    def lead(self, order: CallOrder, *, ahead: bool) -> None:
-        """Take its place in the order of the program, where it starts if `ahead`."""
+    def join_program_order(self, order: CallOrder, *, ahead: bool) -> None:
+        """Take the call's place in program order; the call starts there if `ahead`."""
         if ahead:
             self._agree()
             self._order, self._position = order, order.program.called + 1
@@ -169,24 +170,24 @@ class Agreed(Compared):
         order.program.add(self, self.terms(), seq, is_numbered=not ahead)
 
     def terms(self) -> bytes:
-        """Return a hash of what all ranks have to call alike."""
+        """Return a hash of the terms that must be equal on all ranks."""
         return self._kind.terms(self.completion.shape)
 
     def confirmed(self) -> None:
-        """All ranks have called it."""
+        """Record that all ranks have made the call, and end it if it waited for that."""
         self._is_confirmed = True
         if self._result is not None and not self.done:
             super().ended(*self._result, None)
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """It has been carried out, or failed."""
+        """Handle the end of the call's work; a successful call then waits for its confirmation."""
         if error is None and self._order is not None and not self._is_confirmed:
             self._result = (result,)
         else:
             super().ended(result, error)
 
     def needs(self, peer: int) -> bool:
-        """Whether it still needs a rank, which is leaving."""
+        """Return whether the call needs the leaving rank `peer`."""
         if self._order is None:
             return super().needs(peer)
         return not self._is_confirmed and self._order.needs(peer, self._position)
@@ -194,27 +195,27 @@ class Agreed(Compared):
     # -- compared by rank 0
 
     def _says(self) -> bytes:
-        """Describe this rank's call."""
+        """Encode the description of this rank's call."""
         completion = self.completion
-        # Of a member of a block: its own signature, not that of the block.
-        told: bytes = msgpack.packb((self._kind.described(completion.shape), completion.seq, completion.key))
-        return told
+        # A member of a block sends its own signature, not that of the block.
+        encoded: bytes = msgpack.packb((self._kind.described(completion.shape), completion.seq, completion.key))
+        return encoded
 
     def carriers(self) -> str:
-        """Return what carries its bytes: NCCL, or the host links if it is staged."""
+        """Return the carriers of the data: NCCL, or the links of the host if the call is staged."""
         return LIBRARY if self._by_nccl else super().carriers()
 
     def is_private(self) -> bool:
-        """Whether only the two ends of its messages know their lengths."""
+        """Return whether only the two ends of each message know its length."""
         return self._kind.is_private
 
     def _conclude(self) -> None:
-        """All ranks have called, or rank 0 has decided."""
+        """Compare the calls of all ranks as rank 0; follow the verdict as another rank."""
         comm = self.comm
         if self._refusal is not None:
             comm.revoke(GroupError(f"{self.completion.op} was not compared: {self._refusal}", group=comm.name))
         elif comm.rank == 0:
-            found = self._device_state.judge(self, [self._incoming[rank] for rank in range(len(comm.ranks))])
+            found = self._device_state.compare_calls(self, [self._incoming[rank] for rank in range(len(comm.ranks))])
             if found is not None:
                 self._send(dict.fromkeys(comm.others, msgpack.packb([found])))
                 self._refuse(found)
@@ -225,8 +226,8 @@ class Agreed(Compared):
             else:
                 self._device_state.decided(self, *verdict)
 
-    def pronounce(self, numbers: Mapping[int, int], staged: bool) -> None:
-        """As rank 0, let all ranks start it, each with its own number."""
+    def broadcast_verdict(self, numbers: Mapping[int, int], staged: bool) -> None:
+        """Send all ranks the verdict to start the call, each with its own number, as rank 0."""
         said = {number: msgpack.packb([number, staged]) for number in set(numbers.values())}
         self._send({rank: said[numbers[rank]] for rank in self.comm.others})
         self._device_state.decided(self, numbers[0], staged)
@@ -234,17 +235,17 @@ class Agreed(Compared):
     # -- carrying it out
 
     def taken_marks(self) -> tuple[int, ...]:
-        """Return the positions of the caller's streams at the call, which it has to wait for."""
+        """Return the positions of the caller's streams when the call was made; the call's work waits for them."""
         marks, self._marks = self._marks, ()
         return marks
 
     def agreed(self, marks: tuple[int, ...]) -> None:
-        """Start after `marks`, without an agreement of its own."""
+        """Wait for `marks` when the call starts, and skip the agreement."""
         self._marks = marks
         self._agree()
 
     def begin(self, staged: bool) -> None:
-        """Start, through the host if `staged`: all calls before it have started."""
+        """Start the call, through the host if `staged`; all earlier calls have started."""
         kind = self._kind
         way = STAGED if staged else self._way()
         if kind.is_empty:
@@ -255,18 +256,18 @@ class Agreed(Compared):
             self._launch([Native(kind.enqueue, self._arrays)])
 
     def give_up(self, error: Exception) -> None:
-        """Fail on all ranks alike; the group stays usable."""
+        """Fail the call on all ranks; the group stays usable."""
         self.refused()
         self.ended(None, error)
 
     def hangs_here(self) -> bool:
-        """Whether the device has work of it enqueued: then all ranks have called it."""
-        return self._flying and (self._order is None or self._is_confirmed)
+        """Return whether the call waits only for the device: all ranks have made it."""
+        return self._is_on_device and (self._order is None or self._is_confirmed)
 
     def expire(self) -> None:
-        """The timeout has passed."""
+        """Handle the expired timeout."""
         if self.hangs_here():
-            self._device_state.hung(self, "all ranks have called it, but ")
+            self._device_state.hung(self, "all ranks have made this call, but ")
         else:
             super().expire()
 
@@ -281,7 +282,7 @@ class Agreed(Compared):
         super().fail(error)
 
     def _launch(self, calls: Sequence[Native], others: Sequence[int] = ()) -> None:
-        """Enqueue calls on the communicator's stream; streams `others` also wait for the caller's."""
+        """Enqueue NCCL calls on the communicator's stream; the streams `others` also wait for the caller's streams."""
 
         def put(tools: Tools) -> None:
             carry_out(calls, tools)
@@ -292,7 +293,7 @@ class Agreed(Compared):
         assert communicator is not None
         self._by_nccl = True
         kind = calls[0].enqueue if len(calls) == 1 else tuple([call.enqueue for call in calls])
-        self._flies(
+        self._mark_enqueued(
             communicator.launch(self._marks, put, calls, self._ended, others, kind, self._is_checked), last=True
         )
 
@@ -300,11 +301,11 @@ class Agreed(Compared):
         """Copy the inputs to the host."""
         state = self._device_state
         self._staged = Staged(state.device, state.stream, self._arrays, self._plan.storage)
-        self._flies(self._staged.copy_in(self._marks, self._ends()[0], self._copied))
+        self._mark_enqueued(self._staged.copy_in(self._marks, self._ends()[0], self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
-        """The inputs are on the host: run the same plan there."""
-        if self._is_sound(error):
+        """Run the plan on the host, where the inputs are now."""
+        if self._continues(error):
             assert self._staged is not None
             arrays, plan, comm = self._staged.arrays, self._plan, self.comm
 
@@ -314,36 +315,32 @@ class Agreed(Compared):
             self._start_child(str(self.id), make, self._carried_out)
 
     def _carried_out(self, _: Any, error: BaseException | None) -> None:
-        """The host collective has ended: copy the outputs back."""
+        """Copy the outputs of the host collective back to the device."""
         if error is not None:
             self.ended(None, error)
             return
         assert self._staged is not None
-        self._flying = True
-        self._staged.copy_out((), self._ends()[1], partial(self._flies, last=True), self._ended)
+        self._is_on_device = True
+        self._staged.copy_out((), self._ends()[1], partial(self._mark_enqueued, last=True), self._ended)
 
     def _ended(self, error: DeviceError | None) -> None:
-        """The device has finished."""
-        if self._is_sound(error):
+        """Handle the end of the last work on the device."""
+        if self._continues(error):
             self.ended(self.completion.value, None)
 
-    def _is_sound(self, error: DeviceError | None) -> bool:
-        """Record that the device has finished; return whether to continue."""
-        self._flying = False
-        if self.done:
-            self._leave()
-        elif error is not None:
-            self._device_state.broken(error, self)
-        return not self.done
+    def _continues(self, error: DeviceError | None) -> bool:
+        """Record that the device has finished; return whether the operation continues."""
+        self._is_on_device = False
+        return self._device_state.continues(self, error, self._leave)
 
-    def _flies(self, launched: Launched, last: bool = False) -> None:
-        """The device has work of it enqueued; nothing follows if it is the `last`."""
-        self._flying, self._marks = True, ()
+    def _mark_enqueued(self, launched: Launched, last: bool = False) -> None:
+        """Record that work of the call is enqueued on the device; `last` work has no successor."""
+        self._is_on_device, self._marks = True, ()
         if last:
             self._enqueued.put(launched)
 
     def _way(self) -> int:
-        """Return how it is carried out."""
+        """Return how the call is carried out."""
         return self._kind.way(self._plan, self._device_state.decision)
 
     def _leave(self) -> None:
@@ -351,12 +348,12 @@ class Agreed(Compared):
         self._enqueued.over()
         self._device_state.unmark(self._marks)
         self._marks = ()
-        if not self._flying and self._staged is not None:
+        if not self._is_on_device and self._staged is not None:
             self._staged.give_back()
             self._staged = None
 
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return which arrays are inputs, and which are outputs."""
+        """Return the positions of the inputs and of the outputs among the arrays."""
         signature = self._plan.signature
         place = (self.comm.rank, len(self.comm.ranks), signature.root)
         spec = signature.spec

@@ -1,15 +1,17 @@
-"""How the ranks of a group agree on one backend for CUDA arrays: NCCL, or staging through the host.
+"""Agreement of the ranks of a group on one backend for CUDA arrays: NCCL, or staging through the host.
 
-    each rank     describes its device, when it is first called with a CUDA array ->
-        rank 0        decides when all have, makes NCCL's id of the communicator, and asks each rank for its turn
+    each rank     sends the card of its device, at its first call on a CUDA array ->
+        rank 0        decides once it has all cards, gets NCCL's id of the communicator, requests a turn of each rank
         all ranks                                                                 <- the decision, before all calls
 
-Making a communicator blocks the launcher of a device until all ranks make it. So groups that have ranks in common must
-not make theirs in different orders: a device makes one at a time, and rank 0 asks for turns in the order of
-hosts and devices. That order is the same for all groups, even those of other jobs, so no two wait for each other.
+Creating a communicator blocks the launcher of a device until all ranks create it. So groups with common ranks must not
+create theirs in different orders. A device creates one communicator at a time, and rank 0 requests the turns in the
+order of hosts and devices. That order is the same for all groups, even for those of other jobs, so no two groups wait
+for each other.
 
-A rank that leaves before its turn is not waited for: the others do without NCCL. One that had its turn waits for the
-decision, since the others may have begun to make the communicator; if the group fails meanwhile, it still makes it.
+If a rank leaves before its turn, the others do not wait for it and do not use NCCL. A rank that had its turn waits for
+the decision, since other ranks may already be creating the communicator. If the group fails meanwhile, the rank still
+creates it.
 """
 
 from __future__ import annotations
@@ -31,20 +33,20 @@ from aiocoll.gpu.turns import Turn
 
 __all__ = ["BackendAgreement"]
 
-#: Seconds that a rank which closes the group waits for the decision, at most.
+#: Maximum number of seconds that a closing rank waits for the decision.
 PARTING = 5.0
 
 
 class BackendAgreement:
-    """One rank's part in the agreement.
+    """Backend agreement of a group, seen by one rank.
 
     Args:
         comm: this rank's part in the group.
-        device: where its arrays are.
-        nccl: the library; None if there is none.
-        ahead: this rank launches calls before they are compared, if all ranks do.
-        number: as rank 0, assigns the decision its numbers.
-        follow: carries out the decision, given its number on this rank.
+        device: device of the arrays.
+        nccl: the NCCL library; None if there is none.
+        ahead: whether this rank launches calls before they are compared, if all ranks do.
+        number: as rank 0, assigns the decision a number on each rank.
+        follow: follows the decision, given its number on this rank.
     """
 
     def __init__(
@@ -63,12 +65,12 @@ class BackendAgreement:
         self._follow = follow
         self._card = card(device.cuda, nccl, device.ordinal, why_no_nccl() or "", ahead)
         self._turn: Turn | None = None
-        #: Ends when it is decided, or will not be; None before this rank has announced its turn.
+        #: Done once the decision is made, or will never be; None before this rank has reported its turn.
         self._settled: asyncio.Future[None] | None = None
-        #: It is decided, or will not be.
+        #: The decision is made, or will never be.
         self._is_decided = False
-        #: As rank 0: the card of each rank; the ranks whose turns are still to be asked for, the next one last; and
-        #: the rank that was asked.
+        #: As rank 0: cards by rank; the ranks whose turns are not requested yet, the next one last; and the rank whose
+        #: turn was requested.
         self._cards: dict[int, Card] = {}
         self._turns: list[int] = []
         self._asked: int | None = None
@@ -76,13 +78,13 @@ class BackendAgreement:
 
     def start(self) -> None:
         """Send this rank's card."""
-        self._tell(0, {"card": self._card})
+        self._send(0, {"card": self._card})
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message of a rank.
+        """Handle a message from a rank.
 
         Raises:
-            ValueError: it is invalid from that rank, or for this rank; also TypeError and KeyError.
+            ValueError: the message is invalid from that rank, or for this rank; also TypeError and KeyError.
         """
         is_for_rank_0 = "card" in message or "ready" in message
         if (self._comm.rank if is_for_rank_0 else peer) != 0:
@@ -101,13 +103,13 @@ class BackendAgreement:
             number, decision = index(message["number"]), read_decision(message["decision"])
             self._settle()
             if not decision.native or decision.shared:
-                self.made()  # or will be in the order that all groups on the devices have
+                self.end_turn()  # not created, or created in the order of its slot
             self._follow(number, decision)
 
-    def missed(self, message: dict[str, Any]) -> None:
-        """Handle a message after the group has failed here: others may be making the communicator already.
+    def handle_late(self, message: dict[str, Any]) -> None:
+        """Handle a message after the group has failed on this rank; other ranks may be creating the communicator.
 
-        They would never return from that call; so it is made here, too, and aborted.
+        They would never return from that call. So this rank creates the communicator, too, and aborts it.
         """
         if "decision" in message and self._settled is not None:
             decision = read_decision(message["decision"])
@@ -121,7 +123,7 @@ class BackendAgreement:
             self._nccl.init(len(self._comm.ranks), unique_id, self._comm.rank).abort()
 
     def departed(self, rank: int) -> None:
-        """A rank has closed the group, perhaps before the decision."""
+        """Handle a rank that closed the group, perhaps before the decision."""
         if self._is_decided:
             return
         if rank == 0:
@@ -130,32 +132,32 @@ class BackendAgreement:
             self._conclude(_without(rank))
 
     async def settle(self) -> None:
-        """Wait for the decision, if the others depend on this rank; without rank 0 there is none."""
+        """Wait for the decision, if other ranks depend on this rank."""
         if self._settled is not None and self._comm.rank:
             await asyncio.wait([self._settled], timeout=PARTING)
 
-    def made(self) -> None:
-        """The communicator has been made, or will not be."""
+    def end_turn(self) -> None:
+        """End the turn: the communicator has been created, or will not be."""
         if self._turn is not None:
             self._turn.end()
             self._turn = None
 
     def end(self) -> None:
-        """The group has ended, or nobody decides any more."""
+        """End the agreement: the group has ended, or rank 0 has left."""
         self._settle()
-        self.made()
+        self.end_turn()
 
     def _begun(self) -> None:
-        """This rank has its turn."""
+        """Report to rank 0 that this rank has its turn."""
         self._settled = asyncio.get_running_loop().create_future()
-        self._tell(0, {"ready": True, "shares": self._device.order.is_used})
+        self._send(0, {"ready": True, "shares": self._device.order.is_used})
 
     def _settle(self) -> None:
         self._is_decided = True
         if self._settled is not None and not self._settled.done():
             self._settled.set_result(None)
 
-    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+    def _send(self, rank: int, message: dict[str, Any]) -> None:
         comm = self._comm
         if rank == comm.rank:
             self.handle(rank, message)
@@ -165,23 +167,23 @@ class BackendAgreement:
     # -- as rank 0
 
     def _decide(self) -> None:
-        """All ranks have sent their cards."""
+        """Decide, from the cards of all ranks."""
         self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._comm.hosts)
         if self._decision.native and self._comm.left:
             self._conclude(_without(min(self._comm.left)))
         elif self._decision.native:
             assert self._nccl is not None
             self._turns = sorted(self._cards, key=self._place, reverse=True)
-            self._device.run(self._nccl.unique_id).add_done_callback(self._named)
+            self._device.run(self._nccl.unique_id).add_done_callback(self._on_unique_id)
         else:
             self._conclude(self._decision)
 
     def _place(self, rank: int) -> tuple[str, str]:
-        """Return where the device of a rank is."""
+        """Return the host and the bus id of a rank's device."""
         comm = self._comm
         return comm.endpoint.cards[comm.ranks[rank]]["host"], self._cards[rank]["bus"]
 
-    def _named(self, named: asyncio.Future[bytes]) -> None:
+    def _on_unique_id(self, named: asyncio.Future[bytes]) -> None:
         if self._is_decided or named.cancelled():
             return
         assert self._decision is not None
@@ -192,23 +194,23 @@ class BackendAgreement:
             self._go_on()
 
     def _is_ready(self, crowded: bool) -> None:
-        """A rank has its turn; other groups use its device, or not."""
+        """Record that a rank has its turn, and whether other groups use its device."""
         assert self._decision is not None
         self._decision = self._decision._replace(shared=self._decision.shared or crowded)
         self._go_on()
 
     def _go_on(self) -> None:
-        """Ask for the next turn; if there is none, let all make the communicator."""
+        """Request the next turn; if all ranks have theirs, let them create the communicator."""
         assert self._decision is not None
         if self._turns:
             self._asked = self._turns.pop()
-            self._tell(self._asked, {"turn": True})
+            self._send(self._asked, {"turn": True})
         else:
             self._conclude(self._decision)
 
     def _conclude(self, decision: Decision) -> None:
         for rank, number in self._number().items():
-            self._tell(rank, {"number": number, "decision": decision})
+            self._send(rank, {"number": number, "decision": decision})
 
 
 def _without(rank: int) -> Decision:

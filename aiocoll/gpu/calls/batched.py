@@ -1,6 +1,6 @@
-"""The members of a flush that are on CUDA arrays: one agreement, and one group of NCCL calls, for all of them.
+"""Calls of a block on CUDA arrays: one agreement, and one group of NCCL calls, for all of them.
 
-Members that NCCL cannot carry out are staged, each separately. All members end when the last one has ended.
+Calls that NCCL cannot carry out are staged, each separately. All calls end when the last one has ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["BatchedCalls"]
 
 
 class BatchedCalls(Agreed):
-    """One rank's part in several collectives on CUDA arrays that share no memory which is written.
+    """Several collectives on CUDA arrays, seen by one rank; none writes to memory that another one uses.
 
     Args:
-        members: in the order common to all ranks.
-        ordered: it starts in the order of the program.
+        members: the calls, in the order common to all ranks.
+        ordered: whether the operation starts in program order.
     """
 
     __slots__ = ("_is_ordered", "_left", "_members")
@@ -41,27 +41,27 @@ class BatchedCalls(Agreed):
         self._left = 1
 
     def is_private(self) -> bool:
-        """Whether only the two ends of its messages know their lengths."""
+        """Return whether only the two ends of each message know its length."""
         return any(member.kind.is_private for member in self._members)
 
     def is_ordered(self) -> bool:
-        """Whether the order of the program is its order on all ranks."""
+        """Return whether the operation starts in program order on all ranks."""
         return self._is_ordered
 
     def is_native(self) -> bool:
-        """Whether NCCL carries out any of it."""
+        """Return whether NCCL carries out any of the calls."""
         return any(member.way() != STAGED for member in self._members)
 
     def is_numbered(self) -> bool:
-        """Whether it has to be compared before it starts, in any group."""
+        """Return whether the calls must be compared before they start, in any group."""
         return self.is_private() or any(member.way() == STAGED for member in self._members)
 
     def terms(self) -> bytes:
-        """Return a hash of what all ranks have to call alike."""
+        """Return a hash of the terms that must be equal on all ranks."""
         return hashed([member.plan.signature[:5] for member in self._members])
 
     def begin(self, staged: bool) -> None:
-        """Launch what NCCL can carry out, and stage the rest."""
+        """Launch the calls that NCCL can carry out, and stage the others."""
         native, others = [], []
         for member in self._members:
             kind, arrays = member.kind, member.arrays
@@ -81,7 +81,7 @@ class BatchedCalls(Agreed):
             self._begin_part(number, member)
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """One part has ended, or there is nothing to do."""
+        """Handle the end of one part; end the operation after the last."""
         self._left -= 1
         if error is not None:
             super().ended(None, error)
@@ -89,23 +89,23 @@ class BatchedCalls(Agreed):
             super().ended(self.completion.value, None)
 
     def hangs_here(self) -> bool:
-        """Whether the device has work of it enqueued: then all ranks have called it."""
+        """Return whether the operation waits only for the device: all ranks have made it."""
         children = self._children
         return super().hangs_here() or (children is not None and children.hanging() is not None)
 
     def _says(self) -> bytes:
-        """Describe this rank's calls."""
+        """Encode the description of this rank's calls."""
         completion = self.completion
-        told: bytes = msgpack.packb((described(self.signature, ()), completion.seq, completion.key))
-        return told
+        encoded: bytes = msgpack.packb((described(self.signature, ()), completion.seq, completion.key))
+        return encoded
 
     def _ended(self, error: Any) -> None:
-        """The device has finished what NCCL carries out."""
-        if self._is_sound(error):
+        """Handle the end of the NCCL calls."""
+        if self._continues(error):
             self.ended(None, None)
 
     def _begin_part(self, number: int, member: DeviceCall) -> None:
-        """Stage a call; the first makes the stream of all of them wait for the caller's."""
+        """Stage a call; the first staged call makes their stream wait for the caller's streams."""
         marks = self.taken_marks()
 
         def make(identity: int, completion: Completion) -> _Part:
@@ -116,7 +116,7 @@ class BatchedCalls(Agreed):
 
 
 class _Part(Agreed):
-    """A staged member; all ranks have agreed on it."""
+    """A staged call of the block; all ranks have agreed on it."""
 
     __slots__ = ()
 
@@ -125,5 +125,5 @@ class _Part(Agreed):
         self.agreed(marks)
 
     def enter(self) -> None:
-        """Begin."""
+        """Stage the call."""
         self.begin(True)

@@ -1,4 +1,4 @@
-"""As rank 0: which calls without keys all ranks have made alike."""
+"""Comparison of the calls without keys of all ranks, by rank 0."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["CallComparison"]
 
 
 class CallComparison:
-    """Compares what ranks report of their calls with rank 0's own.
+    """Comparison of the reported calls of other ranks with those of rank 0.
 
     Args:
         size: number of ranks.
         order: rank 0's own calls.
-        pacing: is notified of each position up to which all ranks have called the same.
-        compare: asks a rank which of some hashes, from a position on, are not its own.
+        pacing: gets each position up to which the calls of all ranks are equal.
+        compare: sends hashes, from a position on, to a rank, which finds the first difference.
 
     Attributes:
-        pacing: the same.
+        pacing: as given.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class CallComparison:
         self.pacing = pacing
         self._order = order
         self._compare = compare
-        #: Of each other rank: reported positions and hashes that this rank has not come to; the last equal position.
+        #: By rank: reported positions and hashes that rank 0 has not reached; the last equal position.
         self._reports: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in range(1, size)}
         self._equal = dict.fromkeys(range(1, size), 0)
         self._confirmed = 0
         self._is_over = False
 
     def reported(self, rank: int, position: int, found: int) -> None:
-        """A rank has told its last position, and the hash of its calls.
+        """Record the last position of a rank, and the hash of its calls.
 
         Raises:
-            ValueError: it has told one before that was not lower.
+            ValueError: the rank reported this position or a later one before.
         """
         reports = self._reports[rank]
         if position <= (reports[-1][0] if reports else self._equal[rank]):
@@ -49,7 +49,7 @@ class CallComparison:
         self.go_on()
 
     def go_on(self) -> None:
-        """Compare what can be, and confirm what is equal on all ranks."""
+        """Compare the reports up to rank 0's own position, and confirm the position that is equal on all ranks."""
         order = self._order
         for rank, reports in self._reports.items():
             while reports and reports[0][0] <= order.called and not self._is_over:
@@ -67,11 +67,11 @@ class CallComparison:
             self.pacing.confirm(position)
 
     def has_called(self, rank: int, position: int) -> bool:
-        """Whether a rank, another one, is known to have made the call at a position."""
+        """Return whether another rank has reported the call at a position."""
         reports = self._reports[rank]
         return position <= (reports[-1][0] if reports else self._equal[rank])
 
     def end(self) -> None:
-        """The group has ended."""
+        """Stop comparing; the group has ended."""
         self._is_over = True
         self.pacing.end()

@@ -1,8 +1,8 @@
-"""The order of a group's calls on CUDA arrays that are launched before they are compared: its messages and errors.
+"""Messages and errors of a group's calls on CUDA arrays that are launched before they are compared.
 
-called, confirmed       a rank's last call; the last one that all ranks have made alike
-pace, halted            rank 0 halts all ranks, or lets them go; where one of them has halted
-compare, differs        hashes in which a rank is to find the first that is not its own; what it has called there
+called, confirmed       the last call of a rank; the last call that is equal on all ranks
+pace, halted            rank 0 halts or releases all ranks; the position at which a rank halted
+compare, differs        hashes of rank 0, in which the rank finds the first difference; its call at that position
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _KINDS = ("called", "confirmed", "pace", "halted", "compare", "differs")
 
 
 class CallOrder:
-    """One rank's part in it.
+    """Order of a group's calls, seen by one rank.
 
     Args:
         comm: this rank's part in the group.
-        number: as rank 0, assigns the next number on every rank; told whether it is a call of NCCL.
-        hold: calls something when everything with a lower number has been called; see `DeviceState.hold`.
+        number: as rank 0, assigns the next number on every rank; takes whether NCCL carries out the call.
+        hold: calls a function once everything with a lower number has started; see `DeviceState.hold`.
         moved: called when calls have started.
-        can_stage: calls that wait too long for their place may be staged.
-        is_shared: other groups use the device of a rank.
+        can_stage: whether calls that wait too long for their place may be staged.
+        is_shared: whether other groups use the device of a rank.
     """
 
     def __init__(
@@ -59,24 +59,24 @@ class CallOrder:
             self._comparison = CallComparison(size, self.program, pacing, self._compare)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """As rank 0, give something its place among all calls; see `Pacing.place`."""
+        """Give a numbered operation its place among all calls, as rank 0; see `Pacing.place`."""
         self._as_rank_0().pacing.place(begin)
 
     def share(self, tell: Callable[[], None]) -> None:
-        """As rank 0, let no rank launch ahead any more; see `Pacing.share`."""
+        """Stop all ranks from launching ahead, as rank 0; see `Pacing.share`."""
         self._as_rank_0().pacing.share(tell)
 
     def needs(self, peer: int, position: int) -> bool:
-        """Whether a call that is not confirmed needs a rank, which is leaving."""
+        """Return whether an unconfirmed call needs the leaving rank `peer`."""
         return peer == 0 if self._comparison is None else not self._comparison.has_called(peer, position)
 
     def departed(self) -> None:
-        """A rank has closed the group."""
+        """Handle a rank that closed the group."""
         if self._comparison is not None:
             self._comparison.pacing.departed()
 
     def end(self) -> None:
-        """The group has ended."""
+        """Forget all calls; the group has ended."""
         self.program.clear()
         if self._comparison is not None:
             self._comparison.end()
@@ -84,15 +84,15 @@ class CallOrder:
     # -- messages
 
     @staticmethod
-    def is_meant(message: dict[str, Any]) -> bool:
-        """Whether a message is one of these."""
+    def is_own_message(message: dict[str, Any]) -> bool:
+        """Return whether a message belongs to the call order."""
         return any(kind in message for kind in _KINDS)
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message of a rank.
+        """Handle a message from a rank.
 
         Raises:
-            ValueError: it is invalid from that rank, or for this rank; also TypeError, KeyError and IndexError.
+            ValueError: the message is invalid from that rank, or for this rank; also TypeError, KeyError, IndexError.
         """
         if "called" in message:
             self._check_seq(peer, index(message["called"]), index(message["seq"]))
@@ -103,7 +103,7 @@ class CallOrder:
             self._as_rank_0()
             self._mismatch(index(message["position"]), {**message["differs"], "rank": peer})
         elif peer:
-            raise ValueError("only rank 0 orders calls")
+            raise ValueError("only rank 0 may send this message")
         elif "confirmed" in message:
             self.program.confirm(index(message["confirmed"]))
         elif "pace" in message:
@@ -111,24 +111,24 @@ class CallOrder:
         else:
             self._find(index(message["position"]), message["compare"])
 
-    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+    def _send(self, rank: int, message: dict[str, Any]) -> None:
         self._comm.channels[rank].send_control({"t": DEVICE, "g": self._comm.id, **message})
 
     def _as_rank_0(self) -> CallComparison:
         if self._comparison is None:
-            raise ValueError("it is rank 0 that orders calls")
+            raise ValueError("only rank 0 may receive this message")
         return self._comparison
 
     # -- as any rank
 
     def _report(self, position: int, found: int, seq: int) -> None:
         if self._comparison is None:
-            self._tell(0, {"called": position, "hash": found, "seq": seq})
+            self._send(0, {"called": position, "hash": found, "seq": seq})
         else:
             self._comparison.go_on()
 
     def _obey(self, number: int, pace: str, through: int, confirmed: int) -> None:
-        """Do what rank 0 says, in the order of numbers."""
+        """Follow a pace message from rank 0 when its number is due."""
 
         def obey(staged: bool) -> None:
             program = self.program
@@ -144,34 +144,34 @@ class CallOrder:
 
     def _halted(self, position: int) -> None:
         if self._comparison is None:
-            self._tell(0, {"halted": position})
+            self._send(0, {"halted": position})
         else:
             self._comparison.pacing.halted(0, position)
 
     def _find(self, start: int, theirs: Sequence[int]) -> None:
-        """Tell rank 0 the first call whose hash is not the same here."""
+        """Report to rank 0 the first call whose hash differs on this rank."""
         mine = self.program.hashes(start, start + len(theirs) - 1)
         offset = next(at for at, (one, two) in enumerate(zip(mine, theirs, strict=True)) if one != two)
-        self._tell(0, {"differs": self.program.at(start + offset).describe(), "position": start + offset})
+        self._send(0, {"differs": self.program.at(start + offset).describe(), "position": start + offset})
 
     # -- as rank 0
 
     def _confirm(self, position: int) -> None:
         for rank in self._comm.others:
-            self._tell(rank, {"confirmed": position})
+            self._send(rank, {"confirmed": position})
         self.program.confirm(position)
 
     def _pace(self, pace: str, through: int, confirmed: int) -> None:
         numbers = self._number(pace == "placed")
         for rank in self._comm.others:
-            self._tell(rank, {"number": numbers[rank], "pace": pace, "through": through, "upto": confirmed})
+            self._send(rank, {"number": numbers[rank], "pace": pace, "through": through, "upto": confirmed})
         self._obey(numbers[0], pace, through, confirmed)
 
     def _compare(self, rank: int, start: int, hashes: Sequence[int]) -> None:
-        self._tell(rank, {"compare": list(hashes), "position": start})
+        self._send(rank, {"compare": list(hashes), "position": start})
 
     def _check_seq(self, peer: int, position: int, seq: int) -> None:
-        """Compare a call of a rank with one of this rank on arrays of the host, which has no position."""
+        """Compare a call of a rank with a call of this rank on host arrays, which has no position."""
         comm = self._comm
         if position > self.program.called and seq <= comm.entered:
             record = comm.record(seq)
@@ -179,7 +179,7 @@ class CallOrder:
                 comm.mismatches.disagree(peer, seq, record.describe(comm.rank))
 
     def _mismatch(self, position: int, theirs: dict[str, Any]) -> None:
-        """Two ranks have called different operations at one position: the group fails."""
+        """Fail the group: two ranks called different operations at one position."""
         comm = self._comm
         mine = self.program.at(position).describe()
         found = mismatch(comm.name, {**mine, "debug": None}, {**theirs, "debug": None})

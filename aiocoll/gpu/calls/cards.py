@@ -1,4 +1,4 @@
-"""Each rank's card of its CUDA device, and whether the cards make NCCL possible."""
+"""Device cards: what each rank publishes about its CUDA device, and the backend decision that follows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from aiocoll.gpu.api import Cuda, Nccl
 
 __all__ = ["Decision", "card", "decide", "read_card", "read_decision"]
 
-#: The setting that makes NCCL's calls return unfinished, which CuPy cannot finish: it is refused, not worked around.
+#: Environment variable with which NCCL's calls return before they are complete. CuPy cannot complete them, so the
+#: setting is refused.
 _BLOCKING = "NCCL_COMM_BLOCKING"
 
-#: What NCCL needs to reduce float8: a version, and a compute capability of all devices of the communicator.
+#: Minimum NCCL version, and minimum compute capability of all devices, for reductions of float8.
 _FLOAT8_VERSION, _FLOAT8_CAPABILITY = 22400, (9, 0)
 
 Card = dict[str, Any]
@@ -31,16 +32,16 @@ T = TypeVar("T")
 
 
 class Decision(NamedTuple):
-    """How the calls of a group on CUDA arrays are carried out, on all ranks.
+    """Backend decision for a group's calls on CUDA arrays, equal on all ranks.
 
     Attributes:
-        native: by NCCL where possible; otherwise staged through the host.
+        native: whether NCCL carries out calls where possible; otherwise all are staged through the host.
         why: the reason, as text.
-        unique_id: of the communicator; b"" without one.
-        refused: not at all, until the reason has changed.
-        float8: NCCL and all devices can reduce float8.
-        ahead: calls are launched before they are compared.
-        shared: the device of a rank is used by other groups, too.
+        unique_id: NCCL's id of the communicator; b"" without one.
+        refused: whether all calls fail until the reason has changed.
+        float8: whether NCCL and all devices can reduce float8.
+        ahead: whether calls are launched before they are compared.
+        shared: whether other groups also use the device of a rank.
     """
 
     native: bool
@@ -53,15 +54,15 @@ class Decision(NamedTuple):
 
     @property
     def way(self) -> str:
-        """How the calls are carried out, as text."""
+        """Text that describes how calls are carried out."""
         return "are refused" if self.refused else "go by NCCL" if self.native else "go through the host"
 
     def refusal(self, group: str, forced: bool) -> str | None:
-        """Return why the calls of a group fail, as text; None if they do not.
+        """Return the reason why all calls of a group fail; None if they do not.
 
         Args:
-            group: its name.
-            forced: the group must use NCCL, or fail.
+            group: name of the group.
+            forced: whether the group must use NCCL.
         """
         if self.refused:
             return f"group {group!r} takes no CUDA arrays: {self.why}"
@@ -72,15 +73,16 @@ def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str, ahead: bool) 
     """Return this rank's card.
 
     Args:
-        cuda: the runtime.
-        nccl: the library; None if there is none.
+        cuda: the CUDA runtime.
+        nccl: the NCCL library; None if there is none.
         device: ordinal of the device of the call.
-        missing: why there is no NCCL.
-        ahead: this rank launches calls before they are compared, if all ranks do.
+        missing: reason why there is no NCCL.
+        ahead: whether this rank launches calls before they are compared, if all ranks do.
 
     Returns:
-        The version of NCCL, 0 for none; why there is none; the identity of the device on its host; whether NCCL's calls
-        would return unfinished; whether it and the device can reduce float8; and `ahead`.
+        A dict with the version of NCCL, 0 for none; the reason why there is none; the identity of the device on its
+        host; whether NCCL's calls would return before they are complete; whether NCCL and the device can reduce float8;
+        and `ahead`.
     """
     version, why = (0, missing) if nccl is None else (nccl.version(), "")
     unfinished = os.environ.get(_BLOCKING, "").strip() == "0"
@@ -99,7 +101,7 @@ def read_card(given: Any) -> Card:
     """Decode the card of another rank.
 
     Raises:
-        TypeError, KeyError: it is not a card.
+        TypeError, KeyError: `given` is not a card.
     """
     return {name: _checked(given[name], kind) for name, kind in _KINDS.items()}
 
@@ -108,7 +110,7 @@ def read_decision(given: Any) -> Decision:
     """Decode a decision.
 
     Raises:
-        TypeError, ValueError: it is not a decision.
+        TypeError, ValueError: `given` is not a decision.
     """
     native, why, unique_id, *rest = given
     refused, float8, ahead, shared = (_checked(each, bool) for each in rest)
@@ -124,11 +126,11 @@ def _checked(given: Any, kind: type[T]) -> T:
 
 
 def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
-    """Return how calls are to be carried out, still without a communicator.
+    """Decide how calls are carried out, from the cards of all ranks; the decision has no communicator id yet.
 
     Args:
-        cards: of all ranks, in order.
-        hosts: number of the host of each.
+        cards: cards of all ranks, in rank order.
+        hosts: number of each rank's host.
     """
     if setting := [rank for rank, each in enumerate(cards) if each["unfinished"]]:
         return Decision(
@@ -157,7 +159,7 @@ def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
 
 
 def _have(ranks: Sequence[int]) -> str:
-    """Name ranks that have something; of many, the first few."""
+    """Return a text that names ranks, followed by "has" or "have"; of many ranks only the first few."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
@@ -165,5 +167,5 @@ def _have(ranks: Sequence[int]) -> str:
 
 
 def _version(number: int) -> str:
-    """Write a version such as 22809 as 2.28.9."""
+    """Format a version: 22809 as 2.28.9."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,8 +1,9 @@
-"""This rank's end of a group's NCCL communicator, from its creation to its end.
+"""NCCL communicator of a group on this rank, from its creation to its end.
 
-NCCL's calls may block until all ranks have made them, so the launcher of the device makes those that may. The end of a
-communicator may block, too, and is made in a thread of its own; but never while another thread is in a call of this
-communicator, which would go on with freed memory. A call that does not return keeps it: it is left behind.
+An NCCL call may block until all ranks have made it. The device's launcher thread makes the calls that may block.
+Aborting or destroying a communicator may block, too, and runs in a thread of its own. It never runs while another
+thread is inside a call of the communicator, because that call would use freed memory. If such a call does not return,
+the communicator is abandoned.
 """
 
 from __future__ import annotations
@@ -28,35 +29,36 @@ from aiocoll.log import logger
 
 __all__ = ["DeviceCommunicator", "connect_at_once"]
 
-#: NCCL's setting for when ranks are connected.
+#: Environment variable that tells NCCL when to connect ranks.
 _CONNECT = "NCCL_RUNTIME_CONNECT"
 #: Seconds between two checks for asynchronous errors, while anything is in flight.
-ASK_EVERY = 0.25
-#: Seconds until the loop gives way to a launcher that launches nothing; then twice as many, and so on, to the latter.
+CHECK_EVERY = 0.25
+#: Seconds until the event loop yields the GIL to a launcher that launches nothing: the first wait, which doubles each
+#: time, and the longest.
 GIVE_WAY = 0.001, 0.016
-#: Seconds that closing ranks wait for each other, at most: then the communicator is aborted.
+#: Maximum number of seconds that closing ranks wait for each other; then the communicator is aborted.
 PARTING = 5.0
 #: Seconds after which an abort that does not return is abandoned.
 ABORTING = 10.0
-#: Kinds of calls of which it is remembered that NCCL has connected the ranks for them.
+#: Maximum number of remembered kinds of calls for which NCCL has connected the ranks.
 KEPT = 256
 
 
 class DeviceCommunicator:
-    """One rank's end of a communicator.
+    """End of a communicator on one rank.
 
     Args:
         comm: this rank's part in the group.
-        device: where.
-        nccl: the library.
+        device: device of the communicator.
+        nccl: the NCCL library.
         unique_id: NCCL's id of the communicator, made by rank 0.
-        made: called when NCCL has made it, or has failed to.
+        made: called when NCCL has created the communicator, or has failed to.
         broken: called with an asynchronous error.
 
     Attributes:
         comm: this rank's part in the group.
-        stream: the stream of its calls, and of those of all groups on the device.
-        is_begun: NCCL has made it.
+        stream: stream of the NCCL calls of all groups on the device.
+        is_begun: whether NCCL has created the communicator.
     """
 
     def __init__(
@@ -74,17 +76,17 @@ class DeviceCommunicator:
         self._made = made
         self._broken = broken
         self._lock = threading.Lock()
-        #: Held by who is in a call of the communicator.
+        #: Held during each call of the communicator.
         self._calling = threading.Lock()
-        #: What its calls need, NCCL's end of it among that, while there is one.
+        #: Arguments that its NCCL calls need; None before the communicator exists and after its end.
         self._tools: Tools | None = None
         self.is_begun = False
         self._failure: DeviceError | None = None
         self._over = False
-        self._asking = False
+        self._is_checking = False
         self._in_flight = 0
         self._connected: set[Hashable] = set()
-        #: Calls that were not launched at once, perhaps some that have been since.
+        #: Calls that were queued for the launcher; some may have been launched since.
         self._unlaunched: deque[Launched] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._aborted: asyncio.Future[None] | None = None
@@ -115,16 +117,16 @@ class DeviceCommunicator:
         kind: Hashable = None,
         is_current: bool = False,
     ) -> Launched:
-        """Enqueue calls on its stream: here, if they have been before and the launcher has nothing to do.
+        """Enqueue NCCL calls on the stream: in this thread, if their kind was launched before and the launcher is idle.
 
         Args:
-            marks: positions of streams that the calls, and `others`, wait for.
-            put: makes the calls; in the launcher.
+            marks: positions of streams for which the calls, and the streams `others`, wait.
+            put: makes the NCCL calls; runs in the launcher thread, or in this one.
             keep: objects that must live until the calls are done.
-            done: called at their end, with the error if there is one; also if the communicator is gone.
-            others: streams.
-            kind: of the calls; NCCL connects the ranks in the first one of a kind, which blocks. None: not known.
-            is_current: the thread's current device is this one.
+            done: called at the end of the calls, with their error or None; also if the communicator has ended.
+            others: further streams.
+            kind: kind of the calls, None if unknown. The first call of a kind blocks, because NCCL connects the ranks.
+            is_current: whether this device is the thread's current device.
         """
         at_once, loop = kind in self._connected, self.comm.endpoint.loop
 
@@ -133,7 +135,7 @@ class DeviceCommunicator:
             with self._calling:
                 tools = self._tools
                 if tools is None or self._over:
-                    raise self._failure or DeviceError("communicator", "it has been given up", fatal=False)
+                    raise self._failure or DeviceError("communicator", "it was aborted", fatal=False)
                 put(tools)
             if not at_once and kind is not None and len(self._connected) < KEPT:
                 self._connected.add(kind)
@@ -144,7 +146,7 @@ class DeviceCommunicator:
 
         self._in_flight += 1
         if self._timer is None:
-            self._timer = self.comm.call_later(ASK_EVERY, self._ask)
+            self._timer = self.comm.call_later(CHECK_EVERY, self._check_async_error)
         launched = self._device.launch(
             self.stream, call, keep, ended, at_once=at_once, is_current=is_current, loop=loop
         )
@@ -157,9 +159,10 @@ class DeviceCommunicator:
         return launched
 
     def look(self) -> bool:
-        """Report a call of this turn of the loop that has ended: an await that polls calls this.
+        """Report the first call that this turn of the loop launched, if it has ended; return whether it has.
 
-        What is due at the end of the turn is done first: other ranks may wait for it, and with them the calls.
+        A polling await calls this. Work that is due at the end of the turn runs first, because other ranks may wait for
+        it before they launch the call.
         """
         runtime = self.comm.runtime
         if runtime.due:
@@ -170,11 +173,11 @@ class DeviceCommunicator:
         return bool(found)
 
     def _give_way(self, first: Launched, waited: float) -> None:
-        """Let the launcher have the interpreter, if it has a call and has launched none for a while.
+        """Yield the GIL to the launcher, if it has a call and has launched none for a while.
 
         Args:
-            first: of those that were not launched the last time.
-            waited: seconds since then.
+            first: first call that was not launched at the last check.
+            waited: seconds since that check.
         """
         waiting = self._unlaunched
         while waiting and (waiting[0].enqueued or self._over):
@@ -192,22 +195,22 @@ class DeviceCommunicator:
 
     # -- while something is in flight
 
-    def _ask(self) -> None:
-        """Let the launcher check for asynchronous errors, unless it is still busy with the last check."""
+    def _check_async_error(self) -> None:
+        """Let the launcher check for asynchronous errors, unless the last check is still running."""
         self._timer = None
         if self._over or not self._in_flight:
             return
-        self._timer = self.comm.call_later(ASK_EVERY, self._ask)
-        if not self._asking and self._tools is not None:
-            self._asking = True
-            self._device.run(self._ask_nccl).add_done_callback(self._answered)
+        self._timer = self.comm.call_later(CHECK_EVERY, self._check_async_error)
+        if not self._is_checking and self._tools is not None:
+            self._is_checking = True
+            self._device.run(self._read_async_error).add_done_callback(self._on_async_error_read)
 
-    def _ask_nccl(self) -> str | None:
+    def _read_async_error(self) -> str | None:
         with self._calling:
             return None if self._tools is None or self._over else self._tools.end.async_error()
 
-    def _answered(self, asked: asyncio.Future[str | None]) -> None:
-        self._asking = False
+    def _on_async_error_read(self, asked: asyncio.Future[str | None]) -> None:
+        self._is_checking = False
         if self._over or asked.cancelled():
             return
         if (error := asked.exception()) is not None:
@@ -224,33 +227,33 @@ class DeviceCommunicator:
     # -- the end
 
     def abort(self) -> None:
-        """Abandon everything in flight, without waiting for it."""
+        """Abort the communicator in a thread, and abandon all calls in flight."""
         if not self._over:
             self._stop()
             self._aborted = self._device.run_in_thread(self._give_up)
-            timer = self.comm.endpoint.runtime.call_later(ABORTING, self._tell_stuck)
+            timer = self.comm.endpoint.runtime.call_later(ABORTING, self._warn_stuck)
             self._aborted.add_done_callback(lambda _: timer.cancel())
 
     async def release(self, seconds: float) -> None:
-        """Wait until an abort is over, for so long at most: who ends the process meanwhile would crash it."""
+        """Wait at most `seconds` for an abort to finish; a process that ends during an abort crashes."""
         if self._aborted is not None:
             await asyncio.wait([self._aborted], timeout=seconds)
 
     async def close(self) -> None:
-        """End it together with the other ranks; if they do not, abort it."""
+        """Destroy the communicator together with the other ranks; abort it if they do not."""
         if self._over:
             return
-        if self._in_flight or not await self._parted():
+        if self._in_flight or not await self._wait_for_peers():
             self.abort()
             return
         self._stop()
         with contextlib.suppress(TimeoutError, DeviceError):
             async with asyncio.timeout(PARTING):
-                # Not in the launcher: it waits for other ranks, whose launchers may be ending another group.
+                # Not in the launcher: the call waits for other ranks, whose launchers may be closing another group.
                 await self._device.run_in_thread(self._destroy)
 
-    async def _parted(self) -> bool:
-        """Wait until all ranks are about to end it; return whether they are."""
+    async def _wait_for_peers(self) -> bool:
+        """Wait until all ranks are ready to destroy the communicator; return whether they are."""
         comm = self.comm
         completion = Completion(comm.endpoint, _Parting.OP, None, None, None)
         completion.expect((), min(PARTING, comm.timeout), None)
@@ -266,7 +269,7 @@ class DeviceCommunicator:
             self._timer = None
 
     def _taken(self) -> NcclCommunicator | None:
-        """Return NCCL's end, once, when no thread is in a call of it; there will be no other call."""
+        """Wait until no thread is inside an NCCL call; return NCCL's communicator, or None the second time."""
         with self._calling, self._lock:
             tools, self._tools = self._tools, None
         return None if tools is None else tools.end
@@ -276,7 +279,7 @@ class DeviceCommunicator:
             end.destroy()
 
     def _give_up(self) -> None:
-        """Abort, once; may block."""
+        """Abort NCCL's communicator; may block, and does nothing the second time."""
         if (end := self._taken()) is not None:
             try:
                 end.abort()
@@ -289,10 +292,10 @@ class DeviceCommunicator:
                     extra=self.comm.log_extra,
                 )
 
-    def _tell_stuck(self) -> None:
+    def _warn_stuck(self) -> None:
         logger.warning(
-            "group %r, rank %d: NCCL has not aborted the communicator within %g s, or not come back from a call of it; "
-            "a thread and the memory of what was in flight are left behind",
+            "group %r, rank %d: NCCL did not abort the communicator within %g s, or did not return from a call of it; "
+            "a thread and the memory of the calls in flight stay allocated until the process ends",
             self.comm.name,
             self.comm.rank,
             ABORTING,
@@ -301,7 +304,7 @@ class DeviceCommunicator:
 
 
 class _Parting(Post):
-    """All ranks tell each other that they have nothing in flight, before they end the communicator."""
+    """An exchange in which all ranks report that they have no call in flight, before they destroy the communicator."""
 
     OP = "PARTING"
     TERMS = Signature(OP, None, (), None, None, device="cuda")
@@ -312,24 +315,24 @@ class _Parting(Post):
     def __init__(self, comm: Communicator, completion: Completion) -> None:
         super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, completion)
         self._communicator = comm
-        # A rank that does not come is not waited for long, and no rank is to blame.
+        # No stall reports: the wait is short, and a missing rank is not an error.
         self.silence()
 
     def enter(self) -> None:
-        """Tell the others."""
+        """Notify the other ranks."""
         self._send(dict.fromkeys(self.comm.others, b""))
         self._settle()
 
     def needs(self, peer: int) -> bool:
-        """A peer that has left does not fail this; but it is not waited for."""
+        """Return False, so that a leaving peer does not fail the operation; stop waiting if the peer is missing."""
         if peer in self._missing:
             self.comm.call_soon(self.expire)
         return False
 
     def expire(self) -> None:
-        """A rank has not come."""
-        self.fail(GroupError(f"ranks of group {self.comm.name!r} do not end it together", group=self.comm.name))
-        # What arrives late must not be taken for another operation.
+        """Fail the operation, since a rank is missing."""
+        self.fail(GroupError(f"some ranks of group {self.comm.name!r} did not close it in time", group=self.comm.name))
+        # Late messages must not be matched with another operation.
         self._communicator.in_flight.forget(self.id)
 
     def _settle(self) -> None:
@@ -338,8 +341,8 @@ class _Parting(Post):
 
 
 def connect_at_once() -> None:
-    """Let NCCL connect ranks as it makes a communicator, else each one's first calls wait for all ranks.
+    """Let NCCL connect ranks when it creates a communicator; otherwise its first calls would wait for all ranks.
 
-    All ranks have to make one alike, so it is called before each. What the user has set stays.
+    All ranks need the same setting, so this is called before each creation. A value that the user has set stays.
     """
     os.environ.setdefault(_CONNECT, "0")

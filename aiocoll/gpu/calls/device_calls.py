@@ -1,4 +1,4 @@
-"""The calls of one group on its CUDA device: the operations that the core starts."""
+"""Calls of one group on its CUDA device: the operations that the dispatcher starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["CudaCalls"]
 
 
 class CudaCalls:
-    """Makes the operations of one group; get it by `CudaCalls.first`.
+    """Factory of one group's operations on its device; see `CudaCalls.first`.
 
     Args:
         state: the group's state on the device.
@@ -35,16 +35,16 @@ class CudaCalls:
 
     @staticmethod
     def first(comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool) -> CudaCalls:
-        """Return those of a group that is called with CUDA arrays for the first time.
+        """Make the calls of a group, at its first call on CUDA arrays.
 
         Args:
             comm: this rank's part in the group.
-            arrays: of the call; None where this rank has none.
-            forced: the group must use NCCL.
-            ahead: launch calls before they are compared, if all ranks do.
+            arrays: arrays of the call; None where this rank has none.
+            forced: whether the group must use NCCL.
+            ahead: whether to launch calls before they are compared, if all ranks do.
 
         Raises:
-            BackendUnavailableError: there is no GPU support; the message says what to install.
+            BackendUnavailableError: there is no GPU support; the message names the package to install.
             RuntimeError: the caller's stream is being captured into a graph.
         """
         cuda, nccl = runtime()
@@ -54,10 +54,10 @@ class CudaCalls:
         return CudaCalls(DeviceState(comm, device, nccl, forced, ahead))
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
-        """Refuse arrays that the group cannot take, or not now; return whether the thread's device is theirs.
+        """Check the arrays of a call; return whether their device is the current device of the thread.
 
         Raises:
-            ValueError: they are on another device than those of earlier calls.
+            ValueError: the arrays are on another device than those of earlier calls.
             RuntimeError: the caller's stream is being captured into a graph.
         """
         device, checked, is_current = self.state.device, None, True
@@ -72,28 +72,28 @@ class CudaCalls:
         return is_current
 
     def call(self, call: PlannedCall, at_once: bool) -> DeviceCall:
-        """Return a call on arrays that were checked; `at_once`: it starts now, on the current device."""
+        """Return the prepared form of a call on checked arrays; see `DeviceCalls.call`."""
         return DeviceCall(self.state, call, at_once)
 
     def batched(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
-        """Return what makes the operation of several collectives; `ordered`: it starts in the order of the program."""
+        """Return a function that makes one operation of several collectives; see `DeviceCalls.batched`."""
         members = [call for call in calls if isinstance(call, DeviceCall)]
         return lambda identity, completion: BatchedCalls(identity, members, ordered, completion)
 
     def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
-        """Let the messages of these arrays, which are started in the block, be one group of NCCL calls."""
+        """Combine the messages of these arrays, which start in the block, in one group of NCCL calls."""
         return self.state.messages.together(arrays)
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
-        """Return what makes a send to rank `dst`; `code` is that of the dtype."""
+        """Return a function that makes a send to rank `dst`; `code` is the code of the dtype."""
         return lambda _, completion: DeviceSend(self.state, dst, tag, DeviceContent(code, array), completion)
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
-        """Return what makes a receive from rank `src`, or from any; `code` is that of the dtype."""
+        """Return a function that makes a receive from rank `src`, or any rank; `code` is the code of the dtype."""
         return lambda _, completion: DeviceRecv(self.state, src, tag, DeviceContent(code, array), completion)
 
     async def close(self) -> None:
-        """End the communicator in order, if the other ranks do so too."""
+        """Destroy the communicator together with the other ranks."""
         await self.state.close()
 
     async def release(self) -> None:
@@ -101,7 +101,7 @@ class CudaCalls:
         await self.state.release()
 
     def _check_device(self, arrays: Sequence[DeviceArray | None]) -> None:
-        """Refuse arrays of which some are on another device, or do not say on which."""
+        """Refuse arrays on another device; find the device of arrays whose library does not report it."""
         device = self.state.device
         if (ordinal := _ordinal(device.cuda, arrays, device.ordinal)) != device.ordinal:
             raise ValueError(
@@ -111,7 +111,7 @@ class CudaCalls:
 
 
 def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int) -> int:
-    """Return the device of the arrays; `empty` if they have no elements, and so no device."""
+    """Return the ordinal of the arrays' device; `empty` if they have no elements, and so no device."""
     found = {
         cuda.device_of(each.ptr) if each.device == UNKNOWN else each.device
         for each in arrays

@@ -1,4 +1,4 @@
-"""What a group has on the device of this rank: its backend, the order of its calls, and what fails with the device."""
+"""State of a group on the device of this rank: its backend, the order of its calls, and device failures."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ RELEASE = 5.0
 
 
 class DeviceState:
-    """The state of one group that has been called with CUDA arrays.
+    """State of one group from its first call on CUDA arrays.
 
     Args:
         comm: this rank's part in the group.
-        device: where its arrays are.
-        nccl: the library; None if there is none.
-        forced: fail instead of doing without NCCL.
-        ahead: launch calls before they are compared, if all ranks do.
+        device: device of the arrays.
+        nccl: the NCCL library; None if there is none.
+        forced: whether calls fail where NCCL cannot be used, instead of being staged.
+        ahead: whether to launch calls before they are compared, if all ranks do.
 
     Attributes:
-        device: where its arrays are.
-        stream: for copies to the host and back.
-        decision: whether NCCL is used; None before all ranks have been called with CUDA arrays.
-        communicator: this rank's end of it, if NCCL is used.
-        order: the order of calls that are launched before they are compared; None if they are compared first.
-        slots: the order of NCCL's calls among those of other groups; None without NCCL.
+        device: as given.
+        stream: stream of copies to the host and back.
+        decision: backend decision; None until all ranks have made a call on CUDA arrays.
+        communicator: this rank's end of the NCCL communicator, if NCCL is used.
+        order: order of calls that are launched before they are compared; None if they are compared first.
+        slots: slots of NCCL calls among the calls of other groups; None without NCCL.
         messages: messages between two ranks that NCCL carries.
     """
 
@@ -63,8 +63,8 @@ class DeviceState:
         self.device = device
         self.nccl = nccl
         self._agreement = BackendAgreement(comm, device, nccl, ahead, self._number_all, self._decided)
-        # In the loop, though it is a CUDA call: the arrays of the call are on the device, so its context exists.
-        # After everything else that may fail: it has to be released.
+        # A CUDA call in the event loop, but a fast one: the arrays are on the device, so its context exists. It comes
+        # last among everything that may fail, because the stream has to be released.
         self.stream = device.stream()
         self.decision: Decision | None = None
         self.communicator: DeviceCommunicator | None = None
@@ -72,7 +72,7 @@ class DeviceState:
         self.slots: Slots | None = None
         self._forced = forced
         self._ahead = ahead
-        #: Calls, verdicts, and messages about the order, that wait for the decision.
+        #: Calls, verdicts and order messages that wait for the decision.
         self._undecided: list[Agreed] = []
         self._verdicts: list[tuple[Agreed, int, bool]] = []
         self._early: list[tuple[int, dict[str, Any]]] = []
@@ -80,7 +80,7 @@ class DeviceState:
         #: As rank 0: complete calls that have no number yet; the last number of each rank.
         self._complete: list[Agreed] = []
         self._numbered = [0] * len(comm.ranks)
-        #: What starts the numbered calls, and whether that is NCCL's part; and the next number.
+        #: By number: the function that starts a call, and whether NCCL carries it out; and the next number.
         self._held: dict[int, tuple[Callable[[bool], None], bool]] = {}
         self._next = 1
         comm.on_revoked.append(self.end)
@@ -90,11 +90,12 @@ class DeviceState:
         comm.devices.connect(self._handle_message)
 
     def mark(self, arrays: Sequence[DeviceArray | None], is_checked: bool = False) -> tuple[int, ...]:
-        """Record the position of the caller's streams: the call's work waits for it.
+        """Record the current positions of the caller's streams, for which the call's work waits.
 
         Args:
-            arrays: the call's; None where this rank has none.
-            is_checked: just now, none of the streams was being captured, and the device is the thread's current one.
+            arrays: arrays of the call; None where this rank has none.
+            is_checked: whether the caller has just checked that no stream is being captured, and that the device is the
+                current device of the thread.
         """
         if len(arrays) == 1 and (only := arrays[0]) is not None:
             return (self.device.mark(only.stream, is_checked),)
@@ -105,27 +106,27 @@ class DeviceState:
         return tuple(marks.values())
 
     def unmark(self, marks: Iterable[int]) -> None:
-        """Release marks that are not needed."""
+        """Release unused marks."""
         for mark in marks:
             self.device.unmark(mark)
 
     # -- the agreement
 
     def enter(self, call: Agreed) -> None:
-        """Take a call: compared first, or launched first."""
+        """Compare a call first, or launch it first, as the group has decided."""
         if self.decision is None and self._ahead:
             self._undecided.append(call)
         elif self.order is None or not call.is_ordered():
-            call.ask()
+            call.request_comparison()
         elif call.is_numbered():
-            call.ask()
-            call.lead(self.order, ahead=False)
+            call.request_comparison()
+            call.join_program_order(self.order, ahead=False)
         else:
-            call.lead(self.order, ahead=True)
+            call.join_program_order(self.order, ahead=True)
 
-    def judge(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
-        """As rank 0, compare the calls of all ranks; return how they differ, or let them start in their turn."""
-        # Usually they are the same bytes.
+    def compare_calls(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
+        """Compare the calls of all ranks, as rank 0; return their difference, or let them start in their turn."""
+        # Fast path: usually all ranks send the same bytes.
         alike = all(each == said[0] for each in said)
         told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
         found = None
@@ -137,21 +138,21 @@ class DeviceState:
         return found
 
     def _begin_complete(self) -> None:
-        """As rank 0, number the complete calls, as soon as the backend is decided."""
+        """Assign numbers to the complete calls once the backend is decided, as rank 0."""
         if self.decision is None:
             return
         complete, self._complete = self._complete, []
         for operation in complete:
             if operation.is_native():
-                self.place(partial(self._pronounce, operation))
+                self.place(partial(self._broadcast_verdict, operation))
             else:
-                self._pronounce(operation, False)
+                self._broadcast_verdict(operation, False)
 
-    def _pronounce(self, operation: Agreed, staged: bool) -> None:
-        operation.pronounce(self._number_all(not staged and operation.is_native()), staged)
+    def _broadcast_verdict(self, operation: Agreed, staged: bool) -> None:
+        operation.broadcast_verdict(self._number_all(not staged and operation.is_native()), staged)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """As rank 0, let NCCL's part of something have its place; `begin` is told whether it has to be staged."""
+        """Give an NCCL operation its place, as rank 0; `begin` takes whether it must be staged instead."""
         if self.order is None:
             begin(False)
         else:
@@ -161,7 +162,7 @@ class DeviceState:
         return self.number(range(len(self.comm.ranks)), native)
 
     def number(self, ranks: Iterable[int], native: bool) -> dict[int, int]:
-        """As rank 0, assign the next number on each of some ranks, to what NCCL carries out if `native`."""
+        """Assign the next number on each of these ranks, as rank 0; `native` operations may also need a slot."""
         for rank in ranks:
             self._numbered[rank] += 1
         numbers = {rank: self._numbered[rank] for rank in ranks}
@@ -171,20 +172,20 @@ class DeviceState:
 
     def decided(self, operation: Agreed, number: int, staged: bool) -> None:
         """Record a verdict, and start the call when it is its turn."""
-        if self.decision is None:  # which comes on another way
+        if self.decision is None:  # it comes over other links, so perhaps later
             self._verdicts.append((operation, number, staged))
             return
         native = not staged and operation.is_native()
         self.hold(number, lambda instead: self._begin(operation, staged or instead), native)
 
     def hold(self, number: int, begin: Callable[[bool], None], native: bool) -> None:
-        """Start what has this number when everything before it has started; if it is `native`, in its place.
+        """Start a numbered operation once everything with a lower number has started.
 
         Args:
-            number: on this rank.
-            begin: starts it; with True if it is native and must be staged instead.
-            native: NCCL carries it out: all calls in the order of the program that are before it must have started, and
-                calls of other groups on the device.
+            number: number of the operation on this rank.
+            begin: starts the operation; takes whether a native operation must be staged instead.
+            native: whether NCCL carries it out. It then also waits for earlier calls in program order, and for its slot
+                among the calls of other groups on the device.
         """
         self._held[number] = begin, native
         self._start_held()
@@ -211,17 +212,17 @@ class DeviceState:
             operation.begin(staged or not decision.native)
 
     def _handle_message(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message of another rank's device code."""
+        """Handle a message from the device code of another rank."""
         if self._is_over:
-            self._agreement.missed(message)
+            self._agreement.handle_late(message)
         elif "match" in message or "begin" in message:
             self.messages.handle(peer, message)
-        elif CallOrder.is_meant(message) or Slots.is_meant(message):
+        elif CallOrder.is_own_message(message) or Slots.is_own_message(message):
             if self.decision is None:
                 keep_message(self._early, peer, message)
             elif self.slots is None:
                 raise ValueError("this group does not use NCCL")
-            elif Slots.is_meant(message):
+            elif Slots.is_own_message(message):
                 self.slots.handle(peer, message)
             elif self.order is None:
                 raise ValueError("the calls of this group are compared before they are launched")
@@ -231,7 +232,7 @@ class DeviceState:
             self._agreement.handle(peer, message)
 
     def _departed(self, rank: int) -> None:
-        """A rank has closed the group."""
+        """Handle a rank that closed the group."""
         self._agreement.departed(rank)
         self.messages.departed(rank)
         if self.order is not None:
@@ -242,11 +243,11 @@ class DeviceState:
     # -- the decision
 
     def _decided(self, number: int, decision: Decision) -> None:
-        """Record the backend decision, which has the first number."""
+        """Follow the backend decision in its turn; it has the first number."""
         self.hold(number, lambda _: self._follow(decision), False)
 
     def _follow(self, decision: Decision) -> None:
-        """Carry out rank 0's decision."""
+        """Use the backend that rank 0 has chosen, and start the calls that waited for it."""
         self.decision = decision
         logger.info(
             "group %r, rank %d: CUDA arrays %s: %s",
@@ -296,18 +297,18 @@ class DeviceState:
             self._make(decision)
 
     def _gather(self, then: Callable[[], None]) -> None:
-        """As rank 0, call `then` when what any rank has launched ahead will be on all of them."""
+        """Call `then` once every call launched ahead is certain to start on all ranks, as rank 0."""
         if self.order is None:
             then()
         else:
             self.order.share(then)
 
     def _make(self, decision: Decision) -> None:
-        """Make the communicator."""
+        """Create the NCCL communicator."""
         assert self.nccl is not None
         try:
             self.communicator = DeviceCommunicator(
-                self.comm, self.device, self.nccl, decision.unique_id, self._agreement.made, self.broken
+                self.comm, self.device, self.nccl, decision.unique_id, self._agreement.end_turn, self.broken
             )
         except DeviceError as error:
             self.broken(error)
@@ -315,7 +316,7 @@ class DeviceState:
     # -- failing
 
     def hung(self, operation: Operation, others: str = "") -> None:
-        """The device has not finished `operation` in time; `others` says what is known of the other ranks."""
+        """Fail the group: the device did not finish `operation` in time; `others` describes the other ranks."""
         comm, completion = self.comm, operation.completion
         comm.revoke(
             CollectiveTimeoutError(
@@ -329,8 +330,8 @@ class DeviceState:
 
     def _what_hangs(self) -> str:
         if self.communicator is not None and not self.communicator.is_begun:
-            return f"NCCL has not made the communicator on device {self.device.ordinal}: {self._why_not_made()}"
-        return f"device {self.device.ordinal} is not done with it, or with what was on the caller's stream before"
+            return f"NCCL has not created the communicator on device {self.device.ordinal}: {self._why_not_made()}"
+        return f"device {self.device.ordinal} has not finished it, or earlier work on the caller's stream"
 
     def _why_not_made(self) -> str:
         hosts = len(set(self.comm.hosts))
@@ -338,13 +339,13 @@ class DeviceState:
             return "restart the process"
         chosen = os.environ.get(INTERFACE)
         return (
-            f"the ranks are on {hosts} hosts, and NCCL may have chosen a network interface from which it does not "
-            f"reach the others; name one from which it does in {INTERFACE} "
-            f"({repr(chosen) if chosen else 'not set'} on this rank) on all ranks, and restart the processes"
+            f"the ranks are on {hosts} hosts, and NCCL may have chosen a network interface that does not reach the "
+            f"other hosts; set {INTERFACE} ({repr(chosen) if chosen else 'not set'} on this rank) to an interface that "
+            "does, on all ranks, and restart the processes"
         )
 
     def broken(self, error: BaseException, operation: Operation | None = None) -> None:
-        """The device or the communicator has failed, perhaps in `operation`: the group fails."""
+        """Fail the group: the device or the communicator has failed, perhaps in `operation`."""
         comm = self.comm
         completion = None if operation is None else operation.completion
         name = None if completion is None else completion.key or completion.seq
@@ -359,8 +360,22 @@ class DeviceState:
         cause.__cause__ = error
         comm.revoke(cause)
 
+    def continues(self, operation: Operation, error: DeviceError | None, leave: Callable[[], None]) -> bool:
+        """Handle the end of an operation's work on the device; return whether the operation continues.
+
+        Args:
+            operation: the operation, which may have ended before.
+            error: of the device.
+            leave: releases the resources of an operation that has ended.
+        """
+        if operation.done:
+            leave()
+        elif error is not None:
+            self.broken(error, operation)
+        return not operation.done
+
     def end(self) -> None:
-        """The group has failed, or was closed."""
+        """Abort the communicator and forget all calls; the group has failed, or was closed."""
         self._is_over = True
         self._agreement.end()
         self._held.clear()
@@ -376,7 +391,7 @@ class DeviceState:
             self.communicator.abort()
 
     async def close(self) -> None:
-        """End the communicator in order, if the other ranks do so too; otherwise it is aborted when the group ends."""
+        """Destroy the communicator together with the other ranks; otherwise it is aborted when the group ends."""
         await self._agreement.settle()
         if self.communicator is not None:
             await self.communicator.close()

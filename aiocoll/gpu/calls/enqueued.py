@@ -1,4 +1,4 @@
-"""When all work of a call is enqueued on its CUDA device: what `Work.on_stream` waits for."""
+"""Enqueued state of a call, for which `Work.on_stream` waits: all its work is on a stream of the device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Enqueued"]
 
 
 class Enqueued:
-    """The state of one call.
+    """Enqueued state of one call.
 
     Args:
-        completion: the call's.
-        arrays: the call's; the stream that was current at the call is that of the first.
+        completion: completion of the call.
+        arrays: arrays of the call. The stream of the first was current when the call was made.
     """
 
     __slots__ = ("_arrays", "_completion", "_launched", "_waiting")
@@ -33,13 +33,13 @@ class Enqueued:
         completion.order = self.order
 
     async def order(self, stream: Any) -> bool:
-        """Make a stream wait for the end of the call, once that is enqueued; False if the call has ended or failed.
+        """Wait until the call is enqueued, then make a stream wait for its end; return False if it has ended or failed.
 
         Args:
-            stream: of any library, or its address; None is the one that was current at the call.
+            stream: stream of any library, or its address; None is the stream that was current at the call.
 
         Raises:
-            TypeError: it is no stream.
+            TypeError: `stream` is not a stream.
         """
         address = None if stream is None else stream_address(stream)
         while self._launched is None and not self._completion.done:
@@ -57,13 +57,13 @@ class Enqueued:
         return True
 
     def put(self, launched: Launched) -> None:
-        """The last of its work is being enqueued."""
+        """Record the launch of the call's last work."""
         self._launched = launched
         if self._waiting:
             self._wake()
 
     def over(self) -> None:
-        """The call has ended; it may have failed before a stuck launcher reached it."""
+        """Resume the waiters; the call has ended, perhaps before a stuck launcher reached it."""
         self._completion.order = None
         if self._waiting:
             self._wake()

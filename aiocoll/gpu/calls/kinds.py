@@ -1,6 +1,6 @@
-"""What is the same in all calls of one plan on CUDA arrays: found out once, since most calls are like earlier ones.
+"""Properties that all calls of one plan on CUDA arrays share, computed once per plan.
 
-It is kept with the plan, as long as `aiocoll.group.dispatch.call_cache` keeps that.
+The plan holds them as long as `aiocoll.group.dispatch.call_cache` holds the plan.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Kind", "described", "hashed"]
 
 
 class Kind:
-    """The calls of one plan in one group.
+    """Shared properties of the calls of one plan in one group.
 
     Attributes:
-        signature: of the calls, marked: they are on CUDA arrays.
-        is_private: only the two ends of its messages know their lengths.
-        is_empty: no rank has any elements.
-        enqueue: enqueues the calls that NCCL carries out; set when it is known that it does.
+        signature: signature of the calls, marked as calls on CUDA arrays.
+        is_private: whether only the two ends of each message know its length.
+        is_empty: whether no rank has any elements.
+        enqueue: enqueues the calls on NCCL; set once NCCL is known to carry them out.
     """
 
     __slots__ = ("_described", "_shape", "_terms", "_way", "enqueue", "is_empty", "is_private", "signature")
@@ -36,20 +36,20 @@ class Kind:
         self.is_private = bool(signature.sends or signature.receives)
         self.is_empty = bool(signature.counts) and not any(signature.counts)
         self._way: int | None = None
-        # Of the last call: nearly all calls of a plan have arrays of one shape.
+        # Cached for the shape of the last call: nearly all calls of a plan have arrays of one shape.
         self._shape: tuple[int, ...] | None = None
         self._terms = self._described = b""
 
     @staticmethod
     def of(plan: Plan) -> Kind:
-        """Return what is the same in all calls of `plan`."""
+        """Return the shared properties of the calls of `plan`."""
         found: Kind | None = plan.on_device
         if found is None:
             found = plan.on_device = Kind(plan.signature)
         return found
 
     def way(self, plan: Plan, decision: Decision | None) -> int:
-        """Return how the calls of `plan`, its own, are carried out in a group with this decision, made once."""
+        """Return how the group carries out the calls of `plan`, given its backend decision, which never changes."""
         if decision is None or not decision.native:
             return STAGED
         if self._way is None:
@@ -59,18 +59,18 @@ class Kind:
         return self._way
 
     def terms(self, shape: tuple[int, ...]) -> bytes:
-        """Return a hash of what all ranks have to call alike in a call whose main array has this shape."""
+        """Return a hash of the terms of a call whose main array has this shape; they must be equal on all ranks."""
         if shape != self._shape:
-            self._look_at(shape)
+            self._describe(shape)
         return self._terms
 
     def described(self, shape: tuple[int, ...]) -> bytes:
         """Return the encoded description of a call whose main array has this shape."""
         if shape != self._shape:
-            self._look_at(shape)
+            self._describe(shape)
         return self._described
 
-    def _look_at(self, shape: tuple[int, ...]) -> None:
+    def _describe(self, shape: tuple[int, ...]) -> None:
         signature = self.signature
         self._terms = hashed([(*signature[:5], shape if signature.op in SHAPED else ())])
         self._described = described(signature, shape)
@@ -78,7 +78,7 @@ class Kind:
 
 
 def described(signature: Signature, shape: tuple[int, ...]) -> bytes:
-    """Return the encoded description of a call, which names no rank."""
+    """Return the encoded description of a call, without a rank."""
     return packed(description(0, signature, shape, None, None), None)
 
 

@@ -1,15 +1,15 @@
-"""As rank 0: when messages from device to device start, and which of them as one group of NCCL calls.
+"""Matching of messages from device to device by rank 0: when they start, and which form one group of NCCL calls.
 
-A message is matched when both of its ends have been called; before that, NCCL would block either end. Rank 0 is told
-of each match and numbers it on both ends, in one order with all other NCCL calls, so that no two ranks wait for each
-other. The messages of a `batch` are one group of NCCL calls: it starts when the whole batch is matched, and so are all
-batches at the other ends of its messages:
+A message is matched once both ends have made their calls. Before that, NCCL would block either end. The receiver
+reports each match to rank 0. Rank 0 numbers the message on both ends, in one order with all other NCCL calls, so no two
+ranks wait for each other. The messages of a `batch` form one group of NCCL calls. The group starts once the whole batch
+is matched, and all batches at the other ends of its messages:
 
     rank 0  batch: send to 1, receive from 2
     rank 1  batch: send to 2, receive from 0        three messages, one number on each rank
     rank 2  batch: send to 0, receive from 1
 
-A program that terminates without batches must not hang with them: after `PATIENCE`, matched messages start without the
+A program that ends without batches must not hang with batches. So after `PATIENCE`, matched messages start without the
 rest.
 """
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 __all__ = ["BatchMatching", "Match", "MessageBatch"]
 
-#: Seconds that the matched messages of a batch wait for the others.
+#: Seconds that the matched messages of a batch wait for the rest.
 PATIENCE = 0.02
 
 
@@ -31,7 +31,7 @@ class Match(NamedTuple):
     Attributes:
         src: rank that sends it.
         dst: rank that receives it.
-        number: its id at its sender.
+        number: id of the message at its sender.
     """
 
     src: int
@@ -40,12 +40,12 @@ class Match(NamedTuple):
 
 
 class MessageBatch(NamedTuple):
-    """The batch of one end of a message.
+    """Batch of one end of a message.
 
     Attributes:
-        rank: of that end.
-        number: of the batch there.
-        size: how many of its messages may go from device to device.
+        rank: rank of that end.
+        number: number of the batch on that rank.
+        size: number of messages in the batch that may go from device to device.
     """
 
     rank: int
@@ -54,11 +54,11 @@ class MessageBatch(NamedTuple):
 
 
 class BatchMatching:
-    """The messages of a group that have not started.
+    """Messages of a group that have not started.
 
     Args:
-        begin: called with messages that start together, in order.
-        call_later: calls after so many seconds.
+        begin: starts messages together, in the given order.
+        call_later: calls a function after a number of seconds.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BatchMatching:
         self._units: dict[tuple[int, int], _Unit] = {}
 
     def matched(self, match: Match, batches: Sequence[MessageBatch]) -> None:
-        """Both ends of a message have been called, as members of these batches; a batch of size 1 is none."""
+        """Record a matched message and the batches of its ends; a batch of size 1 is a single message."""
         unit = self._joined([batch for batch in batches if batch.size > 1])
         unit.matches.append(match)
         if unit.timer is None and unit.left:
@@ -79,18 +79,18 @@ class BatchMatching:
         self._settle(unit)
 
     def without(self, batch: MessageBatch) -> None:
-        """A message of a batch is carried in another way."""
+        """Record that a message of a batch is not carried by NCCL."""
         if batch.size > 1:
             self._settle(self._joined([batch]))
 
     def clear(self) -> None:
-        """None of them will start."""
+        """Forget all messages; none of them will start."""
         for unit in self._units.values():
             unit.stop()
         self._units.clear()
 
     def _joined(self, batches: Sequence[MessageBatch]) -> _Unit:
-        """Merge all of these batches into one unit, knowing one more message of each; return it."""
+        """Merge these batches into one unit, and count one more known message of each; return the unit."""
         unit = _Unit()
         for batch in batches:
             other = self._units.get(batch[:2])
@@ -99,7 +99,7 @@ class BatchMatching:
                 unit.batches.append(batch[:2])
                 unit.left += batch.size
             elif other is not unit:
-                # Into the larger unit: each batch moves only as often as its unit doubles.
+                # Merge into the larger unit, so that a batch moves only when the size of its unit doubles.
                 unit, other = (other, unit) if len(other.batches) > len(unit.batches) else (unit, other)
                 unit.take(other)
                 self._units.update(dict.fromkeys(other.batches, unit))
@@ -107,7 +107,7 @@ class BatchMatching:
         return unit
 
     def _settle(self, unit: _Unit) -> None:
-        """Start complete units."""
+        """Start the messages of a unit once it is complete."""
         if not unit.left:
             unit.stop()
             for batch in unit.batches:
@@ -125,9 +125,9 @@ class _Unit:
     """Batches connected by messages.
 
     Attributes:
-        batches: rank and number of each.
+        batches: rank and number of each batch.
         matches: matched messages that wait.
-        left: number of the batches' ends that are not known.
+        left: number of messages of the batches that are not known yet.
         timer: ends the wait.
     """
 

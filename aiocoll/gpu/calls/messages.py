@@ -1,10 +1,10 @@
 """Point-to-point messages of CUDA arrays: by NCCL, or staged through the host, with the semantics of host messages.
 
-For those that NCCL carries, see `aiocoll.gpu.calls.native_messages`. Any other send is copied to the host first
-(`aiocoll.gpu.calls.staged`). It is announced to its receiver at once, so that a later message does not overtake it. A
-receive arrives on the host, and is then copied to the device. The launcher allocates the memory for that, which may
-take long: the receive keeps its place in the order of receives, and data that arrives for it meanwhile waits as for an
-unmatched message.
+`aiocoll.gpu.calls.native_messages` has the messages that NCCL carries. The sender of any other message copies it to the
+host first (`aiocoll.gpu.calls.staged`). It announces the message to the receiver at once, so that no later message
+overtakes it. The receiver gets the message on the host, and copies it to the device. The launcher allocates the host
+memory, which may take long. Meanwhile the receive keeps its place in the order of receives, and its data waits like
+that of an unmatched message.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _BYTES = np.dtype(np.uint8)
 
 
 class DeviceContent(NamedTuple):
-    """The content of a message of a CUDA array: the code of its dtype, and the array at this end."""
+    """Content of a message of a CUDA array: the code of its dtype, and the array at this end."""
 
     code: int
     array: DeviceArray
 
 
 class _OneEnd(Operation):
-    """What both ends of a message have in common: its work on the device, as a copy to or from the host, or by NCCL.
+    """End of a message, and its work on the device: a copy to or from the host, or NCCL calls.
 
     Attributes:
-        array: what is sent, or received into.
-        batch: number and size of the batch it is part of.
+        array: array to send, or to receive in.
+        batch: number and size of the message's batch.
     """
 
     array: DeviceArray
     batch: tuple[int, int]
     _enqueued: Enqueued
-    #: The device has work of it enqueued; NCCL carries it.
-    _flying: bool
+    #: Whether work of the message is enqueued on the device, and whether NCCL carries the message.
+    _is_on_device: bool
     _by_nccl: bool
-    #: NCCL may carry it, and rank 0 has not been told of this end.
+    #: Whether NCCL may still carry the message, and rank 0 does not know how this end is carried.
     _open: bool
     _marks: tuple[int, ...]
     _device_state: DeviceState
@@ -65,51 +65,51 @@ class _OneEnd(Operation):
         self.batch = state.messages.batch
         self._device_state = state
         self._staged = Staged(state.device, state.stream, [array], _BYTES)
-        self._flying = self._by_nccl = self._open = False
+        self._is_on_device = self._by_nccl = self._open = False
         self._marks = ()
         self._enqueued = Enqueued(self.completion, [array])
 
     def _mark(self) -> bool:
-        """Choose its way, and record the position of the caller's stream; return whether that is possible."""
+        """Choose between NCCL and the host, and mark the caller's stream; return whether that worked."""
         self._open = self._device_state.messages.carries(self.array.nbytes)
         try:
             self._marks = self._device_state.mark([self.array])
         except DeviceError as error:
             self._device_state.broken(error, self)
-        except RuntimeError as error:  # after the call, which was in a block, a stream capture has begun
+        except RuntimeError as error:  # the message was in a block, and a stream capture began after its call
             self.fail(error)
             self._close()
         return not self.done
 
     def taken_marks(self) -> tuple[int, ...]:
-        """Return the positions of the caller's streams at the call, which it has to wait for."""
+        """Return the positions of the caller's streams when the call was made; the message's work waits for them."""
         marks, self._marks = self._marks, ()
         return marks
 
     def launched(self, launched: Launched) -> None:
-        """NCCL carries it."""
+        """Record that NCCL carries the message."""
         self._open, self._by_nccl = False, True
-        self._flies(launched)
+        self._mark_enqueued(launched)
 
     @abstractmethod
     def complete(self) -> None:
-        """End successfully: all of it has been sent or received."""
+        """End the operation: NCCL has sent or received the message."""
 
     def landed(self, error: DeviceError | None) -> None:
-        """NCCL has finished it."""
-        if self._is_sound(error):
+        """Handle the end of the NCCL calls."""
+        if self._continues(error):
             self.complete()
 
     def hangs_here(self) -> bool:
-        """Whether the device has work of it enqueued."""
-        return self._flying
+        """Return whether the message waits for the device of this rank."""
+        return self._is_on_device
 
     def expire(self) -> None:
-        """The timeout has passed."""
-        if not self._flying:
+        """Handle the expired timeout."""
+        if not self._is_on_device:
             super().expire()
         elif self._by_nccl:
-            self._device_state.hung(self, "both of its ranks have called it, but ")
+            self._device_state.hung(self, "both of its ranks have made this call, but ")
         else:
             self._device_state.hung(self)
 
@@ -117,39 +117,35 @@ class _OneEnd(Operation):
         """End with `error`."""
         super().fail(error)
         self._leave()
-        if self._flying and self._by_nccl and isinstance(error, PeerLostError):
-            # Everything later on the stream would wait for it.
+        if self._is_on_device and self._by_nccl and isinstance(error, PeerLostError):
+            # All later work on the stream would wait for the lost rank.
             self.comm.revoke(error)
 
     def _close(self) -> None:
-        """NCCL does not carry it, though rank 0 may wait for it."""
+        """Report to rank 0, which may wait for the message, that NCCL does not carry it."""
         if self._open:
             self._open = False
             self._device_state.messages.without(self.batch)
 
-    def _flies(self, launched: Launched) -> None:
-        self._flying = True
+    def _mark_enqueued(self, launched: Launched) -> None:
+        self._is_on_device = True
         self._enqueued.put(launched)
 
-    def _is_sound(self, error: DeviceError | None) -> bool:
-        """Record that the device has finished; return whether to continue."""
-        self._flying = False
-        if self.done:
-            self._leave()
-        elif error is not None:
-            self._device_state.broken(error, self)
-        return not self.done
+    def _continues(self, error: DeviceError | None) -> bool:
+        """Record that the device has finished; return whether the operation continues."""
+        self._is_on_device = False
+        return self._device_state.continues(self, error, self._leave)
 
     def _leave(self) -> None:
         """Release the resources of this message, once the device has finished."""
         self._enqueued.over()
         self._device_state.unmark(self.taken_marks())
-        if not self._flying:
+        if not self._is_on_device:
             self._staged.give_back()
 
 
 class DeviceSend(OutboundMessage, _OneEnd):
-    """A send: done when its bytes have been read from the array."""
+    """A send of a CUDA array; done once the array has been read."""
 
     def __init__(
         self,
@@ -164,7 +160,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
         self._prepare(state, array)
 
     def enter(self) -> None:
-        """Announce it, and copy it to the host unless NCCL may carry it."""
+        """Announce the message, and copy it to the host unless NCCL may carry it."""
         if not self._mark():
             return
         if not self._view.nbytes:
@@ -178,12 +174,12 @@ class DeviceSend(OutboundMessage, _OneEnd):
         self.comm.channels[self.peer].kick(self._message)
 
     def complete(self) -> None:
-        """NCCL has sent it."""
+        """End the send; NCCL has sent the message."""
         self._sends.outgoing.pop((self.peer, self.id), None)
         self.succeed(self.completion.value)
 
     def asked(self) -> None:
-        """Its receiver takes it through the host."""
+        """Handle the receiver's request to send the message through the host."""
         super().asked()
         if self._open:
             self._close()
@@ -192,24 +188,24 @@ class DeviceSend(OutboundMessage, _OneEnd):
     def succeed(self, result: Any) -> None:
         """End successfully."""
         super().succeed(result)
-        # It may have been sent before the receiver has answered its announcement.
+        # The send may end before the receiver has answered its announcement.
         self.comm.channels[self.peer].drop(self)
         if self._view.nbytes:
-            del self._message  # which has this send
+            del self._message  # it refers to this send
         self._leave()
 
     def _stage(self) -> None:
-        self._flies(self._staged.copy_in(self.taken_marks(), (0,), self._copied))
+        self._mark_enqueued(self._staged.copy_in(self.taken_marks(), (0,), self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
-        if self._is_sound(error):
+        if self._continues(error):
             self._message.view = self._staged.bytes_of(0)
             self._message.limit = self._message.total
             self.comm.channels[self.peer].kick(self._message)
 
 
 class DeviceRecv(PostedReceive, _OneEnd):
-    """A receive: done when the message is on the device."""
+    """A receive in a CUDA array; done once the message is on the device."""
 
     def __init__(
         self,
@@ -222,17 +218,17 @@ class DeviceRecv(PostedReceive, _OneEnd):
         code, array = content
         super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), completion)
         self._prepare(state, array)
-        #: There is memory for its bytes on the host.
+        #: Whether the host memory is allocated.
         self._is_there = False
 
     @property
     def source(self) -> int:
-        """The rank whose message it has matched."""
+        """Rank of the matched message."""
         assert self.arrival is not None
         return self.arrival.peer
 
     def enter(self) -> None:
-        """Match a waiting message, or wait for one; receive its bytes as soon as there is memory for them."""
+        """Match a waiting message, or wait for one; receive its data once host memory is allocated."""
         if not self._mark():
             return
         if not self._open:
@@ -256,33 +252,33 @@ class DeviceRecv(PostedReceive, _OneEnd):
                 self.stage()
 
     def standing(self) -> str:
-        """Return a text about what it waits for."""
+        """Describe what the receive waits for."""
         arrival = self.arrival
         if arrival is not None and self._device_state.messages.is_held(arrival.peer, arrival.op):
-            return "rank 0 has not let it begin"
+            return "rank 0 has not started it"
         return super().standing()
 
     def needs(self, peer: int) -> bool:
-        """Whether only `peer` could complete it: no rank once the message is here."""
+        """Return whether the receive needs the leaving rank `peer`; not once the message has arrived."""
         is_here = self.arrival is not None and self.arrival.complete
         return not is_here and super().needs(peer)
 
     def succeed(self, result: Any) -> None:
-        """All bytes have arrived: copy them to the device, unless NCCL has put them there."""
+        """Copy the received bytes to the device, unless NCCL has written them there."""
         if self._by_nccl:
             self._end()
         else:
-            self._flying = True
-            self._staged.copy_out(self.taken_marks(), (0,), self._flies, self._copied)
+            self._is_on_device = True
+            self._staged.copy_out(self.taken_marks(), (0,), self._mark_enqueued, self._copied)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`; if the group ends on this rank, nothing starts because of it."""
+        """End with `error`; start no other message if this rank has closed the group."""
         super().fail(error)
         if not isinstance(error, GroupClosedError):
             self._close()
 
     def stage(self) -> None:
-        """Receive it through the host."""
+        """Receive the message through the host."""
         self._device_state.device.run(self._staged.allocate).add_done_callback(self._allocated)
 
     def _allocated(self, allocated: asyncio.Future[None]) -> None:
@@ -298,7 +294,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
                 super().match(self.arrival)
 
     def _copied(self, error: DeviceError | None) -> None:
-        if self._is_sound(error):
+        if self._continues(error):
             self._end()
 
     def _end(self) -> None:
@@ -307,5 +303,5 @@ class DeviceRecv(PostedReceive, _OneEnd):
 
 
 def _to_come(nbytes: int) -> memoryview:
-    """Return a view of `nbytes` bytes, all of them the same byte, in place of memory that is not allocated yet."""
+    """Return a view of `nbytes` zero bytes, a placeholder until the memory is allocated."""
     return np.broadcast_to(np.uint8(0), nbytes).data

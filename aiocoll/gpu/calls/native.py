@@ -1,8 +1,9 @@
-"""How NCCL carries out a call: which calls it can, and with which of its functions.
+"""NCCL's part: which calls NCCL can carry out, and by which of its functions.
 
-Calls that only move data move bytes. Where NCCL has no function of its own, or counts differ between ranks, several
-calls form one NCCL group: none of them waits for another. Which functions that are follows from what all ranks have
-called alike; parts that lie apart on this rank go through memory of the device that is freed behind the call.
+Calls that only move data move bytes. Where NCCL has no function for a call, or counts differ between ranks, several
+NCCL calls form one NCCL group, so that none of them waits for another. The choice depends only on terms that are equal
+on all ranks. Parts that are not contiguous on this rank go through scratch memory of the device, which is freed after
+the call.
 
     allreduce, reduce, broadcast    the function of that name
     allgather, reduce_scatter       the function of that name; for uneven parts: p broadcasts, p reduces
@@ -49,8 +50,8 @@ _TYPES = {
     "float8_e4m3fn": 10,
     "float8_e5m2": 11,
 }
-#: Types that NCCL reduces only where all devices can. Its AVG of them multiplies by 1/p first, which rounds to their
-#: low precision: so AVG is not left to NCCL.
+#: Types that NCCL reduces only where all devices can. AVG of these types is staged: NCCL multiplies by 1/p first, which
+#: rounds to the low precision of the type.
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 _NUMBERS = {"SUM": _SUM, "PRODUCT": _PRODUCT, "MAX": _MAX, "MIN": _MIN}
@@ -66,16 +67,16 @@ _FLOATING = ("float16", "float32", "float64", "bfloat16")
 
 
 class Tools(NamedTuple):
-    """What a call needs to be carried out.
+    """Libraries, communicator and stream with which a call is carried out.
 
     Attributes:
-        cuda: the runtime.
-        nccl: the library.
+        cuda: the CUDA runtime.
+        nccl: the NCCL library.
         end: this rank's end of the communicator.
         rank: this rank.
-        stream: where its calls go.
-        after: gets what is to be called when the calls are on the stream, the last one first.
-        grouped: the calls are part of an NCCL group already.
+        stream: stream of the calls.
+        after: functions to call once the calls are on the stream, in reverse order.
+        grouped: whether the calls are part of an NCCL group already.
     """
 
     cuda: Cuda
@@ -87,7 +88,7 @@ class Tools(NamedTuple):
     grouped: bool = False
 
 
-#: Enqueues a call on its arrays, which are numbered as its plan's buffers.
+#: Enqueues a call, given its arrays, which are numbered as the buffers of the plan.
 Enqueue = Callable[[Sequence[DeviceArray | None], Tools], None]
 
 
@@ -95,7 +96,7 @@ class Native(NamedTuple):
     """A call that NCCL carries out.
 
     Attributes:
-        enqueue: what `enqueuing` returns for its plan.
+        enqueue: result of `enqueuing` for its plan.
         arrays: numbered as the plan's buffers.
     """
 
@@ -104,11 +105,11 @@ class Native(NamedTuple):
 
 
 def way_of(plan: Plan, float8: bool) -> int:
-    """Return how a call is carried out in a group that uses NCCL, which is the same on all ranks.
+    """Return how a group that uses NCCL carries out a call; equal on all ranks.
 
     Args:
-        plan: the call's.
-        float8: NCCL and the devices of all ranks can reduce float8.
+        plan: plan of the call.
+        float8: whether NCCL and the devices of all ranks can reduce float8.
     """
     signature, spec = plan.signature, plan.signature.spec
     if spec.native is None:
@@ -121,12 +122,13 @@ def way_of(plan: Plan, float8: bool) -> int:
 
 
 def carry_out(calls: Sequence[Native], tools: Tools) -> None:
-    """Enqueue calls, each with elements on some rank; may block until other ranks do so, too.
+    """Enqueue calls that have elements on some rank; may block until the other ranks enqueue them.
 
-    Several are one NCCL group, and one kernel if NCCL can: none may write where another one reads or writes.
+    Several calls form one NCCL group, and one kernel if NCCL supports it. So no call may write to memory that another
+    call reads or writes.
 
     Raises:
-        DeviceError: it cannot be done.
+        DeviceError: CUDA or NCCL has refused.
     """
     try:
         if len(calls) == 1:
@@ -142,7 +144,7 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
 
 
 def _follow(after: list[Callable[[], None]]) -> None:
-    """Call what is to follow, all of it even if some fails."""
+    """Call all functions of `after`, even if some of them fail."""
     with ExitStack() as stack:
         for call in after:
             stack.callback(call)
@@ -150,7 +152,7 @@ def _follow(after: list[Callable[[], None]]) -> None:
 
 
 def enqueuing(plan: Plan, way: int) -> Enqueue:
-    """Return what enqueues the calls of a plan, in this way; made once, since most calls are like earlier ones."""
+    """Return the function that enqueues the calls of a plan in this way."""
     signature = plan.signature
     spec, root = signature.spec, signature.root or 0
     match spec.native:
@@ -167,11 +169,11 @@ def enqueuing(plan: Plan, way: int) -> Enqueue:
         case "send_recv":
             return partial(_send_recv, spec, signature)
         case _:
-            raise ValueError(f"NCCL has nothing that carries out {spec.kind}: stage it")
+            raise ValueError(f"NCCL cannot carry out {spec.kind}: stage it")
 
 
 def _reduction(signature: Signature) -> int | None:
-    """Return NCCL's number of the op of a call; None if it has none."""
+    """Return the number of a call's op in NCCL; None if NCCL does not have the op."""
     dtype, reduce = signature.dtype or "", signature.reduce or ""
     if dtype not in _TYPES:
         return None
@@ -183,12 +185,12 @@ def _reduction(signature: Signature) -> int | None:
 
 
 class _Reduction(NamedTuple):
-    """A reduction as NCCL numbers it.
+    """A reduction by the numbers of NCCL.
 
     Attributes:
-        each: how many of its elements one of ours is.
-        dtype: theirs.
-        op: how it reduces.
+        each: number of NCCL elements per array element.
+        dtype: number of the dtype.
+        op: number of the op.
     """
 
     each: int
@@ -197,7 +199,7 @@ class _Reduction(NamedTuple):
 
     @staticmethod
     def of(signature: Signature) -> _Reduction:
-        """Return that of a call which NCCL can carry out."""
+        """Return the reduction of a call that NCCL can carry out."""
         dtype, op = signature.dtype or "", _reduction(signature)
         assert op is not None
         return _Reduction(2 if dtype.startswith("complex") else 1, _TYPES[dtype], op)
@@ -226,7 +228,7 @@ def _broadcast(root: int, arrays: Sequence[DeviceArray | None], tools: Tools) ->
 
 
 def _given(arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
-    """Return the arrays that this rank has."""
+    """Return the arrays without the entries that are None."""
     return [each for each in arrays if each is not None]
 
 
@@ -273,25 +275,25 @@ def _reduce_scatter(reduction: _Reduction, way: int, arrays: Sequence[DeviceArra
 
 
 def _is_packed(blocks: Sequence[DeviceArray]) -> bool:
-    """Whether equal parts lie behind each other, as NCCL wants them."""
+    """Return whether equal parts are contiguous and in order, as NCCL requires."""
     step = blocks[0].nbytes
     return all(block.ptr == blocks[0].ptr + rank * step for rank, block in enumerate(blocks))
 
 
 def _lies_across(own: DeviceArray, blocks: Sequence[DeviceArray], rank: int) -> bool:
-    """Whether this rank's part shares memory with the parts of all in another way than in place."""
+    """Return whether this rank's part overlaps the parts of all ranks other than exactly in place."""
     return any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks))
 
 
 def _scratch(nbytes: int, tools: Tools) -> int:
-    """Return memory of the device, which is freed behind the calls."""
+    """Return scratch memory of the device, which is freed on the stream after the calls."""
     address = tools.cuda.scratch(nbytes, tools.stream)
     tools.after.append(partial(tools.cuda.scratch_free, address, tools.stream))
     return address
 
 
 def _places(start: int, blocks: Sequence[DeviceArray]) -> Iterator[tuple[int, DeviceArray]]:
-    """Yield where each part lies in memory that has all of them behind each other."""
+    """Yield each part with its address in contiguous memory that starts at `start`."""
     for block in blocks:
         yield start, block
         start += block.nbytes
@@ -308,7 +310,7 @@ def _send_recv(spec: Spec, signature: Signature, arrays: Sequence[DeviceArray | 
 
 
 def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray], tools: Tools) -> None:
-    """Send an array to each of some ranks, and receive one from each of some; a rank copies its own."""
+    """Send and receive arrays by peer; the array of this rank for itself is copied."""
     own, kept = outgoing.pop(tools.rank, None), incoming.pop(tools.rank, None)
     if own is not None and kept is not None and own.size and own.ptr != kept.ptr:
         tools.cuda.copy(kept.ptr, own.ptr, own.nbytes, tools.stream)
@@ -321,15 +323,15 @@ def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray]
 def exchange(
     sends: Sequence[tuple[int, DeviceArray]], receives: Sequence[tuple[int, DeviceArray]], tools: Tools
 ) -> None:
-    """Enqueue messages as one group; those between two ranks are matched in order.
+    """Enqueue messages as one NCCL group, which matches the messages between two ranks in order.
 
     Args:
-        sends: rank that each goes to, and the array.
-        receives: rank that each comes from, and the array.
-        tools: what carries them out.
+        sends: destination rank and array of each send.
+        receives: source rank and array of each receive.
+        tools: communicator and stream.
 
     Raises:
-        DeviceError: it cannot be done.
+        DeviceError: CUDA or NCCL has refused.
     """
     with _together(tools):
         for peer, array in sends:
@@ -340,7 +342,7 @@ def exchange(
 
 @contextlib.contextmanager
 def _together(tools: Tools) -> Iterator[None]:
-    """Make the calls of the block one NCCL group, unless they are part of one already."""
+    """Combine the calls of the block in one NCCL group, unless they are part of a group already."""
     if tools.grouped:
         yield
         return
@@ -349,7 +351,7 @@ def _together(tools: Tools) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # The group has to be ended all the same; the first error is the one to raise.
+        # The group must end in any case. The first error is more useful than that of the group's end.
         with contextlib.suppress(DeviceError):
             nccl.group_end()
         raise

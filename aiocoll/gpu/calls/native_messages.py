@@ -1,10 +1,10 @@
-"""Messages from device to device by NCCL, which blocks a send, and its stream, until the message is received.
+"""Messages from device to device by NCCL, whose send blocks its stream until the message is received.
 
-So nothing starts before both its ends have been called. Only messages that would wait for their receiver anyway, those
-of more than `EAGER_WINDOW`, are carried this way; the host matches them like all messages, by source, tag and order:
+So a message starts only after both ends have made their calls. NCCL carries only messages that wait for their receiver
+anyway: those of more than `EAGER_WINDOW`. The host matches them like all messages, by source, tag and order:
 
     rank 1  send     READY, with the offer to send from device to device ->
-    rank 2  receive                                         matched: tells rank 0 ->
+    rank 2  receive                                         matched: reports to rank 0 ->
     rank 0           numbers it on both ends, in one order with collectives (`aiocoll.gpu.calls.matching`)
     ranks 1 and 2    start it when it is that number's turn
 
@@ -38,20 +38,20 @@ LARGEST = 0xFFFF
 
 
 class NativeMessages:
-    """The messages of one group that NCCL carries.
+    """Messages of one group that NCCL carries.
 
     Args:
         state: the group's state on the device.
 
     Attributes:
-        batch: number and size of the batch that messages called now are part of.
+        batch: number and size of the batch that takes the messages of the current block.
     """
 
     def __init__(self, state: DeviceState) -> None:
         self.batch = (0, 1)
         self._device_state = state
         self._batches = 0
-        #: Receives that are matched and have no number yet.
+        #: Matched receives without a number, by source and id of the message.
         self._matched: dict[tuple[int, int], DeviceRecv] = {}
         self._matching = BatchMatching(
             lambda matches: state.place(partial(self._number, matches)), state.comm.call_later
@@ -59,7 +59,7 @@ class NativeMessages:
 
     @contextlib.contextmanager
     def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
-        """Make the messages of these arrays, which are called in this block, one batch."""
+        """Combine the messages of these arrays, whose calls are made in this block, in one batch."""
         size = sum(self.carries(array.nbytes) for array in arrays)
         if 1 < size <= LARGEST:
             self._batches = self._batches + 1 & 0xFFFFFFFF
@@ -70,39 +70,39 @@ class NativeMessages:
             self.batch = 0, 1
 
     def carries(self, nbytes: int) -> bool:
-        """Whether NCCL can carry a message of this size from or to this rank: not once a rank has left the group."""
+        """Return whether NCCL can carry a message of this size; not after a rank has left the group."""
         return (
             nbytes > EAGER_WINDOW and self._device_state.communicator is not None and not self._device_state.comm.left
         )
 
     def matched(self, receive: DeviceRecv, src: int, number: int, theirs: tuple[int, int]) -> None:
-        """A receive has matched a message that NCCL can carry, of a batch at its sender."""
+        """Record that a receive has matched a message that NCCL can carry; `theirs` is the batch at the sender."""
         rank = self._device_state.comm.rank
         self._matched[src, number] = receive
-        self._tell(Match(src, rank, number), [MessageBatch(src, *theirs), MessageBatch(rank, *receive.batch)])
+        self._send(Match(src, rank, number), [MessageBatch(src, *theirs), MessageBatch(rank, *receive.batch)])
 
     def is_held(self, src: int, number: int) -> bool:
-        """Whether a message is matched and rank 0 has not let it begin."""
+        """Return whether a message is matched and rank 0 has not started it."""
         return (src, number) in self._matched
 
     def departed(self, rank: int) -> None:
-        """A rank has closed the group: if it is rank 0, receive what waits for it through the host."""
+        """Handle a rank that closed the group; without rank 0, receive the waiting messages through the host."""
         if rank == 0:
             self._give_back([Match(src, self._device_state.comm.rank, number) for src, number in self._matched])
 
     def without(self, batch: tuple[int, int]) -> None:
-        """A message of a batch here is carried in another way; after the group has failed this needs no message."""
+        """Report that NCCL does not carry a message of a batch of this rank, unless the group has failed."""
         comm = self._device_state.comm
         if batch[1] > 1 and not comm.left and comm.cause is None:
-            self._tell(None, [MessageBatch(comm.rank, *batch)])
+            self._send(None, [MessageBatch(comm.rank, *batch)])
 
     def end(self) -> None:
-        """The group has ended."""
+        """Forget all messages; the group has ended."""
         self._matched.clear()
         self._matching.clear()
 
-    def _tell(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
-        """Send rank 0 a message."""
+    def _send(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
+        """Report a match, or a batch without one of its messages, to rank 0."""
         comm = self._device_state.comm
         if comm.rank == 0:
             self._take(match, batches)
@@ -110,10 +110,10 @@ class NativeMessages:
             comm.channels[0].send_control({"t": DEVICE, "g": comm.id, "match": match, "batches": batches})
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message of a rank.
+        """Handle a message from a rank.
 
         Raises:
-            ValueError: it is invalid from that rank, or for this rank; also TypeError and KeyError.
+            ValueError: the message is invalid from that rank, or for this rank; also TypeError and KeyError.
         """
         if "begin" not in message:
             match = message["match"]
@@ -122,7 +122,7 @@ class NativeMessages:
             )
             return
         if peer:
-            raise ValueError("only rank 0 lets messages begin")
+            raise ValueError("only rank 0 starts messages")
         number, begin = index(message["number"]), [self._read(match) for match in message["begin"]]
         if number:
             receives = [self._matched.pop((src, own), None) for src, _, own in begin]
@@ -134,21 +134,21 @@ class NativeMessages:
     def _read(self, given: Iterable[Any]) -> Match:
         match = Match(*map(index, given))
         if not all(0 <= rank < len(self._device_state.comm.ranks) for rank in match[:2]):
-            raise ValueError(f"there is no message {match}")
+            raise ValueError(f"{match} names a rank outside the group")
         return match
 
     # -- as rank 0
 
     def _take(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
         if self._device_state.comm.rank:
-            raise ValueError("it is rank 0 that lets messages begin")
+            raise ValueError("only rank 0 may receive this message")
         if match is None:
             self._matching.without(*batches)
         else:
             self._matching.matched(match, batches)
 
     def _number(self, matches: Sequence[Match], staged: bool) -> None:
-        """Start messages as one group, on both ends; or have the receivers stage them, also if a rank has left."""
+        """Start messages as one NCCL group on both ends; let the receivers stage them instead if a rank has left."""
         state, comm = self._device_state, self._device_state.comm
         own: dict[int, list[Match]] = {}
         staged = staged or bool(comm.left)
@@ -166,18 +166,18 @@ class NativeMessages:
     # -- carrying them out
 
     def _give_back(self, matches: Sequence[Match]) -> None:
-        """Receive messages through the host after all."""
+        """Receive matched messages through the host."""
         for src, _, number in matches:
             self._matched.pop((src, number)).stage()
 
     def _begin(self, pairs: Sequence[tuple[Match, DeviceRecv | None]], staged: bool) -> None:
-        """Enqueue messages, with the receives of this rank; the other ends do so, too."""
+        """Enqueue the sends and receives of this rank; the other ends enqueue theirs."""
         state, comm = self._device_state, self._device_state.comm
         sends: list[DeviceSend] = []
         receives: list[DeviceRecv] = []
         for (src, dst, number), receive in pairs:
             if receive is not None and staged:
-                receive.stage()  # which asks its sender
+                receive.stage()  # the sender then sends through the host
             elif receive is not None and not receive.done:
                 receives.append(receive)
             elif src == comm.rank and not staged and (send := comm.matching.outgoing.get((dst, number))) is not None:

@@ -1,19 +1,23 @@
-"""As rank 0: how far ranks may launch their calls before all are known to have made them alike.
+"""Pacing by rank 0: how far ranks may launch calls before the calls are compared.
 
-Ranks launch their calls without keys (`aiocoll.gpu.calls.program_order`) ahead of their comparison
-(`aiocoll.gpu.calls.call_comparison`). What has another order, calls with keys and messages, needs one place among them
-that is the same on all ranks: first rank 0 halts all ranks, each of which says how far it has come; then all launch
-through the farthest of these positions; then comes what has to be placed, and calls go on as they are confirmed. After
-a while without any such thing, all launch ahead again.
+Ranks launch their calls without keys (`aiocoll.gpu.calls.program_order`) before these are compared
+(`aiocoll.gpu.calls.call_comparison`). Calls with keys and messages have no program order. They need one place among the
+other calls that is the same on all ranks:
+
+1. Rank 0 halts all ranks. Each rank reports its position.
+2. All ranks launch their calls through the farthest of these positions.
+3. The placed operation starts. Further calls start as they are confirmed.
+4. After `CALM` calls without another placed operation, all ranks launch ahead again.
 
     rank 0  halt! ->         <- 7            all through 8 ->    number 12 ->    through 9 -> ...     ahead! ->
     rank 1            at 7 ->                launches 8          launches it     launches 9
 
-A program may let a rank come to position 8 only when the other thing is done: then that is staged, which needs no
-order.
+A rank may reach position 8 only after the placed operation has ended. The operation is then staged, because staging
+needs no order.
 
-If other groups use the device of a rank, none launches ahead any more: once all have come to one place, they share
-their devices (`aiocoll.gpu.calls.slots`), and "through" becomes "placed": a call of NCCL that waits for its slot.
+If other groups use the device of a rank, no rank launches ahead. Once all ranks have reached one position, they share
+their devices (`aiocoll.gpu.calls.slots`). The message "through" then becomes "placed": an NCCL call that waits for its
+slot.
 """
 
 from __future__ import annotations
@@ -24,25 +28,25 @@ from collections.abc import Callable
 
 __all__ = ["Pacing"]
 
-#: Seconds that something waits for its place before it is staged.
+#: Seconds that an operation waits for its place before it is staged.
 PATIENCE = 0.02
-#: Calls without keys after which ranks launch ahead again, if there was nothing else.
+#: Number of calls without keys after which ranks launch ahead again, if no other operation was placed meanwhile.
 CALM = 64
 
 AHEAD, HALTING, PACED = range(3)
 
 
 class Pacing:
-    """How far the ranks of a group may launch.
+    """Launch limits of all ranks of a group, set by rank 0.
 
     Args:
         size: number of ranks.
-        confirm: tells all ranks, this one included, that a position is confirmed.
-        pace: tells all ranks, in the order of all numbers, "ahead", "halt", or "through" or "placed" with a position;
-            with that goes the confirmed one.
-        call_later: calls after so many seconds.
-        can_stage: what waits too long may be staged.
-        is_shared: other groups use the device of a rank.
+        confirm: sends a confirmed position to all ranks, this one included.
+        pace: sends a pace to all ranks, as a numbered operation: "ahead", "halt", "through" or "placed". The other
+            arguments are the position of the last two and the confirmed position.
+        call_later: calls a function after a number of seconds.
+        can_stage: whether operations that wait too long may be staged.
+        is_shared: whether other groups use the device of a rank.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Pacing:
         self._can_stage = can_stage
         self._state = PACED if is_shared else AHEAD
         self._is_shared = is_shared
-        #: What tells all ranks to share, once they are at one place.
+        #: Requests all ranks to share their devices; called once they are at one position.
         self._shares: Callable[[], None] | None = None
         self._halted: dict[int, int] = {}
         self._confirmed = self._through = self._placed_at = 0
@@ -71,7 +75,7 @@ class Pacing:
         self._is_short = False
 
     def confirm(self, position: int) -> None:
-        """All ranks have called the same up to a position."""
+        """Confirm that the calls of all ranks are equal up to a position."""
         self._confirmed = position
         if self._state != PACED or position <= self._through:
             self._confirm(position)
@@ -85,10 +89,10 @@ class Pacing:
             self._pace("ahead", 0, position)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """Give something its place among all calls.
+        """Give an operation its place among all calls.
 
         Args:
-            begin: called in its turn; with True if it has to be staged.
+            begin: starts the operation at its place; takes whether it must be staged.
         """
         if self._is_short or (self._is_even and not self._queue):
             self._placed_at = self._confirmed
@@ -100,7 +104,7 @@ class Pacing:
         self._halt()
 
     def share(self, tell: Callable[[], None]) -> None:
-        """Let no rank launch ahead any more; call `tell` when they have come to one place."""
+        """Stop all ranks from launching ahead; call `tell` once they have reached one position."""
         self._shares = tell
         self._halt()
         self._place_all()
@@ -112,7 +116,7 @@ class Pacing:
             self._pace("halt", 0, self._confirmed)
 
     def halted(self, rank: int, position: int) -> None:
-        """A rank has halted behind a position."""
+        """Record the position at which a rank halted."""
         self._halted[rank] = position
         if self._state == HALTING and len(self._halted) == self._size:
             self._state = PACED
@@ -120,19 +124,19 @@ class Pacing:
             self._place_all()
 
     def departed(self) -> None:
-        """A rank has left: NCCL can do nothing more in this group."""
+        """Stage all waiting and later operations, since a rank left and NCCL needs all ranks."""
         self._is_short = True
         self._stage()
         self._place_all()
 
     def end(self) -> None:
-        """The group has ended."""
+        """Forget all waiting operations; the group has ended."""
         self._queue.clear()
         self._stop_waiting()
 
     @property
     def _is_even(self) -> bool:
-        """Whether all ranks have called what any of them has launched, and launch no more."""
+        """True if all ranks have made every launched call, and launch no more."""
         return self._state == PACED and self._confirmed >= self._through
 
     def _let_through(self, position: int) -> None:

@@ -1,14 +1,14 @@
-"""The calls of one rank without keys, in the order of its program: launched first, and compared behind that.
+"""Calls of one rank without keys, in program order: launched first, compared later.
 
-Each call has a position, 1, 2, ..., and a hash of all calls up to it. The rank reports both to rank 0, several
-positions at once if it calls fast; rank 0 confirms the highest position at which the hashes of all ranks are equal, see
-`aiocoll.gpu.calls.pacing`:
+Each call has a position (1, 2, ...) and a hash of all calls up to it. The rank reports both to rank 0. One report
+covers several positions if the rank calls fast. Rank 0 confirms the highest position at which the hashes of all ranks
+are equal (`aiocoll.gpu.calls.pacing`):
 
     rank 1     launches 5; launches 6; launches 7;  "7, with this hash" ->      <- "all ranks have called 7"
 
-So the first pass of a loop waits and the others do not: a call is launched ahead if it has followed the same kind of
-call before, and all ranks have confirmed that. Any other call waits until its own position is confirmed. All calls are
-launched in the order of their positions, at any time no further than rank 0 allows.
+A call is launched ahead if the same pair of consecutive calls has been confirmed before. Any other call waits until its
+own position is confirmed. So only the first pass of a loop waits. Calls are launched in the order of their positions,
+never beyond the position that rank 0 allows.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "ProgramOrder"]
 
-#: Calls that are reported together, at most; fewer are when the loop gets its turn.
+#: Maximum number of calls in one report. The end of the loop's turn sends a report with fewer.
 TOGETHER = 16
-#: Pairs of calls, one after the other, that are remembered: far more than a loop of a program has.
+#: Maximum number of remembered pairs of consecutive calls: far more than a program's loop has.
 KEPT = 4096
 
 
 class Entry:
-    """A call that not all ranks are known to have called.
+    """A call that is not confirmed: other ranks may not have made it yet.
 
     Attributes:
         call: the call.
         position: from 1.
-        pair: hashes of the terms of the call before it, and of its own.
-        seq: number of the call among all calls of the group.
-        is_numbered: rank 0 decides when it starts; here it only has a position.
-        hash: of all calls up to it; set before it is reported.
+        pair: hashes of the terms of the previous call and of this call.
+        seq: sequence number of the call in the group.
+        is_numbered: whether rank 0 decides when the call starts; here it only has a position.
+        hash: hash of all calls up to this one; set before the report.
     """
 
     __slots__ = ("call", "hash", "is_numbered", "pair", "position", "seq")
@@ -53,20 +53,20 @@ class Entry:
 
 
 class ProgramOrder:
-    """The calls of this rank.
+    """Program order of this rank's calls.
 
     Args:
-        report: called with the last position, its hash, and the number of its call among all of the group.
-        before_turn_ends: calls at the end of this turn of the loop, or earlier.
+        report: called with the last position, its hash and the sequence number of its call.
+        before_turn_ends: calls a function at the end of this turn of the loop, or earlier.
         moved: called when calls have started.
-        alone: there is no other rank, with whose calls they would be compared.
+        alone: whether the group has no other rank to compare calls with.
 
     Attributes:
         called: last position.
-        started: last position at which, as at all before it, the call has started.
-        confirmed: last position at which all ranks have called the same.
-        through: last position that may start; None: any.
-        is_staged: what starts now goes through the host.
+        started: last position up to which all calls have started.
+        confirmed: last position up to which the calls of all ranks are equal.
+        through: last position that may start; None allows any.
+        is_staged: whether calls that start now go through the host.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ProgramOrder:
         self.is_staged = False
         self._entries: deque[Entry] = deque()
         self._waiting: deque[Entry] = deque()
-        #: Those without a hash: a launch does not wait for that.
+        #: Entries whose hash is computed after the launch.
         self._unhashed: deque[Entry] = deque()
         self._known: set[tuple[bytes, bytes]] = set()
         self._last = b""
@@ -96,17 +96,17 @@ class ProgramOrder:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all calls have started that may start, so that what comes behind them may."""
+        """True if all calls that may start have started, so that a later operation may start too."""
         return self.through is None or self.started >= self.through
 
     def add(self, call: Agreed, terms: bytes, seq: int, *, is_numbered: bool) -> None:
-        """Take the next call of the program, and start it if it may.
+        """Add the next call of the program, and start it if it may start.
 
         Args:
             call: the call.
-            terms: a hash of what all ranks have to call alike.
-            seq: its number among all calls of the group, on arrays of the host, too.
-            is_numbered: rank 0 decides when it starts; here it only has a position.
+            terms: hash of the terms, which must be equal on all ranks.
+            seq: sequence number of the call in the group; calls on host arrays count, too.
+            is_numbered: whether rank 0 decides when the call starts; here it only has a position.
         """
         self.called += 1
         entry = Entry(call, self.called, (self._last, terms), seq, is_numbered)
@@ -116,7 +116,7 @@ class ProgramOrder:
             self._unhashed.append(entry)
         self._waiting.append(entry)
         self._go_on()
-        # Somebody waits for it, or nothing else is on its way: else together with what follows.
+        # Report at once if a call waits for the answer, or if no report is on its way. Otherwise wait for more calls.
         is_first = self._reported <= self.confirmed and not self._alone
         if self._waiting or is_first or self.called - self._reported >= TOGETHER:
             self._report_now()
@@ -125,7 +125,7 @@ class ProgramOrder:
             self._before_turn_ends(self._report_late)
 
     def confirm(self, position: int) -> None:
-        """All ranks have called the same up to a position."""
+        """Record that the calls of all ranks are equal up to a position."""
         while self._entries and self._entries[0].position <= position:
             entry = self._entries.popleft()
             self.confirmed = entry.position
@@ -137,16 +137,16 @@ class ProgramOrder:
             self._go_on()
 
     def hashes(self, start: int, stop: int) -> Sequence[int]:
-        """Return the hashes of positions that are not confirmed, `stop` included."""
+        """Return the hashes of unconfirmed positions, `stop` included."""
         self._hash_all()
         return [entry.hash for entry in self._entries if start <= entry.position <= stop]
 
     def at(self, position: int) -> Agreed:
-        """Return the call at a position that is not confirmed."""
+        """Return the call at an unconfirmed position."""
         return self._entries[position - self._entries[0].position].call
 
     def clear(self) -> None:
-        """The group has ended."""
+        """Forget all calls; the group has ended."""
         self._entries.clear()
         self._unhashed.clear()
         self._waiting.clear()

@@ -1,14 +1,15 @@
-"""One group's calls of NCCL among those of other groups on the same devices: its messages about their slots.
+"""Slots of one group's NCCL calls among the calls of other groups on the same devices: the messages.
 
-A slot is the place of a call in the order of a device, `aiocoll.gpu.launch_order`; on each rank it has the number of
-the call there. Once the group is shared, each call of NCCL has one, and the making of the communicator has slot 0:
+A slot is the place of a call in the order of a device (`aiocoll.gpu.launch_order`). On each rank, it has the number of
+the call. Once the group is shared, each NCCL call has a slot. Slot 0 belongs to the creation of the communicator:
 
 crowded         a rank's device has calls of another group ->
 shared                                     -> from this number on, each call has a slot
-slot            rank 0 asks for a proposal ->          <- with `clock`: the proposal          -> with `at`: its time
+slot            rank 0 requests proposals ->          <- with `clock`: the proposal          -> with `at`: its time
 
-If proposals do not come, as where another group is not shared yet, since a rank makes a call of that group only when
-the one of this group is done, the call is staged on all ranks: that needs no slot. `at` is then 0.
+A proposal may not arrive in time: for example, another group on the device is not shared yet, because a rank makes its
+call of that group only after the call of this group ends. The call is then staged on all ranks, which needs no slot.
+`at` is then 0.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ __all__ = ["INITIAL", "Slots"]
 
 #: Seconds that a call waits for its time before it is staged.
 PATIENCE = 0.02
-#: The slot in which the communicator is made.
+#: Slot of the communicator's creation.
 INITIAL = 0
 _KINDS = ("crowded", "shared", "slot")
 
 
 class _Slot:
-    """As rank 0: a slot without a time.
+    """A slot without a time, on rank 0.
 
     Attributes:
-        numbers: of the call on each rank that takes part.
-        clocks: proposals.
-        timer: until it is staged.
+        numbers: numbers of the call, by rank that takes part.
+        clocks: proposed times, by rank.
+        timer: stages the call when it expires.
     """
 
     def __init__(self, numbers: Mapping[int, int]) -> None:
@@ -49,20 +50,20 @@ class _Slot:
 
 
 class Slots:
-    """One rank's part in them.
+    """Slots of a group, seen by one rank.
 
     Args:
         comm: this rank's part in the group.
-        order: that of the device of this rank.
+        order: launch order of this rank's device.
         number: as rank 0, assigns the next number on every rank.
-        hold: calls something when everything with a lower number has been called; see `DeviceState.hold`.
-        gather: as rank 0, calls something when what any rank has launched without a slot will be on all of them.
+        hold: calls a function once everything with a lower number has started; see `DeviceState.hold`.
+        gather: as rank 0, calls a function once every call launched without a slot is certain to start on all ranks.
         moved: called when a call may start.
-        can_stage: calls that wait too long are staged.
+        can_stage: whether calls that wait too long are staged.
 
     Attributes:
-        is_shared: each call of NCCL that starts from now on has a slot.
-        is_given: as rank 0: each call of NCCL that gets a number from now on gets one.
+        is_shared: whether each NCCL call that starts from now on has a slot.
+        is_given: as rank 0, whether each NCCL call that is numbered from now on gets a slot.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class Slots:
         self._gather = gather
         self._moved = moved
         self._can_stage = can_stage
-        #: Times of slots; None without. Those whose turn it is.
+        #: Times of slots, None while unknown; slots whose turn it is; slots that wait for their turn.
         self._times: dict[int, int | None] = {}
         self._begun: set[int] = set()
         self._entered: set[int] = set()
         self._make: Callable[[], None] | None = None
-        #: As rank 0: whether a rank has asked to share; slots without a time, in the order of numbers, and by each of
-        #: their numbers; the last number of each rank that has one; and the last time.
+        #: As rank 0: whether a rank has requested sharing; slots without a time, in the order of numbers; the same by
+        #: rank and number; the last number with a slot, by rank; the last time.
         self._is_asked = False
         self._row: deque[_Slot] = deque()
         self._asked: dict[tuple[int, int], _Slot] = {}
@@ -98,14 +99,14 @@ class Slots:
         self._last = 0
 
     def share(self) -> None:
-        """From now on, each call has a slot."""
+        """Give each call a slot from now on."""
         self.is_shared = self.is_given = True
         self._lane.share()
 
     def _crowded(self) -> None:
-        """The device has calls of another group."""
+        """Report to rank 0 that another group uses the device."""
         if not self._lane.is_shared:
-            self._tell(0, {"crowded": True})
+            self._send(0, {"crowded": True})
 
     def make(self, make: Callable[[], None]) -> None:
         """Call `make` in the initial slot."""
@@ -114,7 +115,7 @@ class Slots:
             self.open(dict.fromkeys(range(len(self._comm.ranks)), INITIAL))
 
     def turn(self, number: int) -> bool | None:
-        """Return whether a call has to be staged, if it may start now; None if it has to wait, see `moved`."""
+        """Return whether a call must be staged; None if it has to wait until `moved` is called."""
         time = self._times.get(number)
         if time is None:
             return None
@@ -130,14 +131,14 @@ class Slots:
         return None
 
     def departed(self, rank: int) -> None:
-        """A rank has closed the group: without rank 0, what has no time is staged, and nothing more is launched."""
+        """Handle a rank that closed the group; without rank 0, stage all calls without a time, and launch no more."""
         if rank == 0:
             for number in [number for number, time in self._times.items() if time is None]:
                 self._stamp(number, 0)
             self._lane.share()
 
     def end(self) -> None:
-        """The group has ended."""
+        """Leave the launch order; the group has ended."""
         for slot in self._row:
             self._stop(slot)
         self._row.clear()
@@ -148,19 +149,19 @@ class Slots:
     # -- messages
 
     @staticmethod
-    def is_meant(message: dict[str, Any]) -> bool:
-        """Whether a message is one of these."""
+    def is_own_message(message: dict[str, Any]) -> bool:
+        """Return whether a message is about slots."""
         return any(kind in message for kind in _KINDS)
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message of a rank.
+        """Handle a message from a rank.
 
         Raises:
-            ValueError: it is invalid from that rank, or for this rank; also TypeError and KeyError.
+            ValueError: the message is invalid from that rank, or for this rank; also TypeError and KeyError.
         """
         is_for_rank_0 = "crowded" in message or "clock" in message
         if (self._comm.rank if is_for_rank_0 else peer) != 0:
-            raise ValueError("only rank 0 gives out slots")
+            raise ValueError("only rank 0 assigns slots")
         if "crowded" in message:
             if not self._is_asked and not self.is_shared:
                 self._is_asked = True
@@ -174,7 +175,7 @@ class Slots:
         else:
             self._propose(index(message["slot"]))
 
-    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+    def _send(self, rank: int, message: dict[str, Any]) -> None:
         comm = self._comm
         if rank == comm.rank:
             self.handle(rank, message)
@@ -185,17 +186,17 @@ class Slots:
 
     def _propose(self, number: int) -> None:
         if number in self._times:
-            raise ValueError(f"slot {number} has been asked for before")
+            raise ValueError(f"slot {number} was requested before")
         self._times[number] = None
         self._lane.propose(number, lambda clock: self._answer(number, clock))
 
     def _answer(self, number: int, clock: int) -> None:
         if number in self._times and self._times[number] is None:
-            self._tell(0, {"slot": number, "clock": clock})
+            self._send(0, {"slot": number, "clock": clock})
 
     def _stamp(self, number: int, time: int) -> None:
         if self._times[number] is not None or time < 0:
-            raise ValueError(f"slot {number} has a time")
+            raise ValueError(f"slot {number} has a time already, or {time} is not a time")
         self._times[number] = time
         if time == 0:
             self._lane.withdraw(number)
@@ -206,7 +207,7 @@ class Slots:
         self._moved()
 
     def _begin(self, number: int) -> None:
-        """It is the turn of a call on the device."""
+        """Start a call whose turn on the device has come."""
         self._entered.discard(number)
         self._begun.add(number)
         self._moved()
@@ -223,10 +224,10 @@ class Slots:
         numbers = self._number()
         self.is_given = True
         for rank, number in numbers.items():
-            self._tell(rank, {"shared": number})
+            self._send(rank, {"shared": number})
 
     def open(self, numbers: Mapping[int, int]) -> None:
-        """Ask for the time of a call that has just been numbered."""
+        """Request proposals for the time of a newly numbered call."""
         slot = _Slot(numbers)
         self._row.append(slot)
         self._asked |= dict.fromkeys(numbers.items(), slot)
@@ -234,23 +235,23 @@ class Slots:
         if self._can_stage and numbers[min(numbers)] != INITIAL:
             slot.timer = self._comm.call_later(PATIENCE, partial(self._stage, slot))
         for rank, number in numbers.items():
-            self._tell(rank, {"slot": number})
+            self._send(rank, {"slot": number})
 
     def _proposed(self, rank: int, number: int, clock: int) -> None:
         slot = self._asked.get((rank, number))
         if slot is None and number <= self._numbered[rank]:
-            return  # it has been staged
+            return  # the call was staged
         if slot is None or clock < 1:
-            raise ValueError(f"nobody has asked for slot {number}, or {clock} is no time")
+            raise ValueError(f"slot {number} was not requested, or {clock} is not a time")
         slot.clocks[rank] = clock
         while self._row and len(self._row[0].clocks) == len(self._row[0].numbers):
             first = self._row.popleft()
-            # In the order of numbers on all ranks.
+            # Times must increase in the order of numbers, which is the same on all ranks.
             self._last = max(self._last + 1, *first.clocks.values())
             self._close(first, self._last)
 
     def _stage(self, slot: _Slot) -> None:
-        """A call has waited for too long."""
+        """Stage a call that waited too long."""
         self._row.remove(slot)
         self._close(slot, 0)
 
@@ -259,7 +260,7 @@ class Slots:
         for each in slot.numbers.items():
             del self._asked[each]
         for rank, number in slot.numbers.items():
-            self._tell(rank, {"slot": number, "at": time})
+            self._send(rank, {"slot": number, "at": time})
 
     def _stop(self, slot: _Slot) -> None:
         if slot.timer is not None:

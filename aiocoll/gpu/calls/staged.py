@@ -1,6 +1,7 @@
-"""Copies of the arrays of a call on the host, so that it can carry the call out.
+"""Staging: copies of a call's arrays on the host, which then carries out the call.
 
-They are in page-locked memory where that can be had at once, else in ordinary memory, which is copied piece by piece.
+The copies are in page-locked memory if that is available at once. Otherwise they are in ordinary memory, which is
+copied piece by piece.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from aiocoll.gpu.launcher import Launched
 
 __all__ = ["Staged", "put_back"]
 
-#: Copies begin at multiples of this: the fastest alignment for a device, and for the widest vector instructions.
+#: Alignment of the copies in bytes: the fastest for a device, and enough for the widest vector instructions.
 _ALIGN = 64
 
 Done = Callable[[DeviceError | None], None]
 
 
 class Staged:
-    """The host's copies of the arrays of one call.
+    """Copies of one call's arrays on the host.
 
     Args:
-        device: where the arrays are.
-        stream: the stream of the copies.
+        device: device of the arrays.
+        stream: stream of the copies.
         originals: the arrays; None where this rank has none.
         storage: dtype of the copies.
 
     Attributes:
-        arrays: the copies, in the same order, from `allocate` on.
+        arrays: the copies, in the same order; empty before `allocate`.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Staged:
         self._is_locked = True
 
     def allocate(self) -> None:
-        """Allocate the memory; to lock it may take milliseconds, so in the launcher.
+        """Allocate the memory; runs in the launcher, because locking memory may take milliseconds.
 
         Raises:
-            DeviceError: no memory could be locked.
+            DeviceError: no memory could be page-locked.
         """
         starts, nbytes = [], 0
         for each in self._originals:
@@ -69,7 +70,7 @@ class Staged:
         ]
 
     def copy_in(self, marks: Sequence[int], positions: Collection[int], done: Done) -> Launched:
-        """Allocate the memory, and copy arrays to the host, after `marks`."""
+        """Allocate the memory; copy the arrays at `positions` to the host, after `marks`."""
         device, stream = self._device, self._stream
 
         def call() -> None:
@@ -87,15 +88,15 @@ class Staged:
         return device.launch(stream, call, self, ended)
 
     def copy_out(
-        self, marks: Sequence[int], positions: Collection[int], flies: Callable[[Launched], None], done: Done
+        self, marks: Sequence[int], positions: Collection[int], on_launched: Callable[[Launched], None], done: Done
     ) -> None:
         """Copy arrays back to the device, after `marks`, and from there to the caller's elements.
 
         Args:
             marks: positions of the caller's streams.
-            positions: of the arrays.
-            flies: called with the last call, when that is launched.
-            done: called at its end, or when something before has failed.
+            positions: positions of the arrays.
+            on_launched: called with the last device call once it is launched.
+            done: called at the end of that call, or when an earlier one has failed.
         """
         device, stream = self._device, self._stream
         pairs = self._pairs(positions)
@@ -107,7 +108,7 @@ class Staged:
                     device.cuda.copy_to_device(original.ptr, copy.ctypes.data, original.nbytes, stream)
                 put_back([original for _, original in pairs], stream)
 
-            flies(device.launch(stream, call, self, done))
+            on_launched(device.launch(stream, call, self, done))
 
         def copy() -> None:
             self._copy(positions, False, _next(last, done))
@@ -135,14 +136,14 @@ class Staged:
         return byte_view(copy)
 
     def give_back(self) -> None:
-        """Release the memory; neither device nor host uses it any more."""
+        """Return the memory to the pool; neither device nor host uses it any more."""
         block, self._block = self._block, None
         self.arrays = []
         if block is not None:
             self._device.staging.give(block)
 
     def _pairs(self, positions: Collection[int]) -> list[tuple[NDArray[Any], DeviceArray]]:
-        """Return copies and originals that are not empty."""
+        """Return the non-empty copies at `positions`, with their originals."""
         pairs = [(self.arrays[each], self._originals[each]) for each in positions]
         return [
             (copy, original) for copy, original in pairs if copy is not None and original is not None and original.size
@@ -150,7 +151,7 @@ class Staged:
 
 
 def _next(step: Callable[[], None], done: Done) -> Done:
-    """Return what takes the next step when the one before has ended; if that has failed, `done` is told."""
+    """Return a callback that takes the next step, or passes the error of the previous step to `done`."""
 
     def ended(error: DeviceError | None) -> None:
         if error is None:
@@ -162,7 +163,7 @@ def _next(step: Callable[[], None], done: Done) -> Done:
 
 
 def put_back(arrays: Sequence[DeviceArray | None], stream: int) -> None:
-    """Copy arrays that were made contiguous back to the caller's elements, on `stream`."""
+    """Copy contiguous copies of arrays back to the caller's elements, on `stream`."""
     for each in arrays:
         if each is not None and each.back is not None:
             each.back.on(stream)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.matching.outbound import Content, OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.registry import Registry
 
 if TYPE_CHECKING:
@@ -14,14 +16,14 @@ if TYPE_CHECKING:
     from aiocoll.engine.operations.composite import Make
     from aiocoll.group.prepared_call import PlannedCall, PreparedCall
 
-__all__ = ["DEVICE_VERSION", "DeviceBackend", "DeviceCalls", "devices"]
+__all__ = ["DEVICE_VERSION", "DeviceBackend", "DeviceCalls", "devices", "receive_in_memory", "send_from_memory"]
 
 #: Version of the interfaces `DeviceBackend` and `DeviceCalls`.
 DEVICE_VERSION: Final = 1
 
 
 class DeviceCalls(Protocol):
-    """The calls of one group on the device of this rank, made at its first call on a device array.
+    """The calls of one group on the device of this rank, from its first call on a device array.
 
     Attributes:
         kind: of the device.
@@ -32,30 +34,43 @@ class DeviceCalls(Protocol):
         """The kind of device."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
-        """Raise if the group cannot use these arrays; return whether they are on the thread's current device.
+        """Check the arrays of a call; return whether their device is the current device of the thread.
 
         Raises:
-            ValueError: the arrays are on another device than the arrays of earlier calls.
+            ValueError: the arrays are on another device than those of earlier calls.
             RuntimeError: the state of the caller's stream forbids calls.
         """
 
     def call(self, call: PlannedCall, at_once: bool) -> PreparedCall:
-        """Return the call that carries out a planned call; `at_once`: it starts now, on the current device."""
+        """Return the prepared form of a call on arrays that `check` accepted.
+
+        A backend whose memory the host can access returns `call` with NumPy arrays in `call.arrays`. The host then
+        carries out the call, alone or in a block.
+
+        Args:
+            call: the call, on arrays of the device.
+            at_once: whether the call starts now, on the current device.
+        """
 
     def batched(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
-        """Return a factory of one operation for several collectives; `ordered`: it starts in program order."""
+        """Return a function that makes one operation of several collectives.
+
+        Args:
+            calls: results of the method `call`, without those on NumPy arrays.
+            ordered: whether the operation starts in program order.
+        """
 
     def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
-        """Combine the messages of these arrays that start in the block into one library call."""
+        """Combine the messages of these arrays, which start in the block, in one call of the device's library."""
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
-        """Return a factory of a send operation to rank `dst`; `code` is the code of the dtype."""
+        """Return a function that makes a send to rank `dst`; `code` is the code of the dtype."""
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
-        """Return a factory of a receive operation from rank `src`, or any rank; `code` is the code of the dtype."""
+        """Return a function that makes a receive from rank `src`, or any rank; `code` is the code of the dtype."""
 
     async def close(self) -> None:
-        """Stop using the device in order, if the other ranks do so, too."""
+        """Close the device resources together with the other ranks, before the group ends."""
 
     async def release(self) -> None:
         """Release the device resources of the group after its end."""
@@ -65,9 +80,9 @@ class DeviceBackend(Protocol):
     """A backend that carries out collectives and messages on arrays of one kind of device.
 
     Attributes:
-        kind: kind of device, as programs name it: "kind" and "kind:0" are devices of this kind.
+        kind: kind of device, as programs name it: "kind" and "kind:0" are devices of it.
         label: the kind in error messages.
-        library: the name of the backend that moves arrays between devices without the host.
+        library: name of the backend that moves arrays between devices without the host.
     """
 
     @property
@@ -83,16 +98,16 @@ class DeviceBackend(Protocol):
         """The backend that moves arrays between devices without the host."""
 
     def count(self) -> int:
-        """Return how many devices of the kind this process may use."""
+        """Return the number of devices that this process may use."""
 
     def calls(
         self, comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
     ) -> DeviceCalls:
-        """Return the device calls of a group, at its first call on arrays of this kind.
+        """Make the calls of a group, at its first call on arrays of this kind.
 
         Args:
-            comm: this rank's communicator of the group.
-            arrays: arrays of the call; None where this rank has no array.
+            comm: this rank's part in the group.
+            arrays: arrays of the call; None where this rank has none.
             forced: whether the group must use `library`.
             ahead: whether to launch calls before they are compared, if all ranks do.
 
@@ -103,3 +118,29 @@ class DeviceBackend(Protocol):
 
 #: Backends by kind of device.
 devices: Registry[DeviceBackend] = Registry("device", DEVICE_VERSION)
+
+
+def send_from_memory(comm: Communicator, data: memoryview, dst: int, tag: int, code: int) -> Make:
+    """Return a function that makes a send of host memory, for `DeviceCalls.sending`.
+
+    Args:
+        comm: this rank's part in the group.
+        data: contiguous bytes, unchanged until the send ends.
+        dst: rank of the receiver.
+        tag: of the message.
+        code: of the dtype.
+    """
+    return lambda _, completion: OutboundMessage(comm.matching, dst, tag, Content(code, data), completion)
+
+
+def receive_in_memory(comm: Communicator, data: memoryview, src: int | None, tag: int, code: int) -> Make:
+    """Return a function that makes a receive in host memory, for `DeviceCalls.receiving`.
+
+    Args:
+        comm: this rank's part in the group.
+        data: contiguous writable bytes, as many as the message has.
+        src: rank of the sender; None accepts any.
+        tag: of the message.
+        code: of the dtype.
+    """
+    return lambda _, completion: PostedReceive(comm.matching, src, tag, Content(code, data), completion)

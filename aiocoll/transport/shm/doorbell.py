@@ -19,17 +19,18 @@ on one core must take turns instead of polling for each other.
 from __future__ import annotations
 
 import contextvars
+import ctypes
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Link, Transport
-from aiocoll.transport.shm.core import core
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import CORE, STATUS
 from aiocoll.transport.shm.outbox import Outbox
 
-__all__ = ["Doorbell", "PeerDoorbell", "ring_all"]
+__all__ = ["Doorbell", "PeerDoorbell", "core", "ring_all"]
 
 
 class Doorbell:
@@ -203,3 +204,18 @@ def ring_all(doorbells: Sequence[PeerDoorbell]) -> None:
         status = doorbell.status[STATUS]
         if status & 1 and status != doorbell.rung_status:
             doorbell.wake(status)
+
+
+def core() -> int:
+    """Return the number of the core that runs this thread, from 1; 0 if the system does not report it."""
+    return _load_sched_getcpu()() + 1
+
+
+@functools.cache
+def _load_sched_getcpu() -> Callable[[], int]:
+    try:
+        # `sched_getcpu` needs no system call. `PyDLL` keeps the GIL: to release it would take longer than the call.
+        sched_getcpu = ctypes.PyDLL(None).sched_getcpu
+    except (OSError, AttributeError):
+        return lambda: -1
+    return sched_getcpu

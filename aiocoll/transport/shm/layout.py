@@ -74,7 +74,7 @@ _MORE_LANES = 8
 
 
 class Direction(NamedTuple):
-    """One direction of a link: indices of 8-byte words in the region, offsets in bytes, and sizes in bytes."""
+    """Direction of a link: indices of 8-byte words in the region, offsets in bytes, and sizes in bytes."""
 
     writer_waiting: int
     """Word: set while the ring's writer waits for space."""

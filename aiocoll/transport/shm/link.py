@@ -48,7 +48,7 @@ _unpack = ENTRY.unpack_from
 
 
 class OwnPart(NamedTuple):
-    """This rank's part of a link: its doorbell with its outbox, and its lane for the peer.
+    """Part of a link that this rank owns: its doorbell with its outbox, and its lane for the peer.
 
     Attributes:
         layout: the layout of the link's region.
@@ -112,7 +112,7 @@ class LinkParts(NamedTuple):
 
 
 class ShmLink:
-    """One end of a link in shared memory; see `aiocoll.transport.base.SharedMemoryLink`.
+    """End of a link in shared memory; see `aiocoll.transport.base.SharedMemoryLink`.
 
     Owns the stream, the peer's doorbell and a reference to its own.
     """

@@ -5,7 +5,7 @@
     lane for 1:  posts, named, slots that rank 1 reads         lane for 0
                  consumed: numbers of rank 1's posts that rank 0 has read
 
-A peer receives the outbox's descriptor when the link to it opens (`passing`), so no rank waits for the memory of
+A peer receives the outbox's descriptor when the link to it opens (`dial`), so no rank waits for the memory of
 another. The schedule decides which of the two lanes carries a contribution, so both ends know it
 (`aiocoll.algorithms.select`).
 """

@@ -36,7 +36,7 @@ _OFFER, _TAKEN, _ENDED = range(1, 4)
 
 
 class SegmentSharing:
-    """One end of the exchange of segments.
+    """End of the exchange of segments on one rank.
 
     Args:
         stream: the link's stream after the handshake: a unix socket.

@@ -15,7 +15,7 @@ from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.registry import DataCarrier, DataLink
 from aiocoll.transport.shm.link import ShmLink
-from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.shm.transport import Sharing
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.striped_stream import StripedStream
 

@@ -29,7 +29,7 @@ from aiocoll.security.unproven import Unproven
 from aiocoll.sockets import between_hosts, is_ready, keep_asking
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
-from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.shm.transport import Sharing
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial import DialAddress, DialAddresses, Dialler

@@ -82,7 +82,7 @@ def ends(how: str, kind: str) -> str:
 
 
 def test_a_communicator_that_waits_for_a_rank_that_never_comes(kind: str) -> None:
-    assert "NCCL has not made the communicator on device 0: restart the process" in ends("lonely", kind)
+    assert "NCCL has not created the communicator on device 0: restart the process" in ends("lonely", kind)
 
 
 def test_a_process_ends_while_a_thread_aborts_its_communicator(kind: str) -> None:

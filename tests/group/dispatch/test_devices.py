@@ -13,77 +13,33 @@ import pytest
 from aiocoll import Backend, BackendConfig, BackendUnavailableError, HashStore, ProcessGroup, Recv, Send, new_group
 from aiocoll import backends as names
 from aiocoll.elements import adapters as adapter_module
-from aiocoll.elements.adapters import ADAPTER_VERSION, ArrayAdapter, adapters
+from aiocoll.elements.adapters import ADAPTER_VERSION, adapters
 from aiocoll.elements.buffers import Buffer
 from aiocoll.elements.device import DeviceArray
-from aiocoll.elements.dtypes import of_numpy
-from aiocoll.engine.matching.outbound import Content, OutboundMessage
-from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.group.dispatch.devices import DEVICE_VERSION, devices
-from aiocoll.group.prepared_call import PlannedCall
 
+from ...distributions.abacus import aiocoll_abacus
 from ...ranks import run_ranks
 
 LINES: list[str] = []
 
 
-class AbacusArray(DeviceArray):
-    """Elements in `keep`, an array of the host, which plays the device's memory."""
-
-    __slots__ = ()
-    kind = "abacus"
-    label = "Abacus"
-
-
-class Beads:
+class Beads(aiocoll_abacus.Beads):
     """An array of the library of that device."""
 
     __module__ = "beadlib"
 
-    def __init__(self, host: np.ndarray, device: int = 0) -> None:
-        self.host, self.device = host, device
 
-
-class BeadsAdapter(ArrayAdapter):
-    library = "beadlib"
-
-    def view(self, array: Any, name: str, writable: bool) -> Buffer:
-        dtype, flat = of_numpy(array.host.dtype), array.host.reshape(-1)
-        address = flat.__array_interface__["data"][0]
-        part: Any = AbacusArray(address, flat.size, dtype, array.device, 0, flat)
-        return Buffer(part, dtype, array.host.shape, array)
-
-
-class AbacusCalls:
-    """Carries out calls on the memory itself, as calls on the host."""
-
-    kind = "abacus"
-
-    def __init__(self, comm: Any, forced: bool) -> None:
-        self.comm, self.forced = comm, forced
+class AbacusCalls(aiocoll_abacus.AbacusCalls):
+    """Records some calls in `LINES`."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
         return all(each is None or each.device == 0 for each in arrays)
-
-    def call(self, call: PlannedCall, at_once: bool) -> PlannedCall:
-        call.arrays = [None if each is None else each.keep for each in call.arrays]
-        return call
-
-    def batched(self, calls: Sequence[Any], ordered: bool) -> Any:
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
         LINES.append(f"{len([*arrays])} messages together")
         yield
-
-    def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Any:
-        content = Content(code, array.keep.view(np.uint8).data)
-        return lambda _, completion: OutboundMessage(self.comm.matching, dst, tag, content, completion)
-
-    def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Any:
-        content = Content(code, array.keep.view(np.uint8).data)
-        return lambda _, completion: PostedReceive(self.comm.matching, src, tag, content, completion)
 
     async def close(self) -> None:
         LINES.append("closed")
@@ -92,15 +48,10 @@ class AbacusCalls:
         LINES.append("released")
 
 
-class AbacusBackend:
-    kind, label, library = "abacus", "Abacus", "beads"
-
-    def count(self) -> int:
-        return 2
-
+class AbacusBackend(aiocoll_abacus.AbacusBackend):
     def calls(self, comm: Any, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool) -> AbacusCalls:
         LINES.append(f"first call, forced={forced}")
-        return AbacusCalls(comm, forced)
+        return AbacusCalls(comm)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +66,7 @@ def abacus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Backend, name, getattr(Backend, name).copy())
     monkeypatch.setattr(names, "_libraries", names._libraries.copy())
     monkeypatch.setattr(Backend, "BEADS", "beads", raising=False)
-    adapters.register("beadlib", BeadsAdapter(), version=ADAPTER_VERSION)
+    adapters.register("beadlib", aiocoll_abacus.BeadsAdapter(), version=ADAPTER_VERSION)
     devices.register("abacus", AbacusBackend(), version=DEVICE_VERSION)
     names.serve_device("abacus", "beads")
 
@@ -124,10 +75,10 @@ def test_calls_go_to_the_backend_of_the_arrays() -> None:
     async def body(pg: ProcessGroup) -> None:
         beads = Beads(np.full(3, pg.rank() + 1.0))
         assert await pg.allreduce(beads) is beads
-        assert beads.host.tolist() == [3, 3, 3]
+        assert beads.memory.tolist() == [3, 3, 3]
         other = Beads(np.zeros(3))
         await pg.batch([Send(beads, 1 - pg.rank()), Recv(other, 1 - pg.rank())])
-        assert other.host.tolist() == [3, 3, 3]
+        assert other.memory.tolist() == [3, 3, 3]
 
     asyncio.run(run_ranks(2, body))
     assert sorted(LINES) == sorted(2 * ["first call, forced=False", "2 messages together", "closed", "released"])
@@ -137,12 +88,12 @@ def test_arrays_of_two_kinds_are_refused_in_one_group() -> None:
     class Pebbles(Beads):
         pass
 
-    class PebbleArray(AbacusArray):
+    class PebbleArray(aiocoll_abacus.AbacusArray):
         __slots__ = ()
         kind = "pebble"
         label = "Pebble"
 
-    class PebblesAdapter(BeadsAdapter):
+    class PebblesAdapter(aiocoll_abacus.BeadsAdapter):
         def view(self, array: Any, name: str, writable: bool) -> Buffer:
             buffer: Any = super().view(array, name, writable)
             if isinstance(array, Pebbles):

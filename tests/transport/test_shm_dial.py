@@ -20,7 +20,7 @@ import pytest
 
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import Runtime
-from aiocoll.transport.shm import passing, sharing
+from aiocoll.transport.shm import dial, transport
 from aiocoll.transport.shm.descriptors import recv_fds
 from aiocoll.transport.shm.doorbell import Doorbell
 from aiocoll.transport.shm.fence import fences
@@ -28,7 +28,7 @@ from aiocoll.transport.shm.layout import LinkLayout, OutboxLayout
 from aiocoll.transport.shm.link import LinkParts
 from aiocoll.transport.shm.outbox import Outbox
 from aiocoll.transport.shm.region import PAGE, OwnRegion
-from aiocoll.transport.shm.sharing import Sharing
+from aiocoll.transport.shm.transport import Sharing
 
 from ..shared_memory import mapped
 from .links import sockets
@@ -366,7 +366,7 @@ class NoThreads(ThreadPoolExecutor):
 
 
 def message(offered: int = 1, ranks: int = 2, lane: int = 0) -> bytes:
-    return passing._MESSAGE.pack(offered, False, False, ranks, lane, 0, 0)
+    return dial._MESSAGE.pack(offered, False, False, ranks, lane, 0, 0)
 
 
 def plain(_: int) -> int:
@@ -524,11 +524,11 @@ async def test_garbage_answers(data: bytes, makers: list[Callable[[int], int]], 
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await readable(ends.socks[1])
-    _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
-    passing._close(fds)
+    _, fds = recv_fds(ends.socks[1], dial._MESSAGE.size, 3)
+    dial._close(fds)
     fds = [make(OUTBOX.nbytes) for make in makers]
     socket.send_fds(ends.socks[1], [data], fds)
-    passing._close(fds)
+    dial._close(fds)
     (result,) = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(result, expected)
     assert ends.ranks[0].trouble is None
@@ -540,13 +540,13 @@ async def test_a_bell_that_is_full_holds_nobody_up() -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await readable(ends.socks[1])
-    _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
-    passing._close(fds)
+    _, fds = recv_fds(ends.socks[1], dial._MESSAGE.size, 3)
+    dial._close(fds)
     outbox = OwnRegion(OUTBOX.nbytes, (0, PAGE))
     outbox.memory[0] = 1
     fds = [os.dup(outbox.fd), full(0)]
     socket.send_fds(ends.socks[1], [message()], fds)
-    passing._close(fds)
+    dial._close(fds)
     pair = await task
     assert isinstance(pair, LinkParts)
     pair.peer.doorbell.ring()
@@ -567,9 +567,9 @@ async def test_a_no_with_descriptors_in_it() -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await readable(ends.socks[1])
-    _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
+    _, fds = recv_fds(ends.socks[1], dial._MESSAGE.size, 3)
     socket.send_fds(ends.socks[1], [message(0)], fds[:2])
-    passing._close(fds)
+    dial._close(fds)
     assert await task is None
     ends.end([None, None])
 
@@ -578,7 +578,7 @@ async def test_a_no_with_descriptors_in_it() -> None:
 
 
 async def test_a_machine_without_fences(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(sharing, "fences", lambda: None)
+    monkeypatch.setattr(transport, "fences", lambda: None)
     async with meeting() as (ends, results):
         assert results == [None, None]
         assert all("libatomic" in str(rank.trouble) for rank in ends.ranks)
@@ -587,7 +587,7 @@ async def test_a_machine_without_fences(monkeypatch: pytest.MonkeyPatch, caplog:
 async def test_process_whose_words_may_tear_uses_sockets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sharing, "stores_words", lambda: False)
+    monkeypatch.setattr(transport, "stores_words", lambda: False)
     async with meeting() as (ends, results):
         assert results == [None, None]
         assert all("in two steps" in str(rank.trouble) for rank in ends.ranks)

@@ -10,13 +10,13 @@ from typing import Any
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Transport
-from aiocoll.transport.shm import passing
+from aiocoll.transport.shm import dial
+from aiocoll.transport.shm.dial import NotSharedError
 from aiocoll.transport.shm.doorbell import Doorbell
 from aiocoll.transport.shm.fence import fences, stores_words
 from aiocoll.transport.shm.layout import LinkLayout, OutboxLayout
 from aiocoll.transport.shm.link import LinkParts, OwnPart
 from aiocoll.transport.shm.outbox import Outbox
-from aiocoll.transport.shm.passing import NotSharedError
 from aiocoll.transport.shm.references import InPlace
 from aiocoll.transport.shm.registered_memory import RegisteredMemory
 
@@ -80,14 +80,14 @@ class Sharing:
         """Offer memory to the dialled rank; return None if the link has to use the socket."""
         own = self._make_own_part(peer)
         if own is None:
-            passing.decline(sock)
+            dial.decline(sock)
             return None
-        return await self._agree(passing.propose(sock, own), own)
+        return await self._agree(dial.propose(sock, own), own)
 
     async def accept(self, sock: socket.socket, peer: int) -> LinkParts | None:
         """Accept the memory that the dialling rank offers; return None if the link has to use the socket."""
         own = self._make_own_part(peer)
-        return await self._agree(passing.accept(sock, own), own)
+        return await self._agree(dial.accept(sock, own), own)
 
     async def _agree(self, passed: Coroutine[Any, Any, LinkParts | None], own: OwnPart | None) -> LinkParts | None:
         """Return the parts of the link that both ends agree on, with the references of `own`; else drop these."""

@@ -64,7 +64,7 @@ class _Message(NamedTuple):
 
 
 class NotSharedError(Exception):
-    """This rank cannot share memory, and has reported that to its peer."""
+    """Error of a rank that cannot share memory, and has reported that to its peer."""
 
 
 def decline(sock: socket.socket) -> None:
