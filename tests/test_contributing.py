@@ -33,7 +33,7 @@ def touched(example: str) -> list[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the tree; what Python has compiled is copied along and stays valid."""
+    """Return a copy of the tree, with compiled Python files that stay valid."""
     for name in ("aiocoll", "docs", "examples", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy2(ROOT / "pyproject.toml", tmp_path)

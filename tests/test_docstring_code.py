@@ -74,7 +74,7 @@ async def of_blocking_group() -> None:
 
 
 async def of_meeting() -> None:
-    """The pool is one of threads."""
+    """Replace the process pool by a thread pool."""
     found: list[int] = []
 
     def work(ticket: aiocoll.Ticket) -> None:

@@ -14,7 +14,7 @@ from aiocoll.store import StoreServer
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment of ranks under a launcher."""
+    """Return the environment of ranks under a launcher."""
     server = StoreServer()
     host, port = server.start()
     for name, value in {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher"}.items():

@@ -72,7 +72,7 @@ def build(tree: Path) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree whose site has been built."""
+    """Return a copy of the tree with its site built."""
     copy = tmp_path_factory.mktemp("site")
     for name in TAKEN:
         if (ROOT / name).is_dir():

@@ -34,7 +34,7 @@ SO_MAX_PACING_RATE, UNLIMITED = 47, (1 << 64) - 1
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection on loopback."""
+    """Return both ends of a loopback connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as here,

@@ -178,7 +178,7 @@ async def init_process_group(store: StoppingStore, stop: Callable[[], None], tim
 
 
 async def second_group(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
-    """A call that waits while an earlier one, which has more time, meets the other ranks."""
+    """Let a call wait while an earlier call with a longer timeout meets the other ranks."""
 
     async def rank(number: int) -> None:
         first = asyncio.create_task(_opened(new_group(store=store, rank=number, world_size=2, timeout=3 * TIMEOUT)))
@@ -227,7 +227,7 @@ async def merge(store: StoppingStore, stop: Callable[[], None], timed: Timed) ->
 
 
 def _mend(size: int, replaced: bool, wait: float) -> Scenario:
-    """The last rank leaves; the others go on, with a newcomer or without one."""
+    """Close the last rank; the others continue, with or without a newcomer."""
 
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
         begun, running = asyncio.Barrier(size), asyncio.Event()

@@ -53,7 +53,7 @@ async def forget_at_the_end(pg: ProcessGroup) -> None:
 
 
 async def forget_before_distributed_barrier(pg: ProcessGroup) -> None:
-    """It waits for earlier collectives, but does not make values right that were read before."""
+    """Run a barrier, which waits for earlier collectives but cannot correct values that were read before."""
     forget(pg)
     await dist.barrier()
 
@@ -158,7 +158,7 @@ async def _call_back(work: Work[Any]) -> None:
 
 
 async def _give_up(work: Work[Any]) -> None:
-    """The waiting is cancelled, not the collective."""
+    """Cancel the wait, not the collective."""
     waiting = asyncio.ensure_future(work)
     await asyncio.sleep(0)
     waiting.cancel()

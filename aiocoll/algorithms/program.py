@@ -50,7 +50,7 @@ class Region:
 
 
 class Action(NamedTuple):
-    """One node of the graph.
+    """A node of the graph.
 
     Attributes:
         verb: kind of the action.

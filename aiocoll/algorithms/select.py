@@ -29,7 +29,7 @@ __all__ = ["ALGORITHMS", "IN_SLOTS", "RULES", "Algorithm", "Lanes", "Rule", "bui
 
 
 class Rule(NamedTuple):
-    """One line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
+    """A line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
 
     Attributes:
         algorithm: name, which together with the kind is a key of `ALGORITHMS`.

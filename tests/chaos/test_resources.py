@@ -120,7 +120,7 @@ async def test_a_dial_waits_for_descriptors(flavour: str) -> None:
 
 @contextmanager
 def disk(path: Path, nbytes: int) -> Iterator[Path]:
-    """A file system of that size."""
+    """Mount a file system of that size."""
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", path], capture_output=True, check=False
     )

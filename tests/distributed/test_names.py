@@ -62,7 +62,7 @@ async def all_reduce_coalesced(r: int, p: int) -> None:
 
 @case
 async def coalesced(r: int, p: int) -> None:
-    """Calls with a result of their own are members of a block like all others."""
+    """Include calls with a result of their own, which join a block like all others."""
     async with dist.coalescing_manager():
         works = [dist.all_reduce(r), dist.all_gather_object(objects := [None] * p, r)]
         assert await dist.broadcast_object_list(first := [r]) == [0]

@@ -57,7 +57,7 @@ class TestShelf(StoreContract):
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path in which both distributions are installed."""
+    """Return a folder on the path in which both distributions are installed."""
     folder = tmp_path / "site"
     folder.mkdir()
     for name in NAMES:

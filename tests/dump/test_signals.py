@@ -27,7 +27,7 @@ async def one_rank(name: str | None = None) -> ProcessGroup:
 
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The signal would end the process, and nobody listens, not even what other tests have left to the collector."""
+    """Restore the default action of the signal, without listeners that other tests left to the garbage collector."""
     replaced(monkeypatch, signal_listeners=WeakSet())
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield

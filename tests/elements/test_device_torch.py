@@ -22,7 +22,7 @@ NAMES = [by_code(code).name for code in range(1, 20)]
 
 @pytest.fixture
 def streams() -> list[int]:
-    """The streams on which copies went back."""
+    """Return the streams of the copies to the device."""
     return []
 
 

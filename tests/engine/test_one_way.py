@@ -20,7 +20,7 @@ KEY = b"k" * 32
 
 @contextmanager
 def unanswered() -> Iterator[tuple[str, int]]:
-    """An address of this host at which no SYN is answered: its listener's backlog is full."""
+    """Return an address of this host that answers no SYN: its listener's backlog is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)

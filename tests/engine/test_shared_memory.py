@@ -78,7 +78,7 @@ async def test_an_operation_that_fails_while_all_are_looked_at_takes_others_with
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """An exception in a callback is one in the test."""
+    """Raise exceptions of callbacks in the test."""
     loop = asyncio.get_running_loop()
     told: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: told.append(context))

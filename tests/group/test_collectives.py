@@ -145,7 +145,7 @@ class Call:
         return arrays
 
     def check_result(self, result: Any, arrays: list[Any], there: bool) -> None:
-        """The result is the very memory that was passed."""
+        """Check that the result is the memory that was passed."""
         if self.kind in ("allgather", "gather", "alltoall"):
             outputs = arrays[self.size :] if self.kind == "alltoall" else arrays[1:]
             if self.kind == "gather" and not there:

@@ -57,7 +57,7 @@ async def refused(work: Work[Any]) -> CollectiveMismatchError:
 
 
 async def works_on(pg: ProcessGroup) -> None:
-    """The group goes on as if nothing had been."""
+    """Check that the group still works."""
     assert pg.pending() == []
     assert await pg.allreduce(pg.rank() + 1) == pg.size() * (pg.size() + 1) // 2
     assert await pg.allgather_object(pg.rank(), key="still") == list(range(pg.size()))

@@ -162,7 +162,7 @@ async def test_wrong_calls(pg: ProcessGroup) -> None:
 
 
 async def agreed(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> None:
-    """The first collective of the group this rank has made says what each rank did."""
+    """Check that the first collective of the new group reports the call of each rank."""
     if group is not None:
         with pytest.raises(CollectiveMismatchError, match=re.escape(words)) as raised:
             await group.allreduce(np.ones(3))

@@ -103,7 +103,7 @@ async def busy(pg: ProcessGroup, victim: int, how: str, seconds: float) -> tuple
 
 
 async def stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, float, list[str]]:
-    """A rank stops for a while; return how an operation that needs it ended, after how long, and what was logged."""
+    """Stop a rank for a while; return the outcome of an operation that needs it, its duration, and the log."""
     pids = await pg.allgather_object(os.getpid())
     loop = asyncio.get_running_loop()
     started = loop.time()

@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """A folder like /tmp: everybody may make files there, and remove his own."""
+    """Return a sticky folder: every user may create files there, and remove only their own."""
     made = tempfile.mkdtemp(dir="/tmp")
     os.chmod(made, 0o1777)
     yield made

@@ -41,7 +41,7 @@ def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.fixture
 def registry(directory: Path) -> Any:
-    """The registry of `collector`."""
+    """Return the registry of `collector`."""
     return prometheus_client.CollectorRegistry()
 
 

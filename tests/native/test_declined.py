@@ -51,7 +51,7 @@ async def finish(*works: Work[Any]) -> None:
 
 
 async def check_plain(ranks: Ranks) -> None:
-    """The next call is native."""
+    """Check that the next call is native."""
     zero, one = ranks
     work = zero.allreduce(ones())
     assert is_native(work)

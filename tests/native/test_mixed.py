@@ -24,7 +24,7 @@ JOBS = ("NN", "NP", "PN", "NPN", "PNN", "NPNP", "PPNN", "NNPNPNN")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_looked_at_for_its_age(limits: Limits) -> None:
-    """Calls that take long are handed over; on a loaded machine that would be any."""
+    """Keep slow calls from the handover to Python; on a loaded machine any call is slow."""
     limits(report_after=1000.0, stray_after=1000.0)
 
 

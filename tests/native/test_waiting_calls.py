@@ -29,7 +29,7 @@ def patience(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
 
 @pytest.fixture
 def impatience(monkeypatch: pytest.MonkeyPatch, patience: None) -> None:
-    """Calls that wait are handed over in the next turn of the loop."""
+    """Hand waiting calls over to Python in the next loop iteration."""
     monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 0.0)
 
 

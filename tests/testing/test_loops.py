@@ -20,7 +20,7 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _pipe_of_libuv() -> None:
-    """The first loop of a process opens a pipe that libuv keeps for good: not a leak of the first test."""
+    """Open a first loop: libuv keeps its pipe for good, which is no leak of the first test."""
     with contextlib.suppress(ImportError):
         loop_factory("uvloop")().close()
 

@@ -43,7 +43,7 @@ def unavailable(request: CarrierRequest) -> Any:
 
 @pytest.fixture
 def register() -> Iterator[Any]:
-    """Registers transports by name, for one test."""
+    """Register transports by name for one test."""
     names = []
 
     def register(name: str, make: Any = Declining, **how: Any) -> None:

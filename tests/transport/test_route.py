@@ -133,7 +133,7 @@ def no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The interfaces of this host and their addresses, to be changed."""
+    """Return a changeable table of this host's interfaces and addresses."""
     there = {"lo": "127.0.0.1"}
     monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(there)))
     replaced(monkeypatch, interface_address=there.__getitem__)

@@ -166,7 +166,7 @@ def flavour(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def stranger(card: Card) -> AsyncIterator[socket.socket]:
-    """A client that is connected to the listener of `card` and has said nothing."""
+    """Return a client that has connected to the listener of `card` and sent nothing."""
     loop = asyncio.get_running_loop()
     if card["unix"]:
         sock = await address.reach(loop, socket.AF_UNIX, address.unix_address(card["unix"]))
@@ -179,7 +179,7 @@ async def stranger(card: Card) -> AsyncIterator[socket.socket]:
 
 @asynccontextmanager
 async def hung(one: Rank, other: Rank) -> AsyncIterator[tuple[asyncio.Task[StreamLink | None], socket.socket]]:
-    """A connect whose HELLO somebody else has taken, who holds the answer back; and that somebody's socket."""
+    """Return a connect whose HELLO was intercepted, and the interceptor's socket, which withholds the answer."""
     listener, name = address.open_unix(os.urandom)
     with listener:
         card = {**other.card, "unix": name}

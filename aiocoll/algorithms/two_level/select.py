@@ -40,7 +40,7 @@ __all__ = [
 
 
 class TwoLevelRule(NamedTuple):
-    """One line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
+    """A line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
 
     Attributes:
         algorithm: name, which together with the kind is a key of `ALGORITHMS`; None for an algorithm without levels.

@@ -22,7 +22,7 @@ NAMES = ("compiled", "ddp", "ddp_with_buffers_and_unused_parameters", "ddp_witho
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What the programs return on each rank, by backend."""
+    """Return the results of the programs on each rank, by backend."""
     found = {}
     for backend in ("aio", "gloo"):
         folder: Path = tmp_path_factory.mktemp(backend)
