@@ -275,7 +275,7 @@ def find(case: Case, place: tuple[int, int], terms: tuple[Any, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
 def test_mismatch_is_found_on_every_rank(number: int) -> None:
-    """In every place, on terms that take turns; `test_mismatch_is_found_on_every_rank_in_all_places_and_terms` has all of them."""
+    """Every place with alternating terms; `test_mismatch_is_found_on_every_rank_in_all_places_and_terms` has all."""
     for index, place in enumerate(PLACES):
         find(TABLE[number], place, TERMS[(number + index) % len(TERMS)])
 
