@@ -45,7 +45,7 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
 
 @pytest.mark.ranks(*WORLDS)
 @over(*LINKS)
-async def test_lengths(pg: ProcessGroup) -> None:
+async def test_unsized_gathers_accept_any_lengths(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
         lengths = [length(each, p) for each in range(p)]
@@ -62,7 +62,7 @@ async def test_lengths(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float32", "complex128"])
-async def test_dtypes(pg: ProcessGroup, dtype: str) -> None:
+async def test_unsized_gathers_support_every_dtype(pg: ProcessGroup, dtype: str) -> None:
     lengths = [3, 0, 5]
     mine = given(pg.rank(), lengths[pg.rank()], dtype)
     check(await pg.allgather(None, mine), lengths, dtype)
@@ -73,7 +73,7 @@ async def test_dtypes(pg: ProcessGroup, dtype: str) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_narrow_dtypes(pg: ProcessGroup) -> None:
+async def test_unsized_gathers_support_narrow_dtypes(pg: ProcessGroup) -> None:
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     check(await pg.allgather(None, given(pg.rank(), pg.rank(), dtype)), [0, 1, 2], dtype)
     outputs = await pg.gather(None, given(pg.rank(), pg.rank(), dtype), 1)
@@ -82,7 +82,7 @@ async def test_narrow_dtypes(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_shapes_follow_the_tensor_of_this_rank(pg: ProcessGroup) -> None:
+async def test_unsized_outputs_take_the_row_shape_of_the_own_tensor(pg: ProcessGroup) -> None:
     """As many rows as there are; flat if they are not of that length."""
     shapes = [(2, 3), (4, 3), (5,)]
     mine = np.full(shapes[pg.rank()], pg.rank())
@@ -99,7 +99,7 @@ async def test_shapes_follow_the_tensor_of_this_rank(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_keys_in_any_order_and_many_at_once(pg: ProcessGroup) -> None:
+async def test_unsized_keyed_gathers_match_in_any_order(pg: ProcessGroup) -> None:
     r = pg.rank()
     keys = ["a", "b", "c"][:: 1 if r % 2 else -1]
     works = {key: pg.allgather(None, given(r, 10 * r + ord(key)), key=key) for key in keys}
