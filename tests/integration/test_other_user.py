@@ -76,7 +76,9 @@ class Program:
     ("method", "transport"),
     [("unix:{}/store", "auto"), ("file://{}/store", "unix"), ("tcp", "tcp"), ("tcp", "shm")],
 )
-async def test_another_user(method: str, transport: str, prefix: list[str], folder: str, port: int) -> None:
+async def test_other_user_cannot_join_read_or_stop_a_job(
+    method: str, transport: str, prefix: list[str], folder: str, port: int
+) -> None:
     """All attempts are made while ranks work; then these meet again, while connections are held.
 
     In a user namespace in which neither user has a number, both are 65534 to the ranks.
