@@ -88,7 +88,7 @@ def test_unknown_name_is_refused_with_the_known_ones(registry: Registry[object])
         registry.get("none")
 
 
-def test_unknown_name_of_a_known_package_says_what_to_install(registry: Registry[object]) -> None:
+def test_unknown_name_of_a_known_package_names_the_package_to_install(registry: Registry[object]) -> None:
     with pytest.raises(ValueError, match="gadget 'other' is not known: install gadgets-extra"):
         registry.get("other")
 

@@ -52,7 +52,7 @@ def take_left(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 @each("name", BUILTIN)
-def test_reduce_op_constants_are_those_of_torch(name: str) -> None:
+def test_reduce_op_constants_are_distinct_and_picklable(name: str) -> None:
     op = getattr(ReduceOp, name)
     assert op.name == op.wire_name == name
     assert repr(op) == f"ReduceOp.{name}"
@@ -163,7 +163,7 @@ def test_kernels_are_cached_except_custom_ones() -> None:
         ("LXOR", "float16", False, True),
     ],
 )
-def test_op_states_order_and_commutativity_for_the_engine(name: str, dtype: str, ordered: bool, portable: bool) -> None:
+def test_kernel_is_ordered_and_portable_as_documented(name: str, dtype: str, ordered: bool, portable: bool) -> None:
     made = kernel(make(name), by_name(dtype), 2)
     assert (made.ordered, made.portable) == (ordered, portable)
 

@@ -35,7 +35,7 @@ def _nobody_asks(limits: Limits) -> None:
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("steps", range(2, 9))
-def test_relay_order_has_each_piece_once_after_its_dependencies(steps: int, pieces: int) -> None:
+def test_relay_schedule_has_each_piece_once_after_its_dependencies(steps: int, pieces: int) -> None:
     found = order(steps, pieces)
     assert sorted(each[:2] for each in found) == [(step, piece) for step in range(steps) for piece in range(pieces)]
     for number, (step, piece, before) in enumerate(found):
@@ -53,7 +53,7 @@ def test_relay_order_has_each_piece_once_after_its_dependencies(steps: int, piec
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_relay_order_does_not_deadlock_with_the_chunks_of_a_queue(world_size: int, pieces: int) -> None:
+def test_relay_schedule_does_not_deadlock_with_the_chunks_of_a_queue(world_size: int, pieces: int) -> None:
     """The worst order of turns: each rank does all it can before another one has its turn."""
     found = order(2 * (world_size - 1), pieces)
     put, taken = [0] * world_size, [0] * world_size
