@@ -128,7 +128,7 @@ def test_options_refuse_the_name_of_a_plugin_that_is_not_installed() -> None:
 
 
 @pytest.mark.usefixtures("site")
-async def test_ranks_with_different_transports_refuse_each_other(tmp_path: Path) -> None:
+async def test_different_plugin_transports_refuse_each_other(tmp_path: Path) -> None:
     async def rank(number: int) -> None:
         options = GroupOptions(transport="rail" if number else "unix")
         async with new_group(

@@ -33,7 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_program_gives_the_bits_that_it_gives_over_gloo(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+def test_program_gives_the_same_bits_as_over_gloo(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
     assert results["aio"][0].keys() == set(NAMES)
     for ours, theirs in zip(results["aio"], results["gloo"], strict=True):
         assert not isinstance(theirs[name], str), theirs[name]
