@@ -34,7 +34,7 @@ async def fill_the_window(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("nbytes", [1, EAGER_WINDOW, EAGER_WINDOW + 1, 3_000_000])
 @pytest.mark.ranks(2, timeout=5)
 @over(*LINKS)
-async def test_a_message_behind_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
+async def test_message_behind_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
     """Else its receive would wait for ever, or a later message of the same tag would take its place."""
     await fill_the_window(pg)
     if pg.rank() == 0:
@@ -50,7 +50,7 @@ async def test_a_message_behind_a_full_window_is_announced(pg: ProcessGroup, nby
 
 @pytest.mark.ranks(2, timeout=5)
 @over(*LINKS)
-async def test_an_object_behind_a_full_window_is_announced(pg: ProcessGroup) -> None:
+async def test_object_behind_a_full_window_is_announced(pg: ProcessGroup) -> None:
     await fill_the_window(pg)
     got = await pg.broadcast_object(bytes(EAGER_WINDOW + 1) if pg.rank() == 0 else None, 0)
     assert len(got) == EAGER_WINDOW + 1

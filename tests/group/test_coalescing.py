@@ -217,7 +217,7 @@ async def test_small_calls_of_a_block_are_one_frame_per_peer(frames: Frames) -> 
     assert frames.count == 3
 
 
-async def test_an_empty_block_takes_no_number(frames: Frames) -> None:
+async def test_empty_block_takes_no_number(frames: Frames) -> None:
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing() as batch:
             pass

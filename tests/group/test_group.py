@@ -153,7 +153,7 @@ async def test_raising_custom_op_fails_every_rank(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_a_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
+async def test_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
     work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
     with suppress(GroupError):  # rank 0 may have all before the others have
         await pg.allgather_object("so that there are data links")
@@ -316,7 +316,7 @@ async def test_failure_reaches_all_after_the_first_ranks_left(transport: str) ->
 
 
 @pytest.mark.ranks(2)
-async def test_a_closed_group_refuses_calls(pg: ProcessGroup) -> None:
+async def test_closed_group_refuses_calls(pg: ProcessGroup) -> None:
     await pg.shutdown()
     await pg.shutdown()
     await pg.aclose()
@@ -384,7 +384,7 @@ async def test_drain_ignores_a_withdrawn_receive(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_call_from_another_thread_is_refused(pg: ProcessGroup) -> None:
+async def test_call_from_another_thread_is_refused(pg: ProcessGroup) -> None:
     raised = []
 
     def call() -> None:
@@ -400,7 +400,7 @@ async def test_a_call_from_another_thread_is_refused(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-async def test_a_call_from_another_loop_is_refused() -> None:
+async def test_call_from_another_loop_is_refused() -> None:
     async def rank(pg: ProcessGroup) -> None:
         async def call() -> None:
             pg.barrier()

@@ -364,7 +364,7 @@ async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits:
     await run_ranks(2, rank)
 
 
-async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     spied(monkeypatch, call_finished=lambda completion, *_: ended.append(completion))
 

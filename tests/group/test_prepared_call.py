@@ -69,7 +69,7 @@ async def test_call_on_arrays_has_a_plan_and_arrays(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
+async def test_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
     keeping = kept(pg, lambda: pg.allreduce(2.5), lambda: pg.allreduce(np.ones(4)[::2]))
     assert all(call.unwrap is not None for call, _ in keeping.calls)
     keeping.start()

@@ -81,7 +81,7 @@ each_failure = pytest.mark.parametrize(("fail", "error", "text"), FAILURES, ids=
 
 
 @each_failure
-async def test_every_awaiter_gets_the_failure(kind: str, fail: Fail, error: type[Exception], text: str) -> None:
+async def test_failure_is_raised_in_every_awaiter(kind: str, fail: Fail, error: type[Exception], text: str) -> None:
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         called: list[Any] = []
         work = start(kind, zero, np.ones(3))

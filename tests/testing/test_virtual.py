@@ -87,11 +87,11 @@ def test_rank_that_leaves_fails_dependent_calls() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_call_over_a_slow_network(world_size: int, seed: int) -> None:
+def test_every_call_completes_over_a_slow_network(world_size: int, seed: int) -> None:
     assert run_virtual(world_size, every_call, (3, 40_000), seed=seed, latency=(0.001, 0.5)) == [2] * world_size
 
 
-def test_every_call_without_latency() -> None:
+def test_every_call_completes_without_latency() -> None:
     assert run_virtual(4, every_call) == [3] * 4
 
 
