@@ -83,6 +83,7 @@ check: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/clang-format --dry-run --Werror aiocoll/native/*.[ch] tests/native/*.c
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python tools/prose.py
 
 coverage-gpu: $(VENV)/installed
 	$(VENV)/bin/python -m coverage run -m pytest -q -m 'not matrix and not soak' tests/gpu tests/elements/test_device*.py $(ARGS)

@@ -15,9 +15,9 @@
 
     asyncio.run(main())
 
-``aiocoll run -n 2 hello.py`` starts two ranks of it, and so do torchrun, mpiexec and srun.
+``aiocoll run -n 2 hello.py`` starts two ranks of it. torchrun, mpiexec and srun also start ranks.
 
-    new_group             form a group with the other ranks; `GroupOptions` says how it communicates
+    new_group             form a group with the other ranks; `GroupOptions` configures its communication
     ProcessGroup          its calls: allreduce, broadcast, allgather, send, recv, allgather_object, shrink, ...
     Work                  what a call returns: await it, or go on and await it later
     ReduceOp              SUM, AVG, MIN, MAX, ..., and operations of your own
@@ -25,7 +25,7 @@
     CallPlan              a call that is checked once and started often: what `ProcessGroup.plan` makes
     CartesianGroup        ranks that form a grid: what `ProcessGroup.cart` makes
     PROC_NULL             in place of a rank: the message ends at once
-    Envelope              what `ProcessGroup.probe` tells of a message
+    Envelope              the header of a message, from `ProcessGroup.probe`
     process_group         make a group the current one of a context; `current_process_group` returns it
     Meeting               lets processes become ranks that something else starts, with a `Ticket` each
     elastic               ``async for pg in aiocoll.elastic()``: another group whenever a rank is lost

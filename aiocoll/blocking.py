@@ -39,8 +39,8 @@ class BlockingGroup:
     that have an event loop, and a `ProcessGroup`, may be in the same job.
 
     Args:
-        *args: those of `new_group`.
-        **kwargs: likewise.
+        *args: the arguments of `new_group`.
+        **kwargs: its keyword arguments.
 
     Raises:
         RendezvousError: the ranks do not meet; and what else `new_group` raises.
@@ -72,7 +72,7 @@ class BlockingGroup:
             call: a method of `ProcessGroup`, or a function of yours, ``async`` or not, that takes the `ProcessGroup`
                 first and runs in the thread of the event loop.
             *args: its other arguments. A method checks them before this returns.
-            **kwargs: likewise.
+            **kwargs: its keyword arguments.
 
         Returns:
             A future of the result. It cannot be cancelled, since the other ranks take part.

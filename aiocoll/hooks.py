@@ -32,7 +32,7 @@ Hook = Any
 
 
 class OperationInfo(NamedTuple):
-    """One operation that a call has started on this rank.
+    """An operation that a call has started on this rank.
 
     Attributes:
         group: name of the group.

@@ -102,7 +102,7 @@ _done, _result, _exception = _Base.done, _Base.result, _Base.exception
 
 
 class Work(_Base, Generic[T_co]):
-    """One started operation. Await it for its result, any number of times, from any task of the group's loop.
+    """A started operation. Await it for its result, any number of times, from any task of the group's loop.
 
     Cancelling an await stops only the waiting. The operation continues, unless `abort` ends it. The exception is a
     receive without a matching message, which is withdrawn when its last awaiter is cancelled.

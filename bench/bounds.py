@@ -42,13 +42,13 @@ class Move(NamedTuple):
     """Data movement of a collective.
 
     Attributes:
-        who: the ranks that move data: "each", "root", or "others", which are all but the root.
+        movers: the ranks that move data: "each", "root", or "others", which are all but the root.
         adds, copies: number of other ranks of which a rank adds, or copies, a whole block: "all", "one", or "none";
             "parts" means one part of each rank's block, with as many parts as ranks.
         own: whether they also copy their own block.
     """
 
-    who: Literal["each", "root", "others"]
+    movers: Literal["each", "root", "others"]
     adds: Literal["all", "one", "parts", "none"] = "none"
     copies: Literal["all", "one", "parts", "none"] = "none"
     own: bool = False
@@ -94,7 +94,7 @@ def measure_move(move: Move, nbytes: int, world_size: int) -> float:
             copies += [own] if move.own else []
             places = [np.zeros_like(each) for each in copies]
             meet()
-            has_to = move.who == "each" or (move.who == "root") == (rank == 0)
+            has_to = move.movers == "each" or (move.movers == "root") == (rank == 0)
             return time_move(adds, copies, places) if has_to else 0.0
 
         return run

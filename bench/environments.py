@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / ".venvs"
 
-#: Packages of each environment besides this one, and a check that they work. The documented figures were measured with
+#: Additional packages of each environment, and a check that they work. The documented figures were measured with
 #: these releases.
 REQUIREMENTS = {
     "torch": (("torch==2.13.0",), "import torch.distributed as d; assert d.is_gloo_available(), 'torch without Gloo'"),

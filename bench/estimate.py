@@ -37,7 +37,7 @@ LAUNCHES, SECONDS = 5, 0.5
 
 
 class Row(NamedTuple):
-    """One case, with predicted and measured seconds."""
+    """A case, with predicted and measured seconds."""
 
     case: Case
     algorithm: str

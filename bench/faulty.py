@@ -1,4 +1,4 @@
-"""One rank of one run of faults.py: reduces until a peer is lost, then reports the time and the error.
+"""A rank of one run of faults.py: reduces until a peer is lost, then reports the time and the error.
 
 It prints lines of JSON, and ends when its standard input does: a rank that ended earlier would be a second fault.
 """

@@ -1,7 +1,7 @@
 """Time until a collective on CUDA arrays is on its stream: ``python bench/gpu_launch.py [--kind torch]``.
 
 The first table is for `pg.allreduce` of 8 B in steady state, when the call launches without waiting for other ranks. It
-has calls 1 ms apart and consecutive calls, each with the time until NCCL's function is called, and the time until
+has calls every 1 ms and consecutive calls, each with the time until NCCL's function is called, and the time until
 `allreduce` returns. For comparison it has the bare call: the same functions of CUDA and NCCL, called by hand. Further
 rows have the time from the call to NCCL's function in a loop that other tasks keep busy, in slices of 5 ms.
 

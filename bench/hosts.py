@@ -84,7 +84,7 @@ SYSTEMS = {
 
 
 class Loopback(OneHost):
-    """This host, with or without encryption."""
+    """The loopback interface of this host, with or without encryption."""
 
     def __init__(self, encryption: str) -> None:
         self._encryption = encryption

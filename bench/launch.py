@@ -62,7 +62,7 @@ class Place(Protocol):
 
 
 class OneHost:
-    """This host; the ranks meet by a file."""
+    """A launch on this host; the ranks meet through a file."""
 
     def config(self, system: System) -> dict[str, Any]:
         return {"method": None, "interface": "lo", "encryption": "auto"}

@@ -20,7 +20,7 @@ from aiocoll.cli.workload import Workload
 
 @dataclass(frozen=True)
 class Library:
-    """One rank of a library: its place, a timer of calls, and a reduction for figures."""
+    """A rank of a library: its place, a timer of calls, and a reduction for figures."""
 
     rank: int
     world_size: int

@@ -45,7 +45,7 @@ class Limit(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """One cell: a limit and the measured value; `met` is None if it was not measured."""
+    """A cell: a limit and the measured value; `met` is None if it was not measured."""
 
     what: str
     limit: str

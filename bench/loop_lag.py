@@ -1,4 +1,4 @@
-"""One rank that measures how long each callback holds the event loop during allreduces. Started by lag.py.
+"""A rank that measures how long each callback holds the event loop during allreduces. Started by lag.py.
 
 First every callback of the loop is timed, on the CPU clock of this thread and on the wall clock. Further allreduces run
 next to a task that repeatedly sleeps for a millisecond and records how late it wakes: the delay that other tasks of a

@@ -71,7 +71,13 @@ def arguments() -> argparse.Namespace:
     add("-n", type=int, nargs="+", default=[2, 4], metavar="RANKS", help="world sizes (default: 2 4)")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     add("--sizes", type=size, nargs="+", metavar="SIZE", help="such as 8 64K 1M (default: more of allreduce)")
-    add("--collectives", nargs="+", choices=KINDS[1:], default=list(KINDS[1:]), help="besides allreduce (default: all)")
+    add(
+        "--collectives",
+        nargs="+",
+        choices=KINDS[1:],
+        default=list(KINDS[1:]),
+        help="in addition to allreduce (default: all)",
+    )
     add("--transports", nargs="+", choices=TRANSPORTS, help="of aiocoll (default: auto pure unix tcp; --quick: auto)")
     add(
         "--peers",

@@ -1,4 +1,4 @@
-"""One rank of one launch: python bench/rank.py FOLDER [RANK]. Started by launch.py, or through mpiexec.
+"""A rank of one launch: python bench/rank.py FOLDER [RANK]. Started by launch.py, or through mpiexec.
 
 FOLDER/config.json contains the cases to measure. Rank 0 writes a line of JSON to FOLDER/results after each case.
 """

@@ -1,4 +1,4 @@
-"""One rank of footprint.py: meets the others, opens a link with each of them, then idles for a while.
+"""A rank of footprint.py: meets the others, opens a link with each of them, then idles for a while.
 
 Before each step it waits for a line on its standard input. It prints its measurements, one line of JSON per step.
 """

@@ -28,7 +28,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """One case on one system: medians over the launches, and sums.
+    """A case on one system: medians over the launches, and sums.
 
     Attributes:
         launches: number of launches.

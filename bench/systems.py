@@ -23,7 +23,7 @@ Mode = Literal["await", "future", "test", "spin", "thread", "blocking"]
 
 @dataclass(frozen=True)
 class System:
-    """One column of the comparison.
+    """A column of the comparison.
 
     Attributes:
         name: the name in tables.
@@ -31,7 +31,7 @@ class System:
         mode: the way in which a rank waits for a call.
         environment: the virtual environment of `environments.py`; None is the one of the benchmark.
         waits: `mode` in words.
-        kinds: the collectives besides allreduce.
+        kinds: the collectives in addition to allreduce.
         mpiexec: the options of `mpiexec`; None starts the ranks directly.
         transport: the transport of aiocoll; None for a peer.
         variables: environment variables of its ranks.

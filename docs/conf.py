@@ -48,9 +48,9 @@ autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
-default_role = "py:obj"  # `pg.allreduce` in a docstring: a link, if it is a name of ours
+default_role = "py:obj"  # `pg.allreduce` in a docstring: a link, if it is a name of aiocoll
 nitpicky = True
-#: Types of signatures need no link, nor does all that stands in single backticks: only what looks like a name of ours.
+#: Links are required only for names of aiocoll, not for types in signatures and other text in single backticks.
 nitpick_ignore_regex = [("py:class|py:data|py:exc", ".*"), ("py:obj", r"(?!(aiocoll|[A-Z]\w+)\.).*")]
 
 #: Classes of which programs get instances from calls: their constructors are not shown.
@@ -69,12 +69,12 @@ PUBLIC = {
 def prepare(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Make reStructuredText of what `help` shows: diagrams, code, and sections that Sphinx does not know."""
     if name.startswith("aiocoll.BlockingGroup.") and hasattr(obj, "__wrapped__"):
-        lines[1:] = ["", f"Waits for `ProcessGroup.{obj.__name__}`, which tells the rest, and returns its result."]
+        lines[1:] = ["", f"Waits for `ProcessGroup.{obj.__name__}`, which has the details, and returns its result."]
     lines[:] = to_rst("\n".join(lines), parameters(obj)).splitlines()
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out, among the members of a class, the attributes that its docstring tells."""
+    """Leave out, among the members of a class, the attributes that its docstring lists."""
     document = app.env.current_document
     if what not in ("class", "exception") or not document.autodoc_class:
         return None
@@ -86,7 +86,7 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) 
 def sign(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Leave out constructors that are not for programs, and what an argument is that nobody has given."""
+    """Leave out constructors that are not for programs, and the placeholder of omitted arguments."""
     if obj in HANDED_OUT:
         return "", ""
     if signature and "~typing.~" in signature:  # types that Sphinx cannot show
@@ -135,7 +135,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: no
 
 
 def exists(name: str) -> bool:
-    """Whether there is something of that name, which has no entry if it is not public."""
+    """Return whether an object of that name exists, public or not."""
     with contextlib.suppress(ImportError, ValueError):
         if importlib.util.find_spec(name) is not None:  # a module, which may need what is not installed
             return True

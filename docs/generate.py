@@ -1,8 +1,8 @@
 """Write the tables of the docs that are made from data: `python docs/generate.py`, in an environment that has pytest.
 
-The names of torch.distributed and ours go into porting.md; the tests that ours follow, ours, and how these end, into
-reference-tests.md; what the programs of examples/ say of themselves, and where the pages have others, into examples.md.
-`tests/test_docs.py` holds all three against the code.
+The names of torch.distributed and aiocoll go into porting.md. The tests of other libraries that aiocoll's tests follow,
+with their outcomes, go into reference-tests.md. The docstrings of examples/, and the places of other programs in the
+pages, go into examples.md. `tests/test_docs.py` compares all three with the code.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Name(NamedTuple):
 
     @property
     def ours(self) -> str | None:
-        """The full name of ours."""
+        """The full name in aiocoll."""
         return None if self.left_out is not None else self.renamed or f"aiocoll.distributed.{self.name}"
 
 
 @cache
 def names() -> list[Name]:
-    """Return what names.toml says."""
+    """Return the names of names.toml."""
     data = tomllib.loads((DOCS / "names.toml").read_text())
     dropped = data.pop("dropped")
     return [
@@ -75,7 +75,7 @@ def names() -> list[Name]:
 def resolve(dotted: str) -> Any:
     """Return what `aiocoll.….name` is; AttributeError if there is no such thing.
 
-    Of an attribute that a class sets in its instances, return what its docstring says.
+    Of an attribute that a class sets in its instances, return its entry in the docstring.
     """
     module, _, name = dotted.rpartition(".")
     try:
@@ -89,7 +89,7 @@ def resolve(dotted: str) -> Any:
 
 
 def wrong_names() -> Iterator[str]:
-    """Yield what names.toml says and the code does not."""
+    """Yield the entries of names.toml that differ from the code."""
     import aiocoll.distributed
 
     for each in names():
@@ -139,7 +139,7 @@ def _verdict(each: Name) -> str:
 
 
 class Row(NamedTuple):
-    """A test that ours follow: in which file, ours, or why there is none."""
+    """A test of another library: its file, the test of aiocoll that follows it, or the reason for none."""
 
     file: str
     reference: str
@@ -149,7 +149,7 @@ class Row(NamedTuple):
 
 
 def modules() -> dict[str, dict[str, Any]]:
-    """Return what reference_tests.toml says."""
+    """Return the modules of reference_tests.toml."""
     return tomllib.loads((DOCS / "reference_tests.toml").read_text())
 
 
@@ -220,7 +220,7 @@ def tests_table(outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
 
 
 def first_column(row: Row) -> str:
-    """Return what the table says of ours."""
+    """Return the table's entry for the test of aiocoll."""
     return "" if row.ours is None else f"`{function_of(row.ours)}`"
 
 
@@ -246,14 +246,14 @@ def examples() -> str:
 
 
 def _program(path: Path) -> str:
-    """Return what the docstring says, whose first line is a title and the command that starts the program."""
+    """Return the page text of a program, whose docstring begins with a title and the start command."""
     first, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
     title, _, command = first.partition(": ")
     return f"## {title}\n\n[examples/{path.name}](../examples/{path.name}): `{command}`\n\n{rest}"
 
 
 def _notebook(path: Path) -> str:
-    """Return what its first cell says."""
+    """Return the page text of a notebook, from its first cell."""
     title, _, rest = "".join(json.loads(path.read_text())["cells"][0]["source"]).partition("\n\n")
     return f"## {title.removeprefix('# ')}\n\n[examples/{path.name}](../examples/{path.name})\n\n{rest}"
 

@@ -2,7 +2,7 @@
 
 Rank 0 serves: it holds the weights of a classifier of handwritten digits and applies every gradient when it comes. The
 other ranks work, each at its own pace on its own share of the images: they send a gradient, and what they get in return
-are the weights of that moment. They come when they like and leave when they have done enough; nobody waits for anybody.
+are the weights of that moment. They come and leave at any time, and no worker waits for another.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ async def main() -> None:
 
 
 async def serve(pg: aiocoll.ProcessGroup, images: np.ndarray, labels: np.ndarray) -> None:
-    """Answer every message with the weights, until all workers have said goodbye."""
+    """Answer every message with the weights, until all workers have left."""
     weights = np.zeros((images.shape[1], CLASSES))
     gradients, left = 0, 0
     async for worker, message in pg.incoming():

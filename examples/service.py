@@ -1,8 +1,8 @@
 """A web service on several ranks that count together: aiocoll run -n 2 examples/service.py
 
-Each rank serves HTTP on a port of its own. POST /count/3 adds one to bucket 3, at whichever rank it comes. Beside the
-requests one allreduce follows the other and adds up what came since the last one, so GET /stats tells the counts of
-all ranks, on any of them.
+Each rank serves HTTP on a port of its own. POST /count/3 adds one to bucket 3, on any rank. While
+requests are served, one allreduce follows another and adds up the new counts, so GET /stats on any rank returns the
+counts of all ranks.
 
 A request whose client goes away is cancelled while it waits for a collective; that ends the waiting, never the
 collective. A rank that dies takes along only what came in its last round: the others answer all the time, count on

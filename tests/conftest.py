@@ -95,13 +95,13 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest) -> str:
-    """What a test marked with `ranks` sends over: what it is parametrised with, or memory."""
+    """Return the transport of a test marked with `ranks`: its parameter, or memory."""
     return getattr(request, "param", "memory")
 
 
 @pytest.fixture
 def port() -> int:
-    """A port on which nothing listens at 127.0.0.1."""
+    """Return a port on which nothing listens at 127.0.0.1."""
     return free_port()
 
 

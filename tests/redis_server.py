@@ -150,7 +150,7 @@ def redis_server(folder: Path, files: TlsFiles | None = None, *options: str, **h
 
 @pytest.fixture(scope="session")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis server for all tests that leave it as it is."""
+    """Start a Redis server for all tests that do not change it."""
     folder = tmp_path_factory.mktemp("redis")
     files = Authority(folder).make("DNS:localhost")
     with redis_server(folder, files) as server:

@@ -77,7 +77,7 @@ class Profiler:
         return [line for tree in self.trees if mine & set(map(id, tree.objects)) for line in tree.lines]
 
 
-async def test_a_call_goes_the_way_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of two over TCP on loopback, in an allreduce like an earlier one, for which rank 1 lets it wait."""
     asyncio.get_running_loop().set_debug(False)  # which takes another way to watch works that are not awaited
     replaced(monkeypatch, watching=False)
@@ -120,7 +120,7 @@ async def test_a_call_goes_the_way_that_is_drawn(monkeypatch: pytest.MonkeyPatch
     assert done == [line for line in drawn() if core is None or "work: Handle.__init__" not in line]
 
 
-def test_the_parts_of_the_engine_are_all_there_and_import_those_above_them() -> None:
+def test_engine_parts_are_complete_and_import_only_parts_above() -> None:
     parts = re.findall(r"^\| `engine/(\w+)/` \|", PAGE, re.M)
     assert sorted(parts) == sorted(path.parent.name for path in PACKAGE.glob("engine/*/__init__.py"))
     for number, part in enumerate(parts):
@@ -132,7 +132,7 @@ def test_the_parts_of_the_engine_are_all_there_and_import_those_above_them() -> 
         assert used <= {"interfaces", *parts[: number + 1]}, part
 
 
-def test_the_wire_page_has_all_kinds_of_what_is_sent() -> None:
+def test_wire_page_has_all_kinds_of_messages() -> None:
     page = (generate.DOCS / "wire.md").read_text()
     tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", page, re.M)
     kinds = [{kind for row in table.splitlines() for kind in re.findall(r"\w+", row.split("|")[1])} for table in tables]
@@ -150,7 +150,7 @@ PROSE = {
 CONTRIBUTORS = {"architecture.md", *re.findall(r"^\| `docs/([\w-]+\.md)` \|", PAGE, re.M)} & PROSE.keys()
 
 
-def test_paths_exist() -> None:
+def test_paths_in_the_pages_exist() -> None:
     """From the root, and in pages for contributors also in the package."""
     named = {
         (page, path)
@@ -167,7 +167,7 @@ def test_paths_exist() -> None:
     assert len(named) > 100
 
 
-def test_modules_and_classes_exist() -> None:
+def test_modules_and_classes_in_the_pages_exist() -> None:
     """By their dotted names, and classes by their own, in pages for contributors."""
     names = {(page, name) for page in CONTRIBUTORS for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", PROSE[page])}
     names = {(page, name) for page, name in names if not name.endswith((".py", ".md", ".toml"))}

@@ -32,32 +32,32 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["aio", "AIO", "Aio"])
-def test_a_name_is_told_in_small_letters(name: str) -> None:
+def test_backend_name_is_lower_case(name: str) -> None:
     assert Backend(name) == "aio" == Backend.AIO
     assert isinstance(Backend(name), str)
 
 
 @pytest.mark.parametrize("name", ["gloo", "", "aio ", "cpu:aio"])
-def test_a_name_that_is_not_known_is_refused(name: str) -> None:
+def test_unknown_backend_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"backend='{name}' is not known; use aio, nccl"):
         Backend(name)
 
 
 @pytest.mark.parametrize("name", ["GLOO", "MPI", "UCC", "XCCL"])
-async def test_backend_of_torch_is_a_name_that_leads_to_the_remedy(name: str) -> None:
+async def test_torch_backend_name_is_refused_with_a_remedy(name: str) -> None:
     assert getattr(Backend, name) == name.lower()
     assert name.lower() not in Backend.backend_list
     with pytest.raises(ValueError, match=rf"backend='{name.lower()}' is not known; .* leave backend out: only torch"):
         await dist.init_process_group(getattr(Backend, name), store=HashStore(), rank=0, world_size=1)
 
 
-def test_backend_of_torchs_threaded_tests_leads_to_the_remedy() -> None:
+def test_torch_threaded_backend_is_refused_with_a_remedy() -> None:
     with pytest.raises(ValueError, match=r"backend='threaded' is not known; .* leave backend out: only torch has"):
         new_group("threaded", store=HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("make", [Backend, BackendConfig])
-def test_a_name_is_a_string(make: Any) -> None:
+def test_backend_name_is_a_string(make: Any) -> None:
     with pytest.raises(TypeError, match=r"backend must be a str.*, not int"):
         make(3)
 
@@ -77,7 +77,7 @@ def test_a_name_is_a_string(make: Any) -> None:
         ("CUDA:NCCL, CPU:AIO", {"cuda": "nccl", "cpu": "aio"}),
     ],
 )
-def test_what_serves_a_device(given: str | None, devices: dict[str, str]) -> None:
+def test_backend_config_gives_the_backend_of_a_device(given: str | None, devices: dict[str, str]) -> None:
     config = BackendConfig(given)
     assert config.get_device_backend_map() == config.device_backend_map == devices
     assert list(config.device_backend_map) == list(devices)
@@ -102,7 +102,7 @@ def test_what_serves_a_device(given: str | None, devices: dict[str, str]) -> Non
         ("cpu:undefined", "'undefined' does not serve device 'cpu'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: str, message: str) -> None:
+def test_invalid_backend_config_is_refused(given: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BackendConfig(given)
     with pytest.raises(ValueError, match=message):
@@ -112,7 +112,7 @@ def test_what_makes_no_sense_is_refused(given: str, message: str) -> None:
 # -- groups
 
 
-async def test_a_group_tells_what_serves_a_device() -> None:
+async def test_group_has_the_backend_of_each_device() -> None:
     store = HashStore()
     async with (
         new_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1) as both,
@@ -130,7 +130,7 @@ async def test_a_group_tells_what_serves_a_device() -> None:
     await store.aclose()
 
 
-async def test_groups_made_of_others_have_their_backends() -> None:
+async def test_derived_groups_have_the_backends_of_their_parent() -> None:
     store = HashStore()
     async with (
         new_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1) as pg,
@@ -161,12 +161,12 @@ async def test_groups_made_of_others_have_their_backends() -> None:
         ({"backend": "nccl", "device": "cuda:99"}, ValueError, "device='cuda:99' not found"),
     ],
 )
-def test_devices_that_cannot_be_served(given: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_unsupported_device_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with provide(FakeCuda(2)), pytest.raises(error, match=message):
         new_group(**given, store=HashStore(), rank=0, world_size=1)
 
 
-def test_devices_that_are_there_are_accepted() -> None:
+def test_present_device_is_accepted() -> None:
     with provide(FakeCuda(2)):
         for device in ("cpu", "cpu:0", "cuda", "cuda:0", "cuda:1"):
             new_group(store=HashStore(), rank=0, world_size=1, device=device)
@@ -179,7 +179,7 @@ def test_devices_that_are_there_are_accepted() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-async def test_a_registered_backend_makes_the_group() -> None:
+async def test_registered_backend_makes_the_group() -> None:
     asked: list[tuple[Any, ...]] = []
     store = HashStore()
 
@@ -205,7 +205,7 @@ async def test_a_registered_backend_makes_the_group() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_what_a_registration_tells() -> None:
+def test_registration_gives_devices_and_factory() -> None:
     register("mine", print, devices="tpu")
     assert Backend("MINE") == "mine" == Backend.MINE  # type: ignore[attr-defined]
     assert BackendConfig("mine").device_backend_map == {"tpu": "mine"}
@@ -219,13 +219,13 @@ def test_what_a_registration_tells() -> None:
 
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("given", ["cpu:aio,cuda:mine", "cpu:mine,cuda:nccl"])
-def test_a_group_has_one_backend(given: str) -> None:
+def test_group_has_one_backend(given: str) -> None:
     register("mine", print, ["cpu", "cuda"])
     with pytest.raises(ValueError, match=f"backend='{given}': a group has one backend for all its devices"):
         new_group(given, store=HashStore(), rank=0, world_size=1)
 
 
-async def test_an_error_of_a_factory_is_the_callers(registry: None) -> None:
+async def test_factory_error_is_raised_to_the_caller(registry: None) -> None:
     def fails(*args: Any, **options: Any) -> None:
         raise OSError("no such device")
 
@@ -236,7 +236,7 @@ async def test_an_error_of_a_factory_is_the_callers(registry: None) -> None:
     await store.aclose()
 
 
-async def test_a_factory_may_build_on_the_librarys_own(registry: None) -> None:
+async def test_factory_may_use_the_default_group(registry: None) -> None:
     async def wrapped(store: Any, rank: int, world_size: int, timeout: float, device: Any, *, options: Any) -> Any:
         return await new_group(store=store, rank=rank, world_size=world_size, timeout=timeout, options=options)
 
@@ -266,7 +266,7 @@ async def test_a_factory_may_build_on_the_librarys_own(registry: None) -> None:
         (("x", print, [1]), ValueError, r"devices=\[1\]: must be kinds of device"),
     ],
 )
-def test_what_cannot_be_registered(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_invalid_registration_is_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         register(*arguments)
     assert "x" not in Backend.backend_list

@@ -39,20 +39,20 @@ def calls() -> set[str]:
     return {name for name, _ in inspect.getmembers(ProcessGroup, inspect.isfunction) if name[0] != "_"}
 
 
-def test_every_call_is_there() -> None:
+def test_blocking_group_has_every_call() -> None:
     there = {name for name in vars(BlockingGroup) if name[0] != "_"}
     assert there == calls() - WITH_THE_LOOP | {"submit"}
 
 
 @pytest.mark.parametrize("name", sorted(calls() - WITH_THE_LOOP - {"shutdown"}))
-def test_it_has_the_documentation_of_the_call(name: str) -> None:
+def test_blocking_call_has_the_documentation_of_the_call(name: str) -> None:
     ours, theirs = getattr(BlockingGroup, name), getattr(ProcessGroup, name)
     assert inspect.signature(ours) == inspect.signature(theirs)
     assert ours.__doc__ == theirs.__doc__
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_calls_wait(world_size: int) -> None:
+def test_blocking_calls_return_their_results(world_size: int) -> None:
     def rank(group: BlockingGroup) -> Any:
         x = np.full(5, group.rank() + 1.0)
         assert group.allreduce(x) is x
@@ -65,7 +65,7 @@ def test_calls_wait(world_size: int) -> None:
     assert on_ranks(world_size, rank) == [expected] * world_size
 
 
-def test_a_call_that_is_submitted_goes_on_meanwhile() -> None:
+def test_submitted_call_runs_in_the_background() -> None:
     def rank(group: BlockingGroup) -> Any:
         other = 1 - group.rank()
         got = group.submit(ProcessGroup.recv_object, other)
@@ -78,7 +78,7 @@ def test_a_call_that_is_submitted_goes_on_meanwhile() -> None:
     assert on_ranks(2, rank) == [1, 0]
 
 
-def test_a_function_of_ones_own_runs_in_the_loop() -> None:
+def test_users_function_runs_in_the_loop() -> None:
     async def both(pg: ProcessGroup, first: float, *, second: float) -> list[float]:
         async with pg.coalescing():
             works = [pg.allreduce(first), pg.allreduce(second)]
@@ -91,7 +91,7 @@ def test_a_function_of_ones_own_runs_in_the_loop() -> None:
     assert on_ranks(2, rank) == [([2.0, 4.0], "aiocoll-blocking")] * 2
 
 
-def test_arguments_are_checked_in_the_caller() -> None:
+def test_blocking_call_checks_arguments_in_the_caller() -> None:
     def rank(group: BlockingGroup) -> None:
         with pytest.raises(ValueError, match="root"):
             group.submit(ProcessGroup.broadcast, np.ones(3), 7)
@@ -108,7 +108,7 @@ def test_arguments_are_checked_in_the_caller() -> None:
     assert not any(thread.name == "aiocoll-blocking" for thread in threading.enumerate())
 
 
-def test_from_many_threads() -> None:
+def test_blocking_group_can_be_used_by_many_threads() -> None:
     def rank(group: BlockingGroup) -> float:
         with ThreadPoolExecutor(4) as pool:
             futures = [pool.submit(group.allreduce, float(number), key=str(number)) for number in range(40)]
@@ -117,7 +117,7 @@ def test_from_many_threads() -> None:
     assert on_ranks(2, rank) == [2.0 * sum(range(40))] * 2
 
 
-def test_groups_that_are_made_of_it() -> None:
+def test_derived_groups_are_blocking() -> None:
     def rank(group: BlockingGroup) -> Any:
         part = group.split_group([[0, 2], [1]])
         assert isinstance(part, BlockingGroup)
@@ -129,7 +129,7 @@ def test_groups_that_are_made_of_it() -> None:
     assert on_ranks(3, rank) == [(2, 3), (1, 3), (2, 3)]
 
 
-def test_the_loss_of_a_rank_is_raised_and_the_rest_goes_on() -> None:
+def test_lost_rank_is_raised_and_the_others_continue() -> None:
     def rank(group: BlockingGroup) -> Any:
         if group.rank() == 1:
             return None
@@ -141,7 +141,7 @@ def test_the_loss_of_a_rank_is_raised_and_the_rest_goes_on() -> None:
     assert on_ranks(3, rank) == [(2, 2), None, (2, 2)]
 
 
-def test_after_its_end() -> None:
+def test_closed_blocking_group_refuses_calls() -> None:
     kept: list[BlockingGroup] = []
     on_ranks(1, kept.append)
     (group,) = kept
@@ -151,7 +151,7 @@ def test_after_its_end() -> None:
     assert not any(thread.name == "aiocoll-blocking" for thread in threading.enumerate())
 
 
-def test_what_never_ends_is_told_at_the_end() -> None:
+def test_unfinished_call_fails_at_the_end() -> None:
     """And is kept until then, though nothing else knows it."""
     kept: list[Future[Any]] = []
 
@@ -168,7 +168,7 @@ def test_what_never_ends_is_told_at_the_end() -> None:
         kept[0].result(20)
 
 
-def test_an_interrupt_ends_the_wait_and_not_the_call() -> None:
+def test_interrupt_ends_the_wait_and_not_the_call() -> None:
     def interrupt(meeting: Meeting) -> None:
         with BlockingGroup(init_method=meeting.ticket(1), timeout=20) as group:
             begun = group.submit(ProcessGroup.recv_object, 0)
@@ -193,7 +193,7 @@ def test_an_interrupt_ends_the_wait_and_not_the_call() -> None:
             other.result(20)
 
 
-def test_an_interrupt_while_ranks_meet_leaves_nothing() -> None:
+def test_interrupt_during_the_rendezvous_leaves_nothing() -> None:
     async def interrupt(ticket: Ticket) -> None:
         async with ticket.where().open(20, ticket.key, GroupOptions.resolve(None, {})) as store:
             await store.wait(["aiocoll/1/card/0"])
@@ -207,7 +207,7 @@ def test_an_interrupt_while_ranks_meet_leaves_nothing() -> None:
     assert not any(thread.name == "aiocoll-blocking" for thread in threading.enumerate())
 
 
-def test_a_wait_in_its_own_thread_is_refused() -> None:
+def test_wait_in_the_loop_thread_is_refused() -> None:
     def rank(group: BlockingGroup) -> None:
         def waits(pg: ProcessGroup) -> None:
             group.allreduce(1)
@@ -218,7 +218,7 @@ def test_a_wait_in_its_own_thread_is_refused() -> None:
     on_ranks(1, rank)
 
 
-def test_a_forked_child_is_told() -> None:
+def test_call_in_a_forked_child_is_refused() -> None:
     def rank(group: BlockingGroup) -> int:
         child = os.fork()
         if not child:
@@ -232,7 +232,7 @@ def test_a_forked_child_is_told() -> None:
     assert on_ranks(1, rank) == [7]
 
 
-def test_a_forked_child_that_exits_leaves_the_block_of_its_parent_alone() -> None:
+def test_exit_of_a_forked_child_does_not_end_its_parents_block() -> None:
     def rank(group: BlockingGroup) -> Any:
         def exits() -> None:
             with group:
@@ -244,7 +244,7 @@ def test_a_forked_child_that_exits_leaves_the_block_of_its_parent_alone() -> Non
     assert on_ranks(2, rank) == [2, 2]
 
 
-async def test_beside_ranks_that_have_a_loop() -> None:
+async def test_blocking_ranks_work_with_ranks_that_have_a_loop() -> None:
     async def awaits(meeting: Meeting) -> float:
         async with new_group(init_method=meeting.ticket(0), timeout=20) as pg:
             return await pg.allreduce(1.0)

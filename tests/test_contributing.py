@@ -33,7 +33,7 @@ def touched(example: str) -> list[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the tree; what Python has compiled is copied along and stays valid."""
+    """Return a copy of the tree, with compiled Python files that stay valid."""
     for name in ("aiocoll", "docs", "examples", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy2(ROOT / "pyproject.toml", tmp_path)
@@ -58,12 +58,12 @@ def apply(diff: str, root: Path) -> None:
     subprocess.run(["git", "apply"], input=diff, text=True, cwd=root, env=environ, check=True)
 
 
-def test_there_is_an_example_of_each() -> None:
+def test_each_kind_of_extension_has_an_example() -> None:
     assert list(dict.fromkeys(block.heading for block in blocks(PAGE) if block.heading.startswith("A "))) == [*EXAMPLES]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_changes_of_an_example_fit_the_tree(example: str, copy: Path) -> None:
+def test_example_changes_apply_to_the_tree(example: str, copy: Path) -> None:
     for block in of(example):
         if block.language == "diff":
             apply(block.code, copy)
@@ -72,7 +72,7 @@ def test_the_changes_of_an_example_fit_the_tree(example: str, copy: Path) -> Non
 @pytest.mark.parametrize(
     "example", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EXAMPLES]
 )
-def test_an_example_is_made_and_run(example: str, copy: Path) -> None:
+def test_example_can_be_made_and_run(example: str, copy: Path) -> None:
     said = ""
     for block in of(example):
         if block.file is not None:
@@ -90,7 +90,7 @@ def test_an_example_is_made_and_run(example: str, copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_types_of_every_example_are_right(copy: Path) -> None:
+def test_examples_pass_the_type_check(copy: Path) -> None:
     """In the whole package, as `make check` looks; one after the other, which takes the time of one."""
     before = {path: path.read_bytes() for path in copy.rglob("*.py")}
     for example in EXAMPLES:
@@ -104,25 +104,25 @@ def test_the_types_of_every_example_are_right(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_takes_as_few_files_as_it_says(example: str) -> None:
+def test_example_takes_as_few_files_as_stated(example: str) -> None:
     assert len([path for path in touched(example) if path.startswith("aiocoll/")]) == EXAMPLES[example]
 
 
-def test_the_commands_of_make_are_there() -> None:
+def test_make_targets_of_the_page_exist() -> None:
     named = set(re.findall(r"^\| `make ([\w-]+)` \|", (ROOT / PAGE).read_text(), re.MULTILINE))
     made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"check", "test"} <= named <= made
 
 
 @pytest.mark.parametrize("page", [PAGE, SECURITY])
-def test_the_files_that_a_page_names_are_there(page: str) -> None:
+def test_files_named_on_a_page_exist(page: str) -> None:
     made = {path for example in EXAMPLES for path in touched(example)}
     named = re.findall(r"(?<![\w/.-])((?:aiocoll|docs|examples|bench|tests)/[\w./-]*\w)", (ROOT / page).read_text())
     assert len(set(named) - made) > 10
     assert {name for name in set(named) - made if "/.venvs/" not in name and not (ROOT / name).exists()} == set()
 
 
-def test_every_promise_has_a_test() -> None:
+def test_security_promise_has_a_test() -> None:
     text = (ROOT / SECURITY).read_text().replace("|---|---|\n", "")
     _, *rows = re.findall(r"^\| (.*) \| (.*) \|$", text, re.MULTILINE)
     assert len(rows) > 10

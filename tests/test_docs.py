@@ -21,11 +21,11 @@ from .pages import EXCUSES, ROOT, Block, blocks, commands, files, is_shown, page
 HANGS = "docs/when-something-hangs.md"
 
 
-def test_every_name_is_what_the_table_says() -> None:
+def test_name_table_matches_the_code() -> None:
     assert list(generate.wrong_names()) == []
 
 
-def test_names_that_do_not_exist_and_other_arguments_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_check_finds_missing_names_and_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("aiocoll.ProcessGroup.abort", "aiocoll.ProcessGroup.store", "aiocoll.distributed.group.WORLD"):
         generate.resolve(name)
     for name in ("aiocoll.ProcessGroup.missing", "aiocoll.missing", "aiocoll.distributed.group.missing"):
@@ -36,18 +36,18 @@ def test_names_that_do_not_exist_and_other_arguments_are_found(monkeypatch: pyte
     assert "aiocoll.distributed.TCPStore(host_name" in next(iter(generate.wrong_names()))
 
 
-def test_the_table_of_names_is_current() -> None:
+def test_name_table_is_current() -> None:
     text = generate.PORTING.read_text()
     assert text == generate.replaced(text, generate.names_table()), "run `python docs/generate.py`"
 
 
-def test_the_index_of_examples_is_current() -> None:
+def test_example_index_is_current() -> None:
     text = generate.EXAMPLES.read_text()
     assert text == generate.replaced(text, generate.examples()), "run `python docs/generate.py`"
 
 
 @pytest.mark.parametrize("module", generate.modules())
-def test_every_test_of_the_references_is_covered_or_left_out_for_a_reason(module: str) -> None:
+def test_reference_test_is_covered_or_excluded_with_a_reason(module: str) -> None:
     path = generate.ROOT / "tests/reference" / f"{module}.py"
     if not path.exists():
         pytest.skip(f"{module}.py is not written yet")
@@ -66,11 +66,11 @@ def test_every_test_of_the_references_is_covered_or_left_out_for_a_reason(module
             assert named <= functions, f"{row.reference}: there is no {named - functions}"
 
 
-def test_every_test_of_the_references_is_listed() -> None:
+def test_reference_test_is_listed() -> None:
     assert list(generate.unlisted()) == []
 
 
-def test_the_table_of_reference_tests_is_current() -> None:
+def test_reference_test_table_is_current() -> None:
     listed = [line.split(" | ") for line in generate.REFERENCE_TESTS.read_text().splitlines() if line.startswith("| `")]
     expected = [(f"| `{row.reference}`", generate.first_column(row)) for row in generate.rows()]
     assert [(first, second) for first, second, _ in listed] == expected, "run `python docs/generate.py`"
@@ -79,7 +79,7 @@ def test_the_table_of_reference_tests_is_current() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_on_hangs_shows_what_its_programs_say(tmp_path: Path) -> None:
+def test_hang_page_shows_the_output_of_its_programs(tmp_path: Path) -> None:
     """Numbers aside: which rank is the first and how long it took depend on the machine."""
     write(files(HANGS), tmp_path)
     said = "".join(shell(script, tmp_path) for script in commands(HANGS)).replace(f"{tmp_path}/", "")
@@ -90,7 +90,7 @@ def test_the_page_on_hangs_shows_what_its_programs_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", pages())
-def test_links_lead_somewhere(name: str) -> None:
+def test_page_links_have_targets(name: str) -> None:
     page = ROOT / name
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", without_code(page)):
         there = page.parent / target if target else page
@@ -105,7 +105,7 @@ def without_code(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_every_block_is_run_or_excused(page: str) -> None:
+def test_code_block_is_run_or_excused(page: str) -> None:
     for block in blocks(page):
         if block.language not in ("python", "sh"):
             continue
@@ -120,7 +120,7 @@ def test_every_block_is_run_or_excused(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_no_block_escapes_the_rule(page: str) -> None:
+def test_code_block_cannot_escape_the_rule(page: str) -> None:
     """One that is indented, say, or has no language, or an excuse that is not directly before its block."""
     text, fence = (ROOT / page).read_text(), re.compile("^[ >]*(?:```|~~~)", re.MULTILINE)
     inside = sum(len(fence.findall(block.code)) for block in blocks(page))
@@ -128,7 +128,7 @@ def test_no_block_escapes_the_rule(page: str) -> None:
     assert text.count("<!-- not run: ") == sum(block.excuse is not None for block in blocks(page))
 
 
-def test_every_block_that_a_test_takes_exists() -> None:
+def test_code_block_taken_by_a_test_exists() -> None:
     there = {place(block) for page in pages() for block in blocks(page)} | {(page, None) for page in pages()}
     assert {taken for taken in all_taken() if taken not in there and taken[:2] not in there} == set()
 

@@ -74,7 +74,7 @@ async def of_blocking_group() -> None:
 
 
 async def of_meeting() -> None:
-    """The pool is one of threads."""
+    """Replace the process pool by a thread pool."""
     found: list[int] = []
 
     def work(ticket: aiocoll.Ticket) -> None:
@@ -233,10 +233,10 @@ RUN = {
 
 
 @pytest.mark.parametrize("name", RUN)
-async def test_it_runs(name: str) -> None:
+async def test_docstring_code_runs(name: str) -> None:
     await RUN[name]()
 
 
-def test_all_of_them_run() -> None:
+def test_docstring_code_is_tested_everywhere() -> None:
     """But for the program of the README, which `tests/test_readme.py` compares, and the same method for threads."""
     assert CODE.keys() == RUN.keys() | {"aiocoll", "aiocoll.BlockingGroup.probe"}

@@ -76,27 +76,27 @@ def sections(found: object) -> dict[str, str]:
 
 
 @every_call
-def test_it_begins_with_one_line(name: str) -> None:
+def test_call_docstring_begins_with_one_line(name: str) -> None:
     first, *rest = (inspect.getdoc(CALLS[name]) or "").splitlines()
     assert first.endswith(".")
     assert not rest or rest[0] == ""
 
 
 @every_call
-def test_the_sections_are_in_order(name: str) -> None:
+def test_docstring_sections_are_in_order(name: str) -> None:
     found = list(sections(CALLS[name]))
     assert found == sorted(found, key=SECTIONS.index)
 
 
 @every_call
-def test_all_arguments_are_told_and_no_others(name: str) -> None:
+def test_docstring_documents_exactly_the_arguments(name: str) -> None:
     parameters = [each for each in inspect.signature(CALLS[name]).parameters if each not in ("self", "cls")]
     told = re.findall(r"^    (\w+):", sections(CALLS[name]).get("Args", ""), re.MULTILINE)
     assert told == parameters
 
 
 @every_call
-def test_results_errors_and_costs_are_told(name: str) -> None:
+def test_docstring_documents_results_errors_and_costs(name: str) -> None:
     call, found, last = CALLS[name], sections(CALLS[name]), name.rpartition(".")[2]
     returns = inspect.isclass(call) or inspect.signature(call).return_annotation != "None"
     assert ("Returns" in found) is returns
@@ -110,7 +110,7 @@ OTHERS = dict(other_calls())
 
 
 @each("name", OTHERS)
-def test_other_calls_begin_with_one_line_and_tell_all_arguments(name: str) -> None:
+def test_other_docstrings_begin_with_one_line_and_document_all_arguments(name: str) -> None:
     first, *rest = (inspect.getdoc(OTHERS[name]) or "").splitlines()
     assert first.endswith(".")
     assert not rest or rest[0] == ""
@@ -120,7 +120,7 @@ def test_other_calls_begin_with_one_line_and_tell_all_arguments(name: str) -> No
 
 
 @each("name", CALLS | OTHERS)
-def test_units_are_told(name: str) -> None:
+def test_docstring_documents_units(name: str) -> None:
     said = sections((CALLS | OTHERS)[name]).get("Args", "")
     for line in re.findall(r"^    ((?:timeout|wait|seconds)\b.*)", said, re.MULTILINE):
         assert re.search("seconds|time to", line), line
@@ -133,25 +133,25 @@ SHAPE = re.compile(
 
 
 @each("name", [name for name in CALLS if name.startswith("ProcessGroup.")])
-def test_shapes_are_told(name: str) -> None:
+def test_docstring_documents_shapes(name: str) -> None:
     said = sections(CALLS[name]).get("Args", "")
     for argument in re.findall(r"^    ((?:tensors?|outputs?|inputs?):.*(?:\n {8}.*)*)", said, re.MULTILINE):
         assert SHAPE.search(argument), argument
 
 
 @each("name", [name for name, found in OTHERS.items() if "Work[" in str(inspect.signature(found).return_annotation)])
-def test_functions_of_torch_distributed_name_the_method_that_tells_the_rest(name: str) -> None:
+def test_torch_distributed_functions_name_the_documenting_method(name: str) -> None:
     said = (inspect.getdoc(OTHERS[name]) or "").split("\n\n")[0]
     named = re.findall(r"`(?:ProcessGroup\.)?(\w+)`", said)
     assert any(f"ProcessGroup.{each}" in CALLS or f"aiocoll.distributed.{each}" in OTHERS for each in named), said
 
 
-def test_options_are_told_one_by_one() -> None:
+def test_docstring_documents_each_option() -> None:
     told = re.findall(r"^    (\w+):", sections(GroupOptions)["Attributes"], re.MULTILINE)
     assert told == list(GroupOptions.__dataclass_fields__)
     assert "Raises" in sections(GroupOptions)
 
 
-def test_the_help_of_a_call_needs_no_other_page() -> None:
+def test_call_help_needs_no_other_page() -> None:
     said = inspect.getdoc(ProcessGroup.shrink) or ""
     assert said.startswith("Make a new group of the ranks that are alive")

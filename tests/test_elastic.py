@@ -93,7 +93,7 @@ def check(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_without_a_loss_there_is_one_group(world_size: int) -> None:
+async def test_elastic_run_without_a_loss_has_one_group(world_size: int) -> None:
     async with Meeting(world_size) as meeting:
         program = Program(meeting)
         ended = await program.run()
@@ -104,7 +104,7 @@ async def test_without_a_loss_there_is_one_group(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-async def test_a_newcomer_takes_the_place_of_the_lost(victim: int) -> None:
+async def test_newcomer_replaces_a_lost_rank(victim: int) -> None:
     async with Meeting(3) as meeting:
         program = Program(meeting, lambda number, step: number == victim and step == 5)
         ended = await program.run()
@@ -114,7 +114,7 @@ async def test_a_newcomer_takes_the_place_of_the_lost(victim: int) -> None:
         assert program.groups == {number: [3] if number in (victim, 3) else [3, 3] for number in range(4)}
 
 
-async def test_one_loss_after_the_other() -> None:
+async def test_elastic_run_survives_consecutive_losses() -> None:
     """Each process leaves two steps after it has come, but the last ones."""
     async with Meeting(3) as meeting:
         program = Program(meeting, lambda number, step: number < 5 and step == 2 * number)
@@ -125,7 +125,7 @@ async def test_one_loss_after_the_other() -> None:
             check(state)
 
 
-async def test_a_second_loss_while_the_first_is_mended() -> None:
+async def test_elastic_run_survives_a_loss_during_recovery() -> None:
     """Who replaces a lost rank is lost as soon as it is in the group."""
     seen: set[int] = set()
 
@@ -142,7 +142,7 @@ async def test_a_second_loss_while_the_first_is_mended() -> None:
             check(state)
 
 
-async def test_they_go_on_with_those_that_there_are() -> None:
+async def test_elastic_run_continues_with_the_remaining_ranks() -> None:
     async with Meeting(3) as meeting:
         program = Program(meeting, lambda number, step: number == 2 and step == 3, replaced=False, wait=0.0)
         ended = await program.run()
@@ -152,7 +152,7 @@ async def test_they_go_on_with_those_that_there_are() -> None:
         assert program.groups == {0: [3, 2], 1: [3, 2], 2: [3]}
 
 
-async def test_they_agree_once_on_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_elastic_ranks_agree_once_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on one in which nobody has come."""
     allgather_object = ProcessGroup.allgather_object
     agreed: list[str] = []
@@ -170,7 +170,7 @@ async def test_they_agree_once_on_each_group(monkeypatch: pytest.MonkeyPatch) ->
     ]  # fmt: skip
 
 
-async def test_as_many_newcomers_as_have_come() -> None:
+async def test_elastic_run_takes_all_present_newcomers() -> None:
     """Two are lost, and one of them is replaced."""
 
     def fault(number: int, step: int) -> bool:
@@ -186,21 +186,21 @@ async def test_as_many_newcomers_as_have_come() -> None:
         assert program.groups[0][-1] == 2
 
 
-async def test_no_more_failures_than_allowed() -> None:
+async def test_elastic_run_fails_after_the_allowed_failures() -> None:
     async with Meeting(2) as meeting:
         program = Program(meeting, lambda number, step: number == 1 and step == 3, replaced=False, max_mends=0)
         with pytest.raises(PeerLostError):
             await program.run()
 
 
-async def test_there_must_be_a_group_in_time() -> None:
+async def test_elastic_run_fails_without_a_group_in_time() -> None:
     async with Meeting(2) as meeting:
         program = Program(meeting, lambda number, step: number == 1 and step == 3, replaced=False, mend_timeout=0.3)
         with pytest.raises(TimeoutError):
             await program.run()
 
 
-async def test_they_go_on_when_the_store_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_elastic_run_continues_without_its_store(caplog: pytest.LogCaptureFixture) -> None:
     met = asyncio.Event()
 
     def fault(number: int, step: int) -> bool:
@@ -222,7 +222,7 @@ async def test_they_go_on_when_the_store_is_gone(caplog: pytest.LogCaptureFixtur
     assert told in caplog.text
 
 
-async def test_newcomers_that_come_late() -> None:
+async def test_late_newcomers_join_a_later_group() -> None:
     """The others go on at once without them, and each newcomer makes the group anew."""
     sizes: dict[int, list[int]] = {0: [], 1: []}
 
@@ -252,7 +252,7 @@ async def test_newcomers_that_come_late() -> None:
     assert sizes[0] == [1, 2, 3]
 
 
-async def test_whoever_has_the_state_is_lost_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loss_of_the_state_sender_leaves_one_consistent_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have what they had: of one state, not of two."""
     broadcast = ProcessGroup.broadcast
     told: list[str] = []
@@ -285,7 +285,7 @@ async def test_whoever_has_the_state_is_lost_while_it_is_told(monkeypatch: pytes
     assert len(told) == 2
 
 
-async def test_a_newcomer_does_not_go_on_alone() -> None:
+async def test_newcomer_does_not_continue_alone() -> None:
     """Whoever had the state is lost before it could be told."""
     async with Meeting(1) as meeting:
         left = new_group(init_method=meeting.ticket())
@@ -303,13 +303,13 @@ async def test_a_newcomer_does_not_go_on_alone() -> None:
                 await alone
 
 
-async def test_a_newcomer_does_not_wait_for_ever() -> None:
+async def test_newcomer_does_not_wait_forever() -> None:
     async with Meeting(1) as meeting, asyncio.timeout(LIMIT):
         with pytest.raises(RendezvousError, match="no group has grown"):
             await anext(elastic(init_method=meeting.newcomer(), timeout=0.1))
 
 
-async def test_nobody_looks_for_newcomers_after_the_end() -> None:
+async def test_newcomers_are_not_searched_after_the_end() -> None:
     """Not for those of the first group either, in a store that stays."""
     store = HashStore()
 
@@ -332,7 +332,7 @@ async def test_nobody_looks_for_newcomers_after_the_end() -> None:
     await store.aclose()
 
 
-async def test_what_would_be_called_wrongly_again_is_raised() -> None:
+async def test_programming_error_is_raised_without_a_retry() -> None:
     async def rank(number: int, ticket: Ticket) -> None:
         async with aclosing(elastic(init_method=ticket)) as groups:
             async for pg in groups:
@@ -344,7 +344,7 @@ async def test_what_would_be_called_wrongly_again_is_raised() -> None:
     assert [type(each) for each in ended] == [CollectiveMismatchError] * 2
 
 
-async def test_the_state_is_that_of_rank_0() -> None:
+async def test_state_is_taken_from_rank_0() -> None:
     async def rank(ticket: Ticket, number: int) -> dict[str, Any]:
         state = {"name": f"rank {number}", "array": np.full(2, number), "number": np.float64(number)}
         async with aclosing(elastic(init_method=ticket, state=state)) as groups:
@@ -381,6 +381,6 @@ async def test_states_with_other_arrays_are_refused() -> None:
         ({"rank": 3, "world_size": 2}, ValueError, "rank=3, world_size=2"),
     ],
 )
-async def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
+async def test_elastic_refuses_wrong_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         await anext(elastic(**{"init_method": "file:///nowhere", **given}))

@@ -16,7 +16,7 @@ from aiocoll.endpoints import parse_advertised, parse_endpoint, parse_ports
         ("node-1.example:80", ("node-1.example", 80)),
     ],
 )
-def test_parse_endpoint(text: str, endpoint: tuple[str, int]) -> None:
+def test_parse_endpoint_returns_host_and_port(text: str, endpoint: tuple[str, int]) -> None:
     assert parse_endpoint(text) == endpoint
 
 
@@ -35,7 +35,7 @@ def test_parse_endpoint(text: str, endpoint: tuple[str, int]) -> None:
         ("::1:80", "put an IPv6 address in brackets"),
     ],
 )
-def test_parse_endpoint_refuses(text: str, message: str) -> None:
+def test_parse_endpoint_refuses_invalid_text(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse_endpoint(text)
     assert repr(text) in str(caught.value)
@@ -44,14 +44,14 @@ def test_parse_endpoint_refuses(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "ports"), [("31000-31099", (31000, 31099)), ("80", (80, 80)), ("1-65535", (1, 65535))]
 )
-def test_parse_ports(text: str, ports: tuple[int, int]) -> None:
+def test_parse_ports_returns_a_range(text: str, ports: tuple[int, int]) -> None:
     assert parse_ports(text) == ports
 
 
 @pytest.mark.parametrize(
     "text", ["", "-", "80-", "-80", "a-b", "1-2-3", "1:2", "\u0661-2", "1 - 2", "0", "0-9", "9-8", "9-65536"]
 )
-def test_parse_ports_refuses(text: str) -> None:
+def test_parse_ports_refuses_invalid_text(text: str) -> None:
     with pytest.raises(ValueError, match="must be two ports from 1 to 65535, the first and the last"):
         parse_ports(text)
 
@@ -67,7 +67,7 @@ def test_parse_ports_refuses(text: str) -> None:
         ("fe80::1%eth0", ("fe80::1%eth0", None)),
     ],
 )
-def test_parse_advertised(text: str, found: tuple[str, int | None]) -> None:
+def test_parse_advertised_returns_host_and_port(text: str, found: tuple[str, int | None]) -> None:
     assert parse_advertised(text) == found
 
 
@@ -75,6 +75,6 @@ def test_parse_advertised(text: str, found: tuple[str, int | None]) -> None:
     "text",
     ["", "node-1", "node-1:80", "0.0.0.0", "[::]:80", "10.0.0.1:0", "10.0.0.1:65536", "10.0.0", "[::1]"],
 )
-def test_parse_advertised_refuses(text: str) -> None:
+def test_parse_advertised_refuses_invalid_text(text: str) -> None:
     with pytest.raises(ValueError, match="must be an IPv4 or IPv6 address by which other hosts reach this one"):
         parse_advertised(text)

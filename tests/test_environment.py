@@ -58,9 +58,7 @@ def block(process: subprocess.Popen[str]) -> bytes:
 
 
 @pytest.mark.parametrize("init_method", ["env://", "file"])
-def test_the_key_is_gone_from_the_environment_that_a_process_was_started_with(
-    tmp_path: Path, port: int, init_method: str
-) -> None:
+def test_key_is_removed_from_the_initial_environment_of_a_process(tmp_path: Path, port: int, init_method: str) -> None:
     program = PROGRAM
     if init_method == "file":
         program = program.replace(
@@ -84,7 +82,7 @@ def test_the_key_is_gone_from_the_environment_that_a_process_was_started_with(
     assert out == "False False None False True 1\n"
 
 
-def test_the_key_is_gone_from_the_launcher_and_never_comes_to_its_ranks(tmp_path: Path) -> None:
+def test_key_is_removed_from_the_launcher_and_not_passed_to_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         # Opened before anybody writes: what waits in it goes when nobody has it open any more.
@@ -106,7 +104,7 @@ def test_the_key_is_gone_from_the_launcher_and_never_comes_to_its_ranks(tmp_path
         assert RAW not in each
 
 
-def test_every_entry_of_the_name_and_no_other_is_overwritten() -> None:
+def test_entries_of_the_name_and_no_others_are_overwritten() -> None:
     """The kernel passes on what it gets, also two entries of one name, and names that end alike."""
     program = """
 import os
@@ -137,7 +135,7 @@ print(*(entry.decode() for entry in after.split(b"\\0") if b"SECRET" in entry))
     assert third == "SECRET= MY_SECRET=three SECRET_TOO=four B=SECRET=five SECRET="
 
 
-def test_another_mapping_is_only_a_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_from_another_mapping_changes_only_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_overwrite", lambda name: pytest.fail(f"{name} is not in there"))
     given = {"A": "1"}
     assert take(given, "A") == "1"
@@ -147,7 +145,9 @@ def test_another_mapping_is_only_a_mapping(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "stat", [b"1 (x) S", b"1 (x) S " + b"0 " * 60, b"1 (x) S " + b"0 " * 46 + b"4096 8192 0", None]
 )
-def test_where_the_block_cannot_be_found_nothing_happens(monkeypatch: pytest.MonkeyPatch, stat: bytes | None) -> None:
+def test_removal_without_a_readable_environment_block_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, stat: bytes | None
+) -> None:
     """An old kernel, a hidden address, an address of nothing, no /proc."""
     real = open
 

@@ -23,14 +23,14 @@ def made(name: str) -> errors.AiocollError:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_they_can_be_pickled(name: str) -> None:
+def test_errors_can_be_pickled(name: str) -> None:
     error = made(name)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_they_can_be_pickled_with_their_tracebacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_can_be_pickled_with_their_tracebacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     support = pytest.importorskip("tblib.pickling_support", reason="tblib is not installed")
     try:
         raise made(name) from ValueError("a cause")

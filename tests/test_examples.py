@@ -57,7 +57,7 @@ def test_hello_prints_what_readme_and_quick_start_show() -> None:
     compile(code(README, "Twelve lines"), "README.md", "exec")
 
 
-def test_survivors_print_what_readme_and_quick_start_show() -> None:
+def test_survive_prints_what_readme_and_quick_start_show() -> None:
     script = ROOT / "examples" / "survive.py"
     assert textwrap.indent(code(README, "When a rank dies"), "    ") in script.read_text()
     command, shown = code(README, "When a rank dies", language="sh"), code(README, "When a rank dies", language="text")
@@ -84,14 +84,14 @@ def test_quick_start_shows_a_test_and_a_mismatch(tmp_path: Path) -> None:
     assert " ".join(code(QUICK_START, "Ranks disagree", language="text").split()) in done.stderr
 
 
-def test_the_page_on_failures_has_every_error() -> None:
+def test_failure_page_has_every_error() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
     assert [name for name in errors.__all__ if f"`{name}`" not in page] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_demo_loses_a_rank_and_ends_with_the_same_weights(ranks: int) -> None:
+def test_demo_loses_a_rank_and_ends_with_equal_weights(ranks: int) -> None:
     last = ranks - 1
     done = start(ranks, ROOT / "examples" / "learn_digits.py", "--max-restarts", "1")
     assert done.returncode == 0, done.stderr
@@ -119,13 +119,13 @@ def test_the_demo_loses_a_rank_and_ends_with_the_same_weights(ranks: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "grid"), [(1, "1 x 1"), (4, "2 x 2"), (6, "3 x 2")])
-def test_heat_on_a_grid_is_that_of_one_rank(ranks: int, grid: str) -> None:
+def test_heat_on_a_grid_equals_that_of_one_rank(ranks: int, grid: str) -> None:
     """The program compares all cells itself."""
     assert run(ranks, ROOT / "examples" / "halo.py") == [f"[0] {grid} ranks: heat 399.125798, last change 0.001210"]
 
 
 @pytest.mark.slow
-def test_the_parameter_server_learns_while_workers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameter_server_learns_while_workers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     lines = run(3, ROOT / "examples" / "parameter_server.py")
     assert [line for line in lines if line.startswith(("[1]", "[2]"))] == [
@@ -142,7 +142,7 @@ def test_the_parameter_server_learns_while_workers_come_and_go(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem)
-async def test_a_notebook_shows_what_its_cells_say(
+async def test_notebook_shows_the_output_of_its_cells(
     notebook: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run as IPython runs them: in one loop and one namespace, and the value of a last expression is shown."""

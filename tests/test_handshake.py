@@ -64,7 +64,7 @@ def exchange(c, s, decide=accept, change=lambda name, message: message) -> Peer:
 
 @pytest.mark.parametrize("key", [KEY, None])
 @pytest.mark.parametrize("kind", [ConnKind.CONTROL, ConnKind.DATA])
-def test_both_ends_learn_who_the_other_is(key, kind):
+def test_handshake_identifies_both_ends(key, kind):
     c, s = client(CLIENT._replace(kind=kind), key), server(key=key)
     asked = []
     sizes = {}
@@ -105,7 +105,7 @@ def test_ends_that_see_different_certificates_refuse_each_other():
     assert exchange(c, s) == Peer(*CLIENT)
 
 
-def test_a_stranger_is_told_nothing_by_a_server():
+def test_server_reveals_nothing_to_a_stranger():
     """Whatever it says and whatever the server is: a nonce, then zeros."""
     said = set()
     for identity in (SERVER, Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)):
@@ -118,7 +118,7 @@ def test_a_stranger_is_told_nothing_by_a_server():
     assert said == {bytes(VERDICT_SIZE)}
 
 
-def test_nothing_is_claimed_before_the_proof():
+def test_messages_before_the_proof_contain_only_nonces():
     """HELLO and CHALLENGE differ in their nonces only, whoever speaks."""
     other = Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)
     hellos = [ClientHandshake(identity, key, bytes).hello() for identity in (CLIENT, other) for key in (KEY, None)]
@@ -126,7 +126,7 @@ def test_nothing_is_claimed_before_the_proof():
     assert {each.challenge(hellos[0]) for each in servers} == set(hellos) == {hellos[0]}
 
 
-def test_a_proof_cannot_be_reflected():
+def test_proof_cannot_be_reflected():
     """A rank that dials somebody who dials it back: neither its proof nor its verdict is good in the other place."""
     c, s = client(), server()
     proof = c.prove(s.challenge(c.hello()))
@@ -137,14 +137,14 @@ def test_a_proof_cannot_be_reflected():
         s.accept(verdict[-CONFIRM_SIZE:])
 
 
-def test_an_echo_is_no_server():
+def test_echo_is_not_accepted_as_a_server():
     c = client()
     proof = c.prove(c.hello())
     with pytest.raises(UnprovenError, match="did not prove"):
         c.confirm(proof)
 
 
-def test_recorded_messages_are_worthless_with_other_nonces():
+def test_recorded_messages_are_refused_with_other_nonces():
     c, s = client(), server()
     challenge = s.challenge(c.hello())
     proof = c.prove(challenge)
@@ -164,7 +164,7 @@ def test_recorded_messages_are_worthless_with_other_nonces():
 
 
 @pytest.mark.parametrize("message", list(SIZES))
-def test_every_flipped_byte_is_refused(message):
+def test_flipped_byte_is_refused(message):
     for position, flip in itertools.product(range(SIZES[message]), (0x01, 0x80)):
 
         def cross(name: str, sent: bytes, position: int = position, flip: int = flip) -> bytes:
@@ -212,7 +212,7 @@ def test_unknown_connection_kind_is_refused():
         ({"kind": ConnKind.STORE}, Status.WRONG_KIND, ("STORE connection", "group listens there")),
     ],
 )
-def test_disagreement_is_authenticated_and_names_both_values(change, status, values):
+def test_disagreement_is_authenticated_with_both_values(change, status, values):
     c, s = client(CLIENT._replace(**change)), server()
     verdict = s.verdict(c.prove(s.challenge(c.hello())), nobody)
     with pytest.raises(HandshakeRefusedError) as at_client:
@@ -225,7 +225,7 @@ def test_disagreement_is_authenticated_and_names_both_values(change, status, val
         assert all(value in str(error) for value in values)
 
 
-def test_another_wire_version_names_both():
+def test_different_wire_versions_are_both_named():
     hello = bytearray(client().hello())
     hello[4] = 9
     s = server()
@@ -240,7 +240,7 @@ def test_another_wire_version_names_both():
 
 
 @pytest.mark.parametrize("status", [Status.CROSSED, Status.DUPLICATE, Status.REFUSED, Status.WRONG_CERTIFICATE])
-def test_the_servers_decision_reaches_the_client_under_a_mac(status):
+def test_server_decision_is_authenticated(status):
     c, s = client(), server()
     verdict = s.verdict(c.prove(s.challenge(c.hello())), lambda peer: status)
     with pytest.raises(HandshakeRefusedError) as caught:
@@ -250,7 +250,7 @@ def test_the_servers_decision_reaches_the_client_under_a_mac(status):
         s.accept(bytes(CONFIRM_SIZE))
 
 
-def test_a_server_that_claims_ok_in_another_epoch_is_refused(monkeypatch):
+def test_ok_of_a_server_in_another_epoch_is_refused(monkeypatch):
     c, careless = client(), server(SERVER._replace(epoch=8))
     monkeypatch.setattr(careless, "_judge", lambda claim, decide: Status.OK)
     with pytest.raises(HandshakeRefusedError, match="it is in epoch 8, this process in epoch 3"):
@@ -283,7 +283,7 @@ def test_job_id_is_a_fixed_hash():
     assert job_id("") == bytes.fromhex("e3b0c44298fc1c149afbf4c8996fb924")
 
 
-def test_the_beginning_of_a_message_is_told_from_other_bytes() -> None:
+def test_start_of_a_message_is_recognized() -> None:
     hello = client().hello()
     challenge = server().challenge(hello)
     for message in (hello, challenge):

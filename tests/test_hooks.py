@@ -78,7 +78,7 @@ async def every_call(pg: ProcessGroup) -> list[str]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_every_call_starts_and_ends_once(size: int, debug: str) -> None:
+async def test_hook_gets_one_start_and_end_per_call(size: int, debug: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         heard = Heard()
         pg.add_hook(heard)
@@ -97,7 +97,7 @@ async def test_every_call_starts_and_ends_once(size: int, debug: str) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory", "unix", "tcp", "shm")
-async def test_what_is_told(pg: ProcessGroup, transport: str) -> None:
+async def test_hook_gets_the_operation_info(pg: ProcessGroup, transport: str) -> None:
     heard = Heard()
     await pg.allreduce(np.ones(1))  # opens the links
     pg.add_hook(heard)
@@ -115,7 +115,7 @@ async def test_what_is_told(pg: ProcessGroup, transport: str) -> None:
     assert message.op == ("RECV" if pg.rank() else "SEND")
 
 
-async def test_hooks_of_all_groups(everywhere: Heard) -> None:
+async def test_global_hook_gets_the_operations_of_all_groups(everywhere: Heard) -> None:
     async def rank(pg: ProcessGroup) -> None:
         part = await pg.split_group([0, 1])
         assert part is not None
@@ -128,7 +128,7 @@ async def test_hooks_of_all_groups(everywhere: Heard) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_what_is_removed_hears_no_more(pg: ProcessGroup) -> None:
+async def test_removed_hook_is_not_called(pg: ProcessGroup) -> None:
     heard, other = Heard(), Heard()
     handle = pg.add_hook(heard)
     work = pg.barrier() if pg.rank() else None
@@ -143,7 +143,7 @@ async def test_what_is_removed_hears_no_more(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_failures_are_told(pg: ProcessGroup) -> None:
+async def test_hook_gets_failures(pg: ProcessGroup) -> None:
     heard = Heard()
     pg.add_hook(heard)
     with pytest.raises((CollectiveMismatchError, GroupError)) as caught:
@@ -154,7 +154,7 @@ async def test_failures_are_told(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_timeouts_and_withdrawn_receives_are_told(pg: ProcessGroup) -> None:
+async def test_hook_gets_timeouts_and_withdrawn_receives(pg: ProcessGroup) -> None:
     heard = Heard()
     pg.add_hook(heard)
     receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
@@ -172,7 +172,7 @@ async def test_timeouts_and_withdrawn_receives_are_told(pg: ProcessGroup) -> Non
     assert len(heard.starts) == len(heard.ends)
 
 
-async def test_what_a_closed_group_had_pending_ends() -> None:
+async def test_hook_gets_the_end_of_pending_operations_of_a_closed_group() -> None:
     heard = Heard()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -185,7 +185,7 @@ async def test_what_a_closed_group_had_pending_ends() -> None:
     assert len(heard.starts) == len(heard.ends) == 1
 
 
-async def test_a_hook_that_raises_is_removed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_raising_hook_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Heard):
         def on_start(self, info: OperationInfo) -> None:
             super().on_start(info)
@@ -220,7 +220,7 @@ CALLS: dict[str, Any] = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("when", ["on_start", "on_end"])
-async def test_a_hook_cannot_call_its_group(call: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_hook_cannot_call_its_group(call: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         class Caller:
             raised: list[str]
@@ -247,7 +247,7 @@ async def test_a_hook_cannot_call_its_group(call: str, when: str, caplog: pytest
 
 
 @pytest.mark.ranks(2)
-async def test_a_hook_may_use_another_group(pg: ProcessGroup) -> None:
+async def test_hook_may_call_another_group(pg: ProcessGroup) -> None:
     part = await pg.split_group([0, 1])
     assert part is not None
     works = []
@@ -263,14 +263,14 @@ async def test_a_hook_may_use_another_group(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("wrong", [None, print, "on_start"])
 @pytest.mark.ranks(1)
-async def test_what_is_no_hook(pg: ProcessGroup, wrong: Any) -> None:
+async def test_object_that_is_no_hook_is_refused(pg: ProcessGroup, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"hook must have on_start\(info\) or on_end\(info\), not "):
         hooks.add_hook(wrong)
     with pytest.raises(TypeError, match="hook must have"):
         pg.add_hook(wrong)
 
 
-async def test_nothing_is_made_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_operation_info_is_not_built_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(aiocoll.engine.operations.operation_info, "OperationInfo", lambda *fields: made.append(fields))
 

@@ -128,7 +128,7 @@ def qualified(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
             yield from qualified(child, prefix)
 
 
-def test_every_module_has_its_layer() -> None:
+def test_module_has_a_layer() -> None:
     assert {folder(name) for name in MODULES} == LEVEL.keys(), "put them where they belong in docs/architecture.md"
 
 
@@ -136,7 +136,7 @@ def test_every_module_has_its_layer() -> None:
 PUBLIC_FROM_ABOVE = {("store", "redis.store")}
 
 
-def test_imports_go_one_way() -> None:
+def test_module_imports_only_lower_layers() -> None:
     assert not {pair for pair in PUBLIC_FROM_ABOVE if pair[1] in imports(pair[0], types=False)}
     wrong = [
         f"{name} imports {each}, which is not below it"
@@ -193,7 +193,7 @@ def edge_words(module: ast.AST) -> set[str]:
     return {word for word in words if EDGE_WORD.search(word)}
 
 
-def test_base_and_core_import_no_edge() -> None:
+def test_base_and_core_do_not_import_the_edge() -> None:
     assert HOUSES["base"] | HOUSES["core"] | HOUSES["edge"] == LEVEL.keys()
     inside = [name for name in MODULES if folder(name) not in HOUSES["edge"]]
     allowed = {name: {other} for name, other in PUBLIC_FROM_ABOVE}
@@ -204,7 +204,7 @@ def test_base_and_core_import_no_edge() -> None:
     assert not {f"{name}: {each}" for name in base for each in imports(name) if folder(each) not in HOUSES["base"]}
 
 
-def test_base_and_core_name_no_edge() -> None:
+def test_base_and_core_do_not_name_the_edge() -> None:
     found = {
         name: words for name in MODULES if folder(name) not in HOUSES["edge"] and (words := edge_words(tree(name)))
     }
@@ -228,7 +228,7 @@ def test_base_and_core_name_no_edge() -> None:
         "x = f'on CUDA device {n}'",
     ],
 )
-def test_names_of_the_edge_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edge_names_are_detected(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert edge_words(ast.parse(planted)) or "aiocoll.gpu" in planted
     assert not edge_words(ast.parse('def array(arrays, stray, relax):\n    """Return a torch tensor."""'))
     if "aiocoll.gpu" in planted:
@@ -243,7 +243,7 @@ def test_names_of_the_edge_are_found(planted: str, monkeypatch: pytest.MonkeyPat
             imports.cache_clear()
 
 
-def test_algorithms_import_nothing_of_ours() -> None:
+def test_algorithms_import_only_the_standard_library() -> None:
     for name in MODULES:
         if folder(name) == "algorithms":
             assert {folder(each) for each in imports(name)} <= {"algorithms"}, name
@@ -269,13 +269,13 @@ def in_cycles(graph: Mapping[str, Set[str]]) -> set[str]:
     return {node for node in graph if node in reached(node)}
 
 
-def test_no_imports_go_round_in_a_circle() -> None:
+def test_modules_have_no_import_cycles() -> None:
     """Those that only a type checker sees may."""
     graph = {name: imports(name, types=False) - {name} for name in MODULES}
     assert not in_cycles(graph)
 
 
-def test_no_folders_import_each_other() -> None:
+def test_folders_do_not_import_each_other() -> None:
     """What lies side by side in a folder, modules and folders, imports each other one way."""
     graphs: dict[str, dict[str, set[str]]] = {}
     for name in MODULES:
@@ -290,7 +290,7 @@ def test_no_folders_import_each_other() -> None:
     assert not {f"{place}: {found}" for place, graph in graphs.items() if (found := in_cycles(graph))}
 
 
-def test_the_engine_knows_no_transport() -> None:
+def test_engine_imports_no_concrete_transport() -> None:
     """But what every transport is: a concrete one is in a folder, or is `memory`."""
     engine = {i for name in MODULES if folder(name) == "engine" for i in imports(name) if folder(i) == "transport"}
     assert engine
@@ -311,7 +311,7 @@ def code_lines(name: str) -> int:
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_files_and_functions_are_short() -> None:
     for name in MODULES:
         assert code_lines(name) <= MAX_CODE, name
         for function in functions(name):
@@ -385,7 +385,7 @@ def is_protocol(cls: type) -> bool:
     return bool(getattr(cls, "_is_protocol", False))
 
 
-def test_no_class_has_more_than_two_bases() -> None:
+def test_classes_have_at_most_two_bases() -> None:
     """Nor more than four above them, so that no ladder comes of it; protocols and exceptions do not count."""
     names = {cls: name for name, cls in classes().items()}
     direct = {
@@ -395,7 +395,7 @@ def test_no_class_has_more_than_two_bases() -> None:
     assert not {name for name, cls in classes().items() if len(ancestors(cls)) > 4}
 
 
-def test_operations_are_made_of_five_arguments_at_most() -> None:
+def test_operations_take_at_most_five_arguments() -> None:
     (operation,) = (cls for name, cls in classes().items() if name.endswith(".Operation"))
     found = {
         name
@@ -437,7 +437,7 @@ class Attributes:
         }
 
 
-def test_no_attribute_is_declared_in_one_file_and_set_in_another() -> None:
+def test_attribute_is_declared_in_the_file_that_sets_it() -> None:
     texts = {
         f"{name}.{node.name}": Attributes(node)
         for name in MODULES
@@ -552,7 +552,7 @@ def test_private_attributes_of_works_are_found() -> None:
     assert private_uses_of_works(ast.parse(planted)) == {"work._completion"}
 
 
-def test_no_function_of_the_user_makes_a_completion() -> None:
+def test_public_functions_make_no_completion() -> None:
     """`Completion.__init__` starts its search for the user's call above the caller of its caller."""
     users = {getattr(aiocoll, name) for name in aiocoll.__all__} | {
         getattr(aiocoll.distributed, name) for name in aiocoll.distributed.__all__
@@ -591,7 +591,7 @@ def exported(name: str) -> set[str] | None:
     return None
 
 
-def test_a_module_exports_what_it_defines() -> None:
+def test_module_exports_its_public_names() -> None:
     for name in MODULES:
         if not tree(name).body[1:]:
             continue
@@ -609,7 +609,7 @@ def test_a_module_exports_what_it_defines() -> None:
         assert not strange, f"{name}: {strange}: neither defined nor imported here"
 
 
-def test_time_and_chance_come_through_the_runtime() -> None:
+def test_time_and_randomness_come_from_the_runtime() -> None:
     for name in MODULES:
         if folder(name) in ("runtime", "cli", "testing"):
             continue
@@ -641,7 +641,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_public_names_exist() -> None:
+def test_public_names_exist() -> None:
     import aiocoll
 
     missing = [name for name in aiocoll.__all__ if not hasattr(aiocoll, name)]
@@ -683,7 +683,7 @@ except AttributeError as error:
     assert run(code) == "BlockingGroup RedisStore elastic"
 
 
-def test_importing_it_loads_nothing_heavy_and_starts_nothing() -> None:
+def test_import_loads_nothing_heavy_and_starts_nothing() -> None:
     code = f"""
 import sys, threading, numpy, pathlib
 fds = pathlib.Path("/proc/self/fd")
@@ -697,7 +697,7 @@ print(*(name for name in {HEAVY} if name in sys.modules))
     assert run(code) == ""
 
 
-def test_importing_it_loads_nothing_that_can_wait() -> None:
+def test_import_defers_rarely_needed_modules() -> None:
     code = f"""
 import sys, asyncio, numpy
 before = set(sys.modules)
@@ -707,14 +707,14 @@ print(*(name for name in {LATER} if name in sys.modules and name not in before))
     assert run(code) == ""
 
 
-def test_every_module_can_be_imported_alone() -> None:
+def test_module_can_be_imported_alone() -> None:
     left = ("aiocoll", "__main__", "gpu.cupy_api", "torch")  # these need CuPy and torch, integrations Ray or Dask
     names = [name for name in MODULES if name not in left and folder(name) not in ("testing", "integrations")]
     code = "\n".join(["import importlib", *(f"importlib.import_module('aiocoll.{name}')" for name in names)])
     assert run(code) == ""
 
 
-def test_one_module_imports_cupy() -> None:
+def test_cupy_is_imported_by_one_module() -> None:
     def is_cupy(node: ast.AST) -> bool:
         if isinstance(node, ast.ImportFrom):
             return (node.module or "").partition(".")[0] == "cupy"
@@ -723,14 +723,14 @@ def test_one_module_imports_cupy() -> None:
     assert [name for name in MODULES if any(map(is_cupy, every(name)))] == ["gpu.cupy_api"]
 
 
-def test_the_command_and_the_plugin_are_where_the_package_says() -> None:
+def test_command_and_plugin_are_at_their_entry_points() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     where, name = project["scripts"]["aiocoll"].split(":")
     assert name in (exported(where.removeprefix("aiocoll.")) or ())
     assert project["entry-points"]["pytest11"]["aiocoll"].removeprefix("aiocoll.") in MODULES
 
 
-def test_no_file_knows_the_machine_it_was_written_on() -> None:
+def test_files_do_not_mention_paths_of_a_machine() -> None:
     machine = re.compile("|".join(("/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "/tm" + "p/")))
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

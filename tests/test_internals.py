@@ -9,23 +9,23 @@ import pytest
 from .internals import LIMITS, PARTS, Limits, failing, replaced, spied, wrapped
 
 
-def test_every_limit_is_the_same_wherever_it_is_read() -> None:
+def test_limit_is_the_same_wherever_it_is_read() -> None:
     for name, places in LIMITS.items():
         assert len({resolve_name(place) for place in places}) == 1, name
 
 
-def test_a_limit_is_changed_wherever_it_is_read(limits: Limits) -> None:
+def test_limit_is_changed_wherever_it_is_read(limits: Limits) -> None:
     limits(linger=0.125, link_window=1)
     assert {resolve_name(place) for place in LIMITS["linger"]} == {0.125}
     assert {resolve_name(place) for place in LIMITS["link_window"]} == {1}
 
 
-def test_a_limit_that_there_is_not_is_an_error_that_lists_those_there_are(limits: Limits) -> None:
+def test_unknown_limit_is_an_error_that_lists_the_known_ones(limits: Limits) -> None:
     with pytest.raises(ValueError, match=r"no such: lingers; there are: .*, linger, link_window, "):
         limits(linger=0.5, lingers=0.5)
 
 
-def test_every_part_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_parts_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, place in PARTS.items():
         part = resolve_name(place)
         replaced(monkeypatch, **{name: None})
@@ -34,7 +34,7 @@ def test_every_part_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert resolve_name(place) is part
 
 
-def test_a_part_is_watched_wrapped_and_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_part_can_be_watched_wrapped_and_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     place = PARTS["group_id"]
     told: list[str] = []
     original = resolve_name(place)("a")

@@ -14,7 +14,7 @@ from aiocoll.store import StoreServer
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment of ranks under a launcher."""
+    """Return the environment of ranks under a launcher."""
     server = StoreServer()
     host, port = server.start()
     for name, value in {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher"}.items():
@@ -25,7 +25,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("launched")
-async def test_the_environment_makes_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_can_make_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without rank and world size, and a later group of its process is one, too."""
     first = new_group(rank=0, world_size=1)
     monkeypatch.setenv("AIOCOLL_JOIN", "1")
@@ -46,7 +46,7 @@ async def test_the_environment_makes_a_newcomer(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("launched")
-async def test_a_newcomer_is_one_only_where_the_environment_says_how_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_newcomer_requires_a_rendezvous_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", "1")
     async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
         assert pg.size() == 1
@@ -61,18 +61,18 @@ async def test_a_newcomer_is_one_only_where_the_environment_says_how_to_meet(mon
 
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("value", ["yes", "", "2"])
-async def test_another_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_newcomer_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", value)
     with pytest.raises(ValueError, match=rf"AIOCOLL_JOIN='{value}': must be 1 \(join an existing group\) or 0"):
         new_group(rank=0, world_size=1)
 
 
 @pytest.mark.usefixtures("launched")
-async def test_the_value_0_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_newcomer_value_0_means_no_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", "0")
     async with new_group(rank=0, world_size=1) as pg:
         assert pg.size() == 1
 
 
-def test_without_a_launcher_there_is_nobody_to_tell() -> None:
+def test_report_without_a_launcher_does_nothing() -> None:
     say_elastic()

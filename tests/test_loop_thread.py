@@ -35,19 +35,19 @@ def interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def test_no_thread_is_started_before_the_first_call(thread: LoopThread) -> None:
+def test_thread_is_not_started_before_the_first_call(thread: LoopThread) -> None:
     assert not any(each.name == "loop of a test" for each in threading.enumerate())
     assert thread.start(lambda: threading.current_thread().name).result(20) == "loop of a test"
 
 
-def test_loop_is_uvloop_unless_another_one_is_given() -> None:
+def test_loop_is_uvloop_by_default() -> None:
     uvloop = pytest.importorskip("uvloop")
     thread = LoopThread()
     assert isinstance(thread.loop, uvloop.Loop)
     thread.close()
 
 
-def test_calls_are_carried_out_in_order(thread: LoopThread) -> None:
+def test_calls_run_in_order(thread: LoopThread) -> None:
     done: list[int] = []
     for number in range(100):
         thread.post(done.append, number)
@@ -64,7 +64,7 @@ def test_start_awaits_what_the_call_returns(thread: LoopThread) -> None:
     assert thread.start(lambda: 7).result(20) == 7
 
 
-def test_start_carries_out_a_collective() -> None:
+def test_start_runs_a_collective() -> None:
     def rank(number: int) -> float:
         thread = LoopThread()
         with_group = aiocoll.new_group(init_method=meeting.ticket(number), timeout=20)
@@ -89,7 +89,7 @@ def test_errors_of_calls_are_raised_by_result(thread: LoopThread) -> None:
             thread.run(fail())
 
 
-def test_a_wait_ends_at_its_timeout_and_the_call_goes_on(thread: LoopThread) -> None:
+def test_wait_ends_at_its_timeout_and_the_call_continues(thread: LoopThread) -> None:
     event = asyncio.Event()
     started = thread.start(event.wait)
     assert not started.wait(0.0)
@@ -100,7 +100,7 @@ def test_a_wait_ends_at_its_timeout_and_the_call_goes_on(thread: LoopThread) -> 
     assert started.wait()
 
 
-def test_many_threads_wait_for_one_call(thread: LoopThread) -> None:
+def test_many_threads_can_wait_for_one_call(thread: LoopThread) -> None:
     event = asyncio.Event()
     started = thread.start(event.wait)
     with ThreadPoolExecutor(8) as pool:
@@ -125,7 +125,7 @@ def test_callbacks_run_on_the_thread_of_the_loop_or_at_once(thread: LoopThread) 
     assert seen == [(True, True), (True, False)]
 
 
-def test_a_wait_on_the_thread_of_the_loop_is_refused(thread: LoopThread) -> None:
+def test_wait_on_the_loop_thread_is_refused(thread: LoopThread) -> None:
     async def nothing() -> None:
         pass
 
@@ -138,7 +138,7 @@ def test_a_wait_on_the_thread_of_the_loop_is_refused(thread: LoopThread) -> None
         thread.start(lambda: thread.start(nothing).result()).result(20)
 
 
-def test_an_interrupt_ends_the_wait_and_not_the_call(thread: LoopThread) -> None:
+def test_interrupt_ends_the_wait_and_not_the_call(thread: LoopThread) -> None:
     event = asyncio.Event()
 
     started = thread.start(event.wait)
@@ -155,7 +155,7 @@ def test_an_interrupt_ends_the_wait_and_not_the_call(thread: LoopThread) -> None
     assert started.result(20) is True
 
 
-def test_an_interrupt_cancels_a_coroutine_that_runs(thread: LoopThread) -> None:
+def test_interrupt_cancels_a_running_coroutine(thread: LoopThread) -> None:
     ended: list[str] = []
 
     async def wait() -> None:
@@ -171,7 +171,7 @@ def test_an_interrupt_cancels_a_coroutine_that_runs(thread: LoopThread) -> None:
     assert ended == ["cleaned up"]
 
 
-def test_calls_that_do_not_end_fail_when_the_thread_is_closed(thread: LoopThread) -> None:
+def test_unfinished_calls_fail_when_the_thread_is_closed(thread: LoopThread) -> None:
     async def forever() -> None:
         await asyncio.Event().wait()
 
@@ -187,7 +187,7 @@ def test_calls_that_do_not_end_fail_when_the_thread_is_closed(thread: LoopThread
     assert not any(each.name == "loop of a test" for each in threading.enumerate())
 
 
-def test_a_call_that_comes_while_the_loop_ends_is_refused(thread: LoopThread) -> None:
+def test_call_while_the_loop_ends_is_refused(thread: LoopThread) -> None:
     """When nothing runs what was scheduled any more, and the loop is not closed yet."""
     made: list[Started[None]] = []
     ending, came = threading.Event(), threading.Event()
@@ -214,7 +214,7 @@ def test_a_call_that_comes_while_the_loop_ends_is_refused(thread: LoopThread) ->
         made[0].result(20)
 
 
-def test_a_forked_child_gets_a_thread_of_its_own(thread: LoopThread) -> None:
+def test_forked_child_gets_its_own_thread(thread: LoopThread) -> None:
     parent = thread.start(threading.get_native_id).result(20)
     never = thread.start(asyncio.Event().wait)
 

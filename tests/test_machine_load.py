@@ -60,7 +60,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path)
 
 
-def test_others_are_the_busy_time_minus_the_own_tree(machine: Machine) -> None:
+def test_load_of_others_is_the_busy_time_minus_the_own_tree(machine: Machine) -> None:
     machine.process(101, ROOT_PID, own=4, name="a (b) c")
     machine.process(102, 101, own=1, reaped=2)
     machine.process(200, 1, own=50)
@@ -76,7 +76,7 @@ def test_others_are_the_busy_time_minus_the_own_tree(machine: Machine) -> None:
     assert meter.lap().others == pytest.approx(3 / 4)
 
 
-def test_a_child_that_has_ended_counts_to_the_own_tree(machine: Machine) -> None:
+def test_ended_child_counts_in_the_own_tree(machine: Machine) -> None:
     machine.process(101, ROOT_PID, own=4)
     meter = machine.meter()
     (machine.proc / "101" / "stat").unlink()
@@ -86,7 +86,7 @@ def test_a_child_that_has_ended_counts_to_the_own_tree(machine: Machine) -> None
     assert meter.lap().others == pytest.approx(0)
 
 
-def test_cores_that_this_process_may_not_use_do_not_count(machine: Machine) -> None:
+def test_forbidden_cores_do_not_count(machine: Machine) -> None:
     machine.cores({0: 0, 1: 0, 2: 0, 20: 0})
     meter = machine.meter()
     machine.cores({0: 1, 1: 100, 2: 2, 20: 100})
@@ -94,7 +94,7 @@ def test_cores_that_this_process_may_not_use_do_not_count(machine: Machine) -> N
     assert meter.lap().others == pytest.approx(0.3)
 
 
-def test_a_lap_begins_where_the_last_one_ended(machine: Machine) -> None:
+def test_lap_begins_where_the_last_one_ended(machine: Machine) -> None:
     machine.pressure(1.0)
     meter = machine.meter()
     machine.cores({0: 5}, steal=1)
@@ -109,7 +109,7 @@ def test_a_lap_begins_where_the_last_one_ended(machine: Machine) -> None:
     assert (second.others, second.steal, second.pressure) == pytest.approx((0.5, 0.2, 0.5))
 
 
-def test_counters_that_run_backwards_are_no_load(machine: Machine) -> None:
+def test_decreasing_counters_are_no_load(machine: Machine) -> None:
     meter = machine.meter()
     machine.process(ROOT_PID, 1, own=5.2)
     machine.cores({0: 5})
@@ -117,7 +117,7 @@ def test_counters_that_run_backwards_are_no_load(machine: Machine) -> None:
     assert meter.lap().others == 0
 
 
-def test_a_machine_without_files_has_an_unknown_load(tmp_path: Path) -> None:
+def test_load_without_proc_files_is_unknown(tmp_path: Path) -> None:
     load = LoadMeter(tmp_path).lap()
     assert load == MachineLoad(None, None, None, None)
     assert (load.total, load.is_high) == (None, False)
@@ -126,7 +126,7 @@ def test_a_machine_without_files_has_an_unknown_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["stat", "uptime", f"{ROOT_PID}/stat", "pressure/cpu", "self/cgroup"])
 @pytest.mark.parametrize("text", ["", "?", "cpu0 1 2", "some total=x", "0::/\n1:cpu"])
-def test_a_malformed_file_is_no_error(machine: Machine, name: str, text: str) -> None:
+def test_load_with_a_malformed_file_is_unknown(machine: Machine, name: str, text: str) -> None:
     machine.pressure(0)
     meter = machine.meter()
     machine.write(machine.proc / name, text)
@@ -141,7 +141,7 @@ def test_a_malformed_file_is_no_error(machine: Machine, name: str, text: str) ->
     assert unknown.get(name) is None
 
 
-def test_no_time_has_no_load(machine: Machine) -> None:
+def test_load_of_an_empty_interval_is_unknown(machine: Machine) -> None:
     assert machine.meter().lap().others is None
 
 
@@ -156,7 +156,9 @@ def test_no_time_has_no_load(machine: Machine) -> None:
         ({"elsewhere/cpu.max": "50000 100000"}, None),
     ],
 )
-def test_quota_of_control_groups_of_version_2(machine: Machine, files: dict[str, str], quota: float | None) -> None:
+def test_quota_is_read_from_control_groups_version_2(
+    machine: Machine, files: dict[str, str], quota: float | None
+) -> None:
     machine.write(machine.proc / "self/cgroup", "0::/jobs/7\n")
     for name, text in files.items():
         machine.write(machine.cgroups / name, text)
@@ -172,7 +174,9 @@ def test_quota_of_control_groups_of_version_2(machine: Machine, files: dict[str,
         ("cpuacct", "50000", None),
     ],
 )
-def test_quota_of_control_groups_of_version_1(machine: Machine, folder: str, limit: str, quota: float | None) -> None:
+def test_quota_is_read_from_control_groups_version_1(
+    machine: Machine, folder: str, limit: str, quota: float | None
+) -> None:
     machine.write(machine.proc / "self/cgroup", "4:memory:/docker/5\n3:cpu,cpuacct:/docker/5\n0::/\n")
     machine.write(machine.cgroups / folder / "cpu.cfs_quota_us", limit)
     machine.write(machine.cgroups / folder / "cpu.cfs_period_us", "100000")
@@ -183,18 +187,18 @@ def test_quota_of_control_groups_of_version_1(machine: Machine, folder: str, lim
     ("others", "steal", "high"),
     [(0.0, 0.0, False), (0.29, None, False), (0.31, None, True), (0.2, 0.2, True), (None, 5.0, False)],
 )
-def test_more_than_the_limit_is_high(others: float | None, steal: float | None, high: bool) -> None:
+def test_load_above_the_limit_is_high(others: float | None, steal: float | None, high: bool) -> None:
     assert MachineLoad(others, steal, None, None).is_high is high
 
 
-def test_load_as_text() -> None:
+def test_load_is_formatted_as_text() -> None:
     load = MachineLoad(0.123, 0.0, 0.25, inf)
     assert str(load) == "other processes 0.12 cores, steal 0.00 cores, CPU pressure 25 %, CPU quota none"
     assert str(MachineLoad(1.0, 0.0, 1.0, 1.5)).endswith("CPU quota 1.50 cores")
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs /proc")
-def test_the_load_of_this_machine_is_known() -> None:
+def test_load_of_this_machine_is_known() -> None:
     meter = LoadMeter()
     deadline = float(Path("/proc/uptime").read_text().split()[0]) + 0.05
     while float(Path("/proc/uptime").read_text().split()[0]) < deadline:

@@ -20,7 +20,7 @@ HANGS = "docs/when-something-hangs.md"
 
 
 @pytest.mark.ranks(2)
-async def test_calls_that_differ(pg: ProcessGroup) -> None:
+async def test_mismatch_message_is_the_one_shown(pg: ProcessGroup) -> None:
     await pg.barrier()
     with pytest.raises(GroupError) as caught:
         await pg.allreduce(np.ones(4 if pg.rank() else 6))
@@ -36,7 +36,7 @@ async def be_late(pg: ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_is_late() -> None:
+def test_late_rank_message_is_the_one_shown() -> None:
     for said in run_virtual(3, be_late):
         assert is_shown(code(PAGE, "What you see", 2, "text"), said)
 
@@ -49,13 +49,13 @@ async def leave(pg: ProcessGroup) -> str:
     return str(caught.value)
 
 
-async def test_a_rank_that_has_left() -> None:
+async def test_left_rank_message_is_the_one_shown() -> None:
     *_, shown = code(PAGE, "What you see", 3, "text").splitlines()
     assert is_shown(shown, (await run_ranks(3, leave))[0])
 
 
 @pytest.mark.ranks(2)
-async def test_a_group_that_was_aborted(pg: ProcessGroup) -> None:
+async def test_abort_message_is_the_one_shown(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         pg.abort("the user pressed stop")
     await pg.wait_revoked()
@@ -64,7 +64,7 @@ async def test_a_group_that_was_aborted(pg: ProcessGroup) -> None:
     assert is_shown(code(PAGE, "What you see", 4, "text"), str(caught.value))
 
 
-async def test_ranks_that_do_not_meet(tmp_path: Path, port: int) -> None:
+async def test_failed_rendezvous_message_is_the_one_shown(tmp_path: Path, port: int) -> None:
     with pytest.raises(aiocoll.RendezvousError) as alone:
         await aiocoll.new_group(store=HashStore(), rank=0, world_size=2, timeout=0.01)
     with pytest.raises(aiocoll.RendezvousError) as elsewhere:
@@ -92,7 +92,7 @@ async def refused(pg: ProcessGroup) -> list[str]:
     return said
 
 
-async def test_wrong_input() -> None:
+async def test_wrong_input_messages_are_those_shown() -> None:
     said = await run_ranks(2, refused)
     shown = code(PAGE, "Wrong input", language="text").splitlines()
     assert [is_shown(*pair) for pair in zip(shown, said[0], strict=True)] == [True] * 3
@@ -106,5 +106,5 @@ async def miss(pg: ProcessGroup) -> str:
     return f"CollectiveTimeoutError {caught.value}"
 
 
-def test_a_barrier_that_names_ranks() -> None:
+def test_monitored_barrier_message_is_the_one_shown() -> None:
     assert is_shown(code(HANGS, "A barrier that names ranks", language="text"), run_virtual(4, miss)[0])

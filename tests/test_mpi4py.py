@@ -34,7 +34,7 @@ def spelled() -> set[str]:
 
 
 @pytest.mark.ranks(1)
-async def test_every_name_is_there_and_takes_these_arguments(pg: ProcessGroup) -> None:
+async def test_names_of_the_page_exist_with_these_arguments(pg: ProcessGroup) -> None:
     texts = spelled()
     assert len(texts) > 70
     for command in [text for text in texts if text.startswith("aiocoll run ")]:
@@ -56,7 +56,7 @@ async def test_every_name_is_there_and_takes_these_arguments(pg: ProcessGroup) -
                     inspect.signature(function).bind(*node.args, **given)
 
 
-def test_the_port_prints_what_one_process_computes(tmp_path: Path) -> None:
+def test_ported_program_prints_the_result_of_one_process(tmp_path: Path) -> None:
     u = np.zeros(1 + 50 + 1)
     u[0] = 1.0
     for _ in range(100):
@@ -71,7 +71,7 @@ def test_the_port_prints_what_one_process_computes(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_the_lowest_rank_of_the_smallest_is_found(pg: ProcessGroup) -> None:
+async def test_minloc_of_the_page_finds_the_lowest_rank(pg: ProcessGroup) -> None:
     space = await execute(code(PAGE, "MINLOC"), np=np, ReduceOp=ReduceOp)
     rank = pg.rank()
     values, ranks = await space["minloc"](pg, np.array([2.0, 3.0 - rank, rank % 2]))
@@ -97,7 +97,7 @@ async def test_window_of_rank_0_is_read_and_changed_by_all_ranks(pg: ProcessGrou
 
 
 @pytest.mark.ranks(2)
-async def test_dtypes_and_operations_of_mpi(pg: ProcessGroup) -> None:
+async def test_mpi_dtypes_and_operations_of_the_page_work(pg: ProcessGroup) -> None:
     """Structured dtypes and logical operations."""
     x = np.zeros(2, [("mass", "f8"), ("charge", "i4")])
     x["charge"] = pg.rank()

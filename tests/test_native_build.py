@@ -65,7 +65,7 @@ def wheel(source: Path, version: str = "standard", **variables: str) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A copy of what a wheel is built from."""
+    """Return a copy of the files that a wheel is built from."""
     pytest.importorskip("hatchling")
     for name in (".gitignore", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE"):
         (tmp_path / "tree").mkdir(exist_ok=True)
@@ -76,7 +76,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hook() -> dict[str, Any]:
-    """The names of the build hook."""
+    """Return the namespace of the build hook."""
     pytest.importorskip("hatchling")
     return runpy.run_path(str(ROOT / "hatch_build.py"))
 

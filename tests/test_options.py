@@ -33,7 +33,7 @@ DEFAULTS = {
 ELSEWHERE = ("PORT", "STORE", "SINGLETON", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 
 
-def test_defaults() -> None:
+def test_options_have_the_documented_defaults() -> None:
     options = GroupOptions.resolve(None, {"PATH": "/bin"})
     assert {name: getattr(options, name) for name in DEFAULTS} == DEFAULTS
 
@@ -62,25 +62,27 @@ def test_defaults() -> None:
         ("stats", "yes", True, False),
     ],
 )
-def test_explicit_beats_environment_beats_default(name: str, text: str, value: object, other: object) -> None:
+def test_explicit_option_takes_precedence_over_environment_and_default(
+    name: str, text: str, value: object, other: object
+) -> None:
     environ = {f"AIOCOLL_{name.upper()}": text}
     assert getattr(GroupOptions.resolve(None, environ), name) == value
     assert getattr(GroupOptions.resolve(GroupOptions(), environ), name) == value
     assert getattr(GroupOptions.resolve(GroupOptions(**{name: other}), environ), name) == other
 
 
-def test_an_explicit_none_beats_the_environment() -> None:
+def test_explicit_none_takes_precedence_over_the_environment() -> None:
     assert GroupOptions.resolve(GroupOptions(interface=None), {"AIOCOLL_INTERFACE": "eth0"}).interface is None
 
 
-def test_resolving_twice_changes_nothing() -> None:
+def test_options_can_be_resolved_twice() -> None:
     options = GroupOptions.resolve(GroupOptions(job_key=KEY), {"AIOCOLL_TRANSPORT": "tcp"})
     assert GroupOptions.resolve(options, {}) == options
     assert options.job_key == KEY
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_variables_of_others_are_left_alone(name: str) -> None:
+def test_variables_of_other_programs_are_ignored(name: str) -> None:
     environ = {f"AIOCOLL_{name}": "x"}
     assert GroupOptions.resolve(None, environ) == GroupOptions.resolve(None, {})
     assert environ == {f"AIOCOLL_{name}": "x"}
@@ -150,7 +152,7 @@ def test_unusable_arguments_are_named(given: dict, error: type[Exception], messa
 
 
 @pytest.mark.parametrize("port_range", [None, (31000, 31001)])
-def test_a_port_that_is_advertised_leads_to_the_only_one_there_is(port_range: tuple[int, int] | None) -> None:
+def test_advertised_port_requires_a_single_port(port_range: tuple[int, int] | None) -> None:
     said = r"advertise='10\.0\.0\.1:40000' names a port, but port_range=.* set port_range=\(40000, 40000\), or the "
     options = GroupOptions(advertise="10.0.0.1:40000", port_range=port_range)
     with pytest.raises(ValueError, match=said):
@@ -173,14 +175,14 @@ def test_key_errors_do_not_show_the_key() -> None:
     assert "'secret'" not in str(caught.value)
 
 
-def test_explicit_key_wins_and_is_utf8() -> None:
+def test_explicit_key_takes_precedence_and_is_utf8() -> None:
     environ = {"AIOCOLL_JOB_KEY": KEY}
     assert job_key(environ, "ä" * 8) == b"\xc3\xa4" * 8
     assert job_key(environ, b"\xff" * 16) == b"\xff" * 16
     assert environ == {"AIOCOLL_JOB_KEY": KEY}
 
 
-def test_no_key() -> None:
+def test_options_without_a_key_have_none() -> None:
     assert job_key({}, None) is None
 
 
@@ -193,7 +195,7 @@ def test_key_from_the_environment_is_removed_with_a_warning(caplog: pytest.LogCa
     assert KEY not in caplog.text
 
 
-def test_key_from_an_inherited_pipe() -> None:
+def test_key_is_read_from_an_inherited_pipe() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"\n\0" * 16)
     os.close(writer)
@@ -204,7 +206,7 @@ def test_key_from_an_inherited_pipe() -> None:
         os.fstat(reader)
 
 
-def test_key_that_another_process_has_read() -> None:
+def test_key_pipe_read_by_another_process_is_refused() -> None:
     reader, writer = os.pipe()
     os.close(writer)
     with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={reader}: another process has read the key; only the"):
@@ -212,12 +214,12 @@ def test_key_that_another_process_has_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "999999", "9" * 30])
-def test_descriptor_that_was_not_inherited(text: str) -> None:
+def test_key_descriptor_that_was_not_inherited_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor that this process inherited"):
         job_key({"AIOCOLL_JOB_KEY_FD": text}, None)
 
 
-def test_descriptor_that_means_another_file_by_now(tmp_path) -> None:
+def test_key_descriptor_of_another_file_is_refused(tmp_path) -> None:
     (tmp_path / "diary").write_text("dear diary, " * 4)
     with open(tmp_path / "diary", "rb") as diary:
         with pytest.raises(ValueError, match="not a pipe"):
@@ -226,7 +228,7 @@ def test_descriptor_that_means_another_file_by_now(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_key_from_a_file(tmp_path, end: str) -> None:
+def test_key_is_read_from_a_file(tmp_path, end: str) -> None:
     path = tmp_path / "key"
     path.write_bytes(f"{KEY}{end}".encode())
     path.chmod(0o600)
@@ -236,7 +238,7 @@ def test_key_from_a_file(tmp_path, end: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o601])
-def test_key_file_open_to_others(tmp_path, mode: int) -> None:
+def test_key_file_open_to_others_is_refused(tmp_path, mode: int) -> None:
     path = tmp_path / "key"
     path.write_text(KEY)
     path.chmod(mode)
@@ -244,7 +246,7 @@ def test_key_file_open_to_others(tmp_path, mode: int) -> None:
         job_key({"AIOCOLL_JOB_KEY_FILE": str(path)}, None)
 
 
-def test_key_file_that_cannot_be_trusted(tmp_path) -> None:
+def test_untrusted_key_file_is_refused(tmp_path) -> None:
     path = tmp_path / "key"
     path.write_text(KEY)
     path.chmod(0o600)
@@ -263,7 +265,7 @@ def test_key_file_that_cannot_be_trusted(tmp_path) -> None:
         read_key_file(str(path))
 
 
-def test_key_file_of_another_user(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_of_another_user_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "key"
     path.write_text(KEY)
     path.chmod(0o600)
@@ -277,7 +279,7 @@ def test_key_file_of_another_user(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
     ("value", "expected"),
     [(0, 0.0), (3, 3.0), (0.5, 0.5), (timedelta(minutes=2), 120.0), (math.inf, math.inf), (10**400, math.inf)],
 )
-def test_seconds(value: float | timedelta, expected: float) -> None:
+def test_seconds_accepts_real_numbers(value: float | timedelta, expected: float) -> None:
     assert seconds(value, "timeout") == expected
     assert type(seconds(value, "timeout")) is float
 
@@ -288,12 +290,12 @@ def test_seconds_of_none_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, -0.001, math.nan, -math.inf, timedelta(seconds=-1)])
-def test_seconds_out_of_range(value: float | timedelta) -> None:
+def test_seconds_out_of_range_is_refused(value: float | timedelta) -> None:
     with pytest.raises(ValueError, match=r"timeout=.* must be >= 0 seconds"):
         seconds(value, "timeout")
 
 
 @pytest.mark.parametrize("value", ["3", True, [1]])
-def test_seconds_of_something_else(value: object) -> None:
+def test_seconds_of_another_type_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match=f"timeout must be seconds, a timedelta or None, not {type(value).__name__}"):
         seconds(value, "timeout")

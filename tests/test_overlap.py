@@ -41,7 +41,7 @@ async def test_gradients_are_the_averages(pg: ProcessGroup, bucket_bytes: int) -
 
 
 @pytest.mark.ranks(2)
-async def test_ranks_learn_the_same_from_different_data(pg: ProcessGroup) -> None:
+async def test_ranks_learn_equal_weights_from_different_data(pg: ProcessGroup) -> None:
     from aiocoll.torch import Overlap
 
     class Optimizer:
@@ -93,7 +93,7 @@ async def test_unused_parameters_count_as_zero_or_keep_no_gradient(pg: ProcessGr
 
 
 @pytest.mark.ranks(2)
-async def test_compressed_gradients_and_buffers(pg: ProcessGroup) -> None:
+async def test_gradients_can_be_compressed_and_buffers_broadcast(pg: ProcessGroup) -> None:
     from aiocoll.torch import Overlap
 
     layer = torch.nn.Linear(2, 1, bias=False)
@@ -107,7 +107,7 @@ async def test_compressed_gradients_and_buffers(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.slow
-def test_the_program_of_the_page_says_what_it_shows(tmp_path: Path) -> None:
+def test_program_of_the_page_prints_the_shown_output(tmp_path: Path) -> None:
     write(files(PAGE), tmp_path)
     _, measure = commands(PAGE)
     # A smaller model than the one whose times are on the page.

@@ -69,7 +69,7 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 @pytest.mark.slow
-def test_the_source_archive_has_all_of_the_source_and_builds_the_wheel_from_itself(tmp_path: Path) -> None:
+def test_source_archive_is_complete_and_builds_the_wheel(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     with unpacked(tmp_path) as (archive, folder):
         assert archive.name == f"aiocoll-{VERSION}.tar.gz"
@@ -97,13 +97,13 @@ def test_the_source_archive_has_all_of_the_source_and_builds_the_wheel_from_itse
     assert "[pytest11]\naiocoll = aiocoll.testing.plugin" in entries
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_version_matches_the_package() -> None:
     import aiocoll
 
     assert aiocoll.__version__ == VERSION
 
 
-def test_the_classifiers_name_the_versions_that_are_tested() -> None:
+def test_classifiers_name_the_tested_versions() -> None:
     versions = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)}
     makefile = (ROOT / "Makefile").read_text()
     for target in ("matrix", "release-check"):
@@ -121,17 +121,17 @@ def test_installation_page_lists_every_extra() -> None:
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == said
 
 
-def test_what_the_plugin_needs_is_an_extra() -> None:
+def test_plugin_dependencies_are_an_extra() -> None:
     extras = {name: set(needs) for name, needs in PROJECT["optional-dependencies"].items()}
     assert {re.split(r"[>=]", each)[0] for each in extras["testing"]} == {"pytest", "pytest-asyncio"}
     assert extras["testing"] <= extras["dev"]
 
 
-def test_a_release_is_checked_with_every_public_module() -> None:
+def test_release_check_imports_every_public_module() -> None:
     assert set(public_names.MODULES) <= set(release.MODULES)
 
 
-def test_a_release_check_installs_what_this_python_can(tmp_path: Path) -> None:
+def test_release_check_installs_packages_available_for_this_python(tmp_path: Path) -> None:
     names = [
         "aiocoll-9-cp311-abi3-manylinux_2_28_mips.whl",
         f"aiocoll-9-cp311-abi3-manylinux_2_28_{platform.machine()}.whl",
@@ -143,19 +143,19 @@ def test_a_release_check_installs_what_this_python_can(tmp_path: Path) -> None:
     assert [path.name for path in release.installable(tmp_path)] == names[1:]
 
 
-def test_a_release_check_without_anything_to_check_fails(tmp_path: Path) -> None:
+def test_release_check_without_archives_fails(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "dist"):
         with pytest.raises(SystemExit, match=r"there is nothing in .*: make dist"):
             release.main(str(folder))
 
 
-def test_the_program_of_a_release_check_is_that_of_the_readme() -> None:
+def test_release_check_program_is_that_of_the_readme() -> None:
     program, printed = release.first_program()
     assert "aiocoll.new_group()" in program
     assert [line[:3] for line in printed] == ["[0]", "[1]"]
 
 
-def test_the_checklist_names_targets_that_there_are() -> None:
+def test_release_checklist_names_existing_targets() -> None:
     page = (ROOT / "docs" / "releasing.md").read_text()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([\w-]+)", page, re.MULTILINE))

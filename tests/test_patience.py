@@ -28,13 +28,13 @@ async def expiry(seconds: float, arrived: Callable[[], bool] = lambda: False) ->
     return loop.time(), patience
 
 
-def test_expires_after_its_seconds() -> None:
+def test_timeout_expires_after_its_seconds() -> None:
     when, patience = virtual(lambda: expiry(4.5))
     assert when == pytest.approx(4.5)
     assert patience.blocked == 0
 
 
-def test_blocked_loop_uses_up_one_turn() -> None:
+def test_blocked_loop_uses_up_one_iteration() -> None:
     async def program() -> tuple[float, Patience]:
         loop = asyncio.get_running_loop()
         loop.call_later(1.0, loop.jump, 100.0)
@@ -46,7 +46,7 @@ def test_blocked_loop_uses_up_one_turn() -> None:
 
 
 @pytest.mark.parametrize(("messages", "extra"), [(0, 0.0), (1, 0.1), (3, 0.3), (100, 0.3)])
-def test_message_that_has_arrived_puts_it_off(messages: int, extra: float) -> None:
+def test_message_that_has_arrived_extends_the_timeout(messages: int, extra: float) -> None:
     """Three times at most: a stranger that always has another byte does not stay."""
     left = iter(range(messages))
     when, _ = virtual(lambda: expiry(4.5, lambda: next(left, None) is not None))

@@ -58,12 +58,12 @@ def child() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
             process.kill()
 
 
-def test_this_process_runs() -> None:
+def test_this_process_is_running() -> None:
     assert this_process().pid == os.getpid()
     assert state(this_process()) == "running"
 
 
-def test_a_process_stops_goes_on_and_ends() -> None:
+def test_process_states_are_observed_from_stop_to_end() -> None:
     with child() as (process, identity):
         assert identity.namespace == this_process().namespace
         assert state(identity) in ("sleeping", "running")
@@ -78,7 +78,7 @@ def test_a_process_stops_goes_on_and_ends() -> None:
         assert state(identity) == GONE
 
 
-def test_a_later_process_of_the_same_number_is_another_one() -> None:
+def test_later_process_with_a_reused_pid_is_another_one() -> None:
     assert state(this_process()._replace(started=this_process().started - 1)) == GONE
 
 
@@ -123,7 +123,7 @@ def faults(number: int, *names: str) -> Iterator[None]:
 @pytest.mark.parametrize("number", OWN_ERRORS)
 @pytest.mark.parametrize("names", [("open",), ("select.poll",), ("os.kill",), ("open", "os.kill"), ("os.stat", "open")])
 @pytest.mark.parametrize("with_pidfd", [False, True])
-def test_living_process_is_never_gone_whatever_the_observer_lacks(
+def test_living_process_is_never_reported_gone(
     number: int, names: tuple[str, ...], with_pidfd: bool, living: tuple[ProcessId, PidFd]
 ) -> None:
     with faults(number, *names):
@@ -132,13 +132,13 @@ def test_living_process_is_never_gone_whatever_the_observer_lacks(
 
 @pytest.mark.parametrize("number", OWN_ERRORS)
 @pytest.mark.parametrize("names", [("open",), ("select.poll",), ("select.poll", "open"), ("os.kill",)])
-def test_one_proof_is_enough(number: int, names: tuple[str, ...], ended: tuple[ProcessId, PidFd]) -> None:
+def test_single_proof_of_an_end_is_enough(number: int, names: tuple[str, ...], ended: tuple[ProcessId, PidFd]) -> None:
     with faults(number, *names):
         assert state(*ended) == GONE
 
 
 @pytest.mark.parametrize("number", OWN_ERRORS)
-def test_nothing_observed_proves_nothing(number: int, ended: tuple[ProcessId, PidFd]) -> None:
+def test_missing_observations_prove_nothing(number: int, ended: tuple[ProcessId, PidFd]) -> None:
     with faults(number, "open", "select.poll", "os.kill"):
         assert state(*ended) == UNKNOWN
 
@@ -173,7 +173,7 @@ def test_process_of_another_namespace_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1 << 40, -(1 << 70)])
-def test_number_that_no_process_has_is_unknown(pid: int) -> None:
+def test_unused_pid_is_unknown(pid: int) -> None:
     """It comes from a peer's card, and means a group of processes to `kill`."""
     assert state(this_process()._replace(pid=pid)) == UNKNOWN
 
@@ -190,7 +190,7 @@ def test_pidfd_shows_the_end_of_a_zombie() -> None:
         assert pidfd.has_ended() is None
 
 
-def test_end_is_seen_where_python_cannot_signal_by_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_is_detected_without_pidfd_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python that was built with headers of an older kernel."""
     with child() as (process, identity):
         pidfd = open_pidfd(identity)
@@ -203,7 +203,7 @@ def test_end_is_seen_where_python_cannot_signal_by_pidfd(monkeypatch: pytest.Mon
         pidfd.close()
 
 
-def test_other_file_under_the_number_of_a_pidfd_proves_nothing() -> None:
+def test_another_file_at_a_pidfds_number_proves_nothing() -> None:
     """A program may close all descriptors and open others."""
     with child() as (_, identity):
         pidfd = open_pidfd(identity)
@@ -222,7 +222,7 @@ def test_other_file_under_the_number_of_a_pidfd_proves_nothing() -> None:
 
 
 @pytest.mark.skipif(SYS_EXIT is None, reason="the number of the system call is not known for this processor")
-def test_process_whose_main_thread_has_ended_lives() -> None:
+def test_process_with_an_ended_main_thread_is_alive() -> None:
     program = f"""
 import ctypes, sys, threading
 from aiocoll.process import this_process
@@ -246,11 +246,11 @@ ctypes.CDLL(None).syscall({SYS_EXIT}, 0)
     pidfd.close()
 
 
-def test_no_pidfd_of_a_later_process_of_the_same_number() -> None:
+def test_pidfd_of_a_later_process_with_a_reused_pid_is_not_opened() -> None:
     assert open_pidfd(this_process()._replace(started=this_process().started - 1)) is None
 
 
-def test_process_at_the_other_end_of_a_unix_socket() -> None:
+def test_unix_socket_identifies_the_peer_process() -> None:
     one, other = socket.socketpair()
     with one, other:
         assert peer_id(one) == this_process()

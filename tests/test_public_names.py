@@ -7,7 +7,7 @@ import difflib
 from .public_names import RECORD, public_names
 
 
-def test_the_public_names_are_those_on_record() -> None:
+def test_public_names_match_the_record() -> None:
     recorded = RECORD.read_text().splitlines()
     difference = [line for line in difflib.ndiff(recorded, public_names()) if line[0] in "+-"]
     assert not difference, "\n".join(

@@ -39,13 +39,13 @@ def mapped() -> list[Path]:
     return [folder / name for folder, names in rows() for name in names]
 
 
-def test_every_path_of_the_map_exists_and_is_there_once() -> None:
+def test_map_paths_exist_and_are_unique() -> None:
     wrong = {str(path.relative_to(ROOT)) for path in mapped() if not path.exists()}
     assert not wrong
     assert len(set(mapped())) == len(mapped())
 
 
-def test_the_map_has_everything_at_the_top_of_the_package_in_the_order_of_the_layers() -> None:
+def test_map_has_all_top_level_modules_in_layer_order() -> None:
     """A row has modules of one layer, so that each imports only what is in rows below its own."""
     package = ROOT / "aiocoll"
     layers = [{module(name) for name in names} for folder, names in rows() if folder == package]
@@ -66,26 +66,26 @@ def test_readme_fits_two_screens() -> None:
     assert len(README.splitlines()) <= 140
 
 
-def test_paths_in_the_text_exist() -> None:
+def test_readme_paths_exist() -> None:
     """Those of the files that the README names: a page, a program, a table, a test."""
     named = set(re.findall(r"(?<![\w/.-])((?:docs|examples|bench|tests)/[\w./-]*\w)", README))
     assert len(named) > 10
     assert {name for name in named if "/.venvs" not in name and not (ROOT / name).exists()} == set()
 
 
-def test_nothing_in_it_breaks_on_another_page() -> None:
+def test_readme_works_on_a_package_index() -> None:
     """A package index shows the README alone: a link to a file beside it leads nowhere there."""
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"] == "README.md"
     assert [target for target in re.findall(r"\]\(([^)]*)\)", README) if not re.match("https://|#", target)] == []
 
 
-def test_it_begins_with_what_to_type() -> None:
+def test_readme_begins_with_the_commands() -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert [line.split("  ")[0] for line in blocks[0].splitlines()] == ["make demo", "make test"]
     assert "pip install .\n" in blocks
 
 
-def test_the_help_of_the_package_is_for_its_users() -> None:
+def test_package_help_is_for_users() -> None:
     said = aiocoll.__doc__ or ""
     assert "await pg.allreduce(x)" in said
     assert "layer" not in said
@@ -94,7 +94,7 @@ def test_the_help_of_the_package_is_for_its_users() -> None:
     assert set(aiocoll.__all__) - errors - listed == set(), "every public name but the exceptions"
 
 
-def test_the_help_of_the_package_opens_with_the_first_program() -> None:
+def test_package_help_opens_with_the_first_program() -> None:
     program = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[0]
     assert len([line for line in program.splitlines() if line]) <= 12
     lines = (ROOT / "examples" / "hello.py").read_text().splitlines()
@@ -103,7 +103,7 @@ def test_the_help_of_the_package_opens_with_the_first_program() -> None:
     assert opening.split("\n\n", 1)[1].startswith(textwrap.indent(program, "    "))
 
 
-def test_the_guide_has_every_option() -> None:
+def test_guide_has_every_option() -> None:
     guide = (ROOT / "docs" / "guide.md").read_text()
     options = aiocoll.GroupOptions.__dataclass_fields__
     assert {name for name in options if f"| `{name}` | `AIOCOLL_" not in guide} == set()

@@ -27,7 +27,7 @@ def registry() -> Registry[object]:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path with a distribution that has two entry points, one of which fails."""
+    """Return a folder on the path: its distribution has two entry points, one of which fails."""
     monkeypatch.syspath_prepend(str(tmp_path))
     info = tmp_path / "gadgets-1.0.dist-info"
     info.mkdir()
@@ -88,7 +88,7 @@ def test_unknown_name_is_refused_with_the_known_ones(registry: Registry[object])
         registry.get("none")
 
 
-def test_unknown_name_of_a_known_package_says_what_to_install(registry: Registry[object]) -> None:
+def test_unknown_name_of_a_known_package_names_the_package_to_install(registry: Registry[object]) -> None:
     with pytest.raises(ValueError, match="gadget 'other' is not known; install gadgets-extra"):
         registry.get("other")
 

@@ -72,7 +72,7 @@ def build(tree: Path) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree whose site has been built."""
+    """Return a copy of the tree with its site built."""
     copy = tmp_path_factory.mktemp("site")
     for name in TAKEN:
         if (ROOT / name).is_dir():
@@ -119,7 +119,7 @@ def resolved(name: str) -> Any:
         return None
 
 
-def test_every_public_name_is_in_the_reference(tree: Path) -> None:
+def test_reference_has_every_public_name(tree: Path) -> None:
     there = described(tree)
     names = recorded()
     assert len(names) > 500
@@ -127,7 +127,7 @@ def test_every_public_name_is_in_the_reference(tree: Path) -> None:
     assert [name for name in ("aiocoll.nothing", "aiocoll.Work.nothing") if places(name) & there] == []
 
 
-def test_a_call_is_told_with_all_that_it_takes_and_costs(tree: Path) -> None:
+def test_reference_of_a_call_has_arguments_and_cost(tree: Path) -> None:
     page = (tree / "build/reference/group.html").read_text()
     call = page[page.index('id="aiocoll.ProcessGroup.allreduce"') : page.index('id="aiocoll.ProcessGroup.reduce"')]
     sections = re.findall(r'<dt class="field-\w+">(\w+)<', call)
@@ -136,7 +136,7 @@ def test_a_call_is_told_with_all_that_it_takes_and_costs(tree: Path) -> None:
         assert part in call
 
 
-def test_links_lead_somewhere(tree: Path) -> None:
+def test_site_links_have_targets(tree: Path) -> None:
     """In the built pages: to files, and to places on pages; those to elsewhere are looked at, and not followed.
 
     Sources are left out: the links back that Sphinx writes there miss what the reference has by another name.
@@ -158,7 +158,7 @@ def test_links_lead_somewhere(tree: Path) -> None:
     assert wrong == []
 
 
-def test_names_of_pages_are_links(tree: Path) -> None:
+def test_page_names_are_links(tree: Path) -> None:
     page = (tree / "build/architecture.html").read_text()
     assert re.search(r'<a [^>]*href="wire.html"[^>]*><code[^>]*><span class="pre">docs/wire.md<', page)
     assert re.search(r'href="project/CONTRIBUTING.html"', (tree / "build/index.html").read_text())
@@ -166,7 +166,7 @@ def test_names_of_pages_are_links(tree: Path) -> None:
 
 @pytest.mark.skipif(executable() is None, reason=MISSING)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_the_pages_in_a_browser(tree: Path, tmp_path: Path, width: int) -> None:
+def test_pages_fit_the_browser_and_load_nothing_external(tree: Path, tmp_path: Path, width: int) -> None:
     """Each fits the window, says nothing, and loads nothing from elsewhere; light and dark they are readable."""
     site = tree / "build"
     pages = [path for path in site.rglob("*.html") if "_modules" not in path.parts]
@@ -192,7 +192,7 @@ def test_the_pages_in_a_browser(tree: Path, tmp_path: Path, width: int) -> None:
     assert papers["dark"] < 0.1
 
 
-def test_a_page_outside_of_the_tree_fails_the_build(tree: Path) -> None:
+def test_page_outside_of_the_tree_fails_the_build(tree: Path) -> None:
     page = tree / "docs" / "orphan.md"
     page.write_text("# A page\n\n[One that is not there](nothing.md), [no heading](guide.md#nothing)\n")
     said = build(tree)
@@ -204,7 +204,7 @@ def test_a_page_outside_of_the_tree_fails_the_build(tree: Path) -> None:
     assert build(tree) == ""
 
 
-def test_a_reference_to_a_name_that_is_not_there_fails_the_build(tree: Path) -> None:
+def test_reference_to_a_missing_name_fails_the_build(tree: Path) -> None:
     page = tree / "docs" / "reference" / "works.rst"
     text = page.read_text()
     page.write_text(f"{text}\n`ProcessGroup.allreduce`, `ProcessGroup.nothing`\n")
@@ -214,7 +214,7 @@ def test_a_reference_to_a_name_that_is_not_there_fails_the_build(tree: Path) -> 
     assert "ProcessGroup.allreduce" not in said
 
 
-def test_the_site_has_no_code_of_its_own() -> None:
+def test_site_has_no_untested_code() -> None:
     """What pages and docstrings show, other tests run."""
     known = {
         "autoclass",

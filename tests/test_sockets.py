@@ -34,7 +34,7 @@ SO_MAX_PACING_RATE, UNLIMITED = 47, (1 << 64) - 1
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection on loopback."""
+    """Return both ends of a loopback connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as here,
@@ -57,12 +57,12 @@ def option(sock: socket.socket, number: int) -> int:
 
 
 @pytest.mark.skipif(not knows_rto_max(), reason="this kernel is older than 6.15")
-def test_after_an_outage_it_is_tried_again_within_a_second(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_retransmission_after_an_outage_is_within_a_second(pair: tuple[socket.socket, socket.socket]) -> None:
     retry_soon(pair[0])
     assert option(pair[0], TCP_RTO_MAX_MS) == 1000
 
 
-def test_an_older_kernel_is_left_alone(
+def test_older_kernel_gets_no_unknown_options(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "_TCP_RTO_MAX_MS", 444)
@@ -70,7 +70,7 @@ def test_an_older_kernel_is_left_alone(
     assert option(pair[0], socket.TCP_NODELAY) == 1
 
 
-def test_no_connection_of_a_rank_ends_because_its_reader_takes_nothing(
+def test_rank_connection_survives_a_stopped_reader(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     retry_soon(pair[0])
@@ -80,7 +80,7 @@ def test_no_connection_of_a_rank_ends_because_its_reader_takes_nothing(
     assert (option(pair[0], socket.TCP_KEEPIDLE), option(pair[0], socket.TCP_KEEPINTVL)) == (1, 1)
 
 
-def test_the_connections_of_a_store_outlive_an_outage_at_both_ends() -> None:
+def test_store_connections_survive_an_outage_at_both_ends() -> None:
     with address.listen("127.0.0.1", 0, None) as listener:
         listener.setblocking(True)
         with address.StoreEndpoint(socket.AF_INET, listener.getsockname()).socket() as client:
@@ -93,7 +93,7 @@ def test_the_connections_of_a_store_outlive_an_outage_at_both_ends() -> None:
                         assert option(sock, TCP_RTO_MAX_MS) == 1000
 
 
-def test_the_other_end_of_loopback_is_on_this_host(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_loopback_peer_is_on_this_host(pair: tuple[socket.socket, socket.socket]) -> None:
     assert not any(map(between_hosts, pair))
     for sock in (unix := socket.socketpair()):
         assert not between_hosts(sock)
@@ -110,7 +110,7 @@ def test_the_other_end_of_loopback_is_on_this_host(pair: tuple[socket.socket, so
         (2, 1, 60_000, 60_000, 0.0),  # time has passed, as for a host that was paused
     ],
 )
-def test_silence_is_time_with_questions(
+def test_silence_is_the_time_with_unanswered_probes(
     pair: tuple[socket.socket, socket.socket],
     monkeypatch: pytest.MonkeyPatch,
     sent_again: int,
@@ -130,7 +130,7 @@ def test_silence_is_time_with_questions(
     assert silence(pair[0]) == 0.0
 
 
-def test_the_kernel_knows_the_round_trip(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_round_trip_time_is_read_from_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
     here.sendall(b"x")
     assert there.recv(1) == b"x"
@@ -140,14 +140,14 @@ def test_the_kernel_knows_the_round_trip(pair: tuple[socket.socket, socket.socke
         assert 1e-6 <= round_trip(end) < 1.0
 
 
-def test_a_connection_that_sends_in_bursts_is_not_bbr() -> None:
+def test_bursty_connection_does_not_use_bbr() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as here:
         send_in_bursts(here)
         here.connect(listener.getsockname())
         assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
 
 
-def test_a_connection_that_sends_evenly_has_a_limit_that_it_never_reaches() -> None:
+def test_paced_connection_has_an_unreachable_rate_limit() -> None:
     """On older kernels, too, which take 32 bits of it: all of them set is no limit there."""
     with socket.socket() as sock:
         assert pacing_rate(sock) == UNLIMITED
@@ -160,14 +160,14 @@ def pacing_rate(sock: socket.socket) -> int:
     return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8), sys.byteorder)
 
 
-def test_the_window_is_no_more_than_the_buffer_holds(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_send_window_is_limited_by_the_buffer(pair: tuple[socket.socket, socket.socket]) -> None:
     here, _ = pair
     before = window(here)
     here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # as little as the kernel permits
     assert window(here) == here.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 4 < before
 
 
-def test_the_kernel_knows_the_window(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_congestion_window_is_read_from_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
     """Ten packets at first (RFC 6928), of at least the bytes that every network carries."""
     before = window(pair[0])
     assert 10 * 536 <= before <= 10 * (1 << 16)

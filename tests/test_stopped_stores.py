@@ -178,7 +178,7 @@ async def init_process_group(store: StoppingStore, stop: Callable[[], None], tim
 
 
 async def second_group(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
-    """A call that waits while an earlier one, which has more time, meets the other ranks."""
+    """Let a call wait while an earlier call with a longer timeout meets the other ranks."""
 
     async def rank(number: int) -> None:
         first = asyncio.create_task(_opened(new_group(store=store, rank=number, world_size=2, timeout=3 * TIMEOUT)))
@@ -227,7 +227,7 @@ async def merge(store: StoppingStore, stop: Callable[[], None], timed: Timed) ->
 
 
 def _mend(size: int, replaced: bool, wait: float) -> Scenario:
-    """The last rank leaves; the others go on, with a newcomer or without one."""
+    """Close the last rank; the others continue, with or without a newcomer."""
 
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
         begun, running = asyncio.Barrier(size), asyncio.Event()
@@ -427,7 +427,7 @@ class StoppingKeyValueStore(MinimalStore):
 
 @pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("call", WAITS)
-def test_users_store_that_stops(call: str, prefixed: bool) -> None:
+def test_call_ends_if_a_users_store_stops(call: str, prefixed: bool) -> None:
     async def main(last: int) -> tuple[int, list[BaseException]]:
         store = StoppingKeyValueStore({})
         store.timeout = TIMEOUT
@@ -484,7 +484,7 @@ def stopped_server(monkeypatch: pytest.MonkeyPatch) -> StoppedServer:
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_tcp_store_that_stops(call: str, stopped_server: StoppedServer) -> None:
+async def test_call_ends_if_a_tcp_store_stops(call: str, stopped_server: StoppedServer) -> None:
     """The server stops before the client has connected, or at its request."""
 
     async def store_stops(last: int, opened: bool) -> None:
@@ -508,7 +508,7 @@ async def aclosing_store(store: Any) -> AsyncIterator[Any]:
     await Timed(0.0)(store.aclose())
 
 
-async def test_tcp_store_opens_in_time(stopped_server: StoppedServer) -> None:
+async def test_tcp_store_that_stops_ends_the_opening_in_time(stopped_server: StoppedServer) -> None:
     async with TCPStore("127.0.0.1", 0, is_master=True) as master:
         stopped_server.left[master.port] = 0
         timed = Timed(SHORT)
@@ -517,7 +517,7 @@ async def test_tcp_store_opens_in_time(stopped_server: StoppedServer) -> None:
         stopped_server.left[master.port] = inf
 
 
-async def test_ranks_of_a_meeting_that_stops(stopped_server: StoppedServer) -> None:
+async def test_ranks_of_a_stopped_meeting_end_in_time(stopped_server: StoppedServer) -> None:
     """Wherever it stops: ranks and a newcomer end in time."""
 
     async def meeting_stops(last: int) -> None:
@@ -551,7 +551,9 @@ def locked_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_file_store_whose_lock_is_held(call: str, tmp_path: Path, locked_files: dict[str, float]) -> None:
+async def test_call_ends_if_the_lock_of_a_file_store_is_held(
+    call: str, tmp_path: Path, locked_files: dict[str, float]
+) -> None:
     path = str(tmp_path / "store")
     store = FileStore(path, timeout=SHORT)
     await fill(store)
@@ -562,7 +564,7 @@ async def test_file_store_whose_lock_is_held(call: str, tmp_path: Path, locked_f
     await Timed(0.0)(store.aclose())
 
 
-async def test_ranks_that_meet_in_a_file_whose_lock_is_held(tmp_path: Path, locked_files: dict[str, float]) -> None:
+async def test_rendezvous_ends_if_the_lock_of_its_file_is_held(tmp_path: Path, locked_files: dict[str, float]) -> None:
     """Wherever it is taken: both ranks end in time."""
 
     async def lock_is_held(last: int) -> list[BaseException]:
@@ -583,7 +585,7 @@ async def test_ranks_that_meet_in_a_file_whose_lock_is_held(tmp_path: Path, lock
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_redis_store_that_never_answers(call: str) -> None:
+async def test_call_ends_if_a_redis_store_never_answers(call: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}", timeout=SHORT)
         timed = Timed(SHORT)
@@ -593,7 +595,7 @@ async def test_redis_store_that_never_answers(call: str) -> None:
 
 
 @pytest.mark.parametrize("last", [0, 3])
-def test_blocking_group_whose_store_stops(last: int) -> None:
+def test_blocking_group_ends_if_its_store_stops(last: int) -> None:
     store = StoppingStore()
     store.stop_at(last)
     with pytest.raises(RendezvousError, match="StoppingStore does not answer"):
@@ -647,7 +649,7 @@ def test_every_public_call_with_a_timeout_is_exercised() -> None:
 
 
 @pytest.mark.parametrize("last", [0, 4])
-def test_run_of_ranks_whose_store_stops(last: int) -> None:
+def test_run_ranks_ends_if_its_store_stops(last: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
 

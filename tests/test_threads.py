@@ -93,7 +93,7 @@ async def close(groups: list[ProcessGroup]) -> None:
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_many_threads_wait_for_one_work(pg: ProcessGroup) -> None:
+async def test_many_threads_can_wait_for_one_work(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     work = pg.allreduce(tensor := np.full(5, pg.rank())) if pg.rank() else pg.recv_object(1)
     with ThreadPoolExecutor(4) as threads:
@@ -112,7 +112,7 @@ async def test_many_threads_wait_for_one_work(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_threads_call_through_the_loop(pg: ProcessGroup) -> None:
+async def test_threads_can_call_through_the_loop(pg: ProcessGroup) -> None:
     rounds = 10
     loop = asyncio.get_running_loop()
 
@@ -129,7 +129,7 @@ async def test_threads_call_through_the_loop(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_thread_hears_of_a_failure(pg: ProcessGroup) -> None:
+async def test_waiting_thread_gets_the_failure(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     work = pg.allreduce(1, timeout=0.05) if pg.rank() == 0 else None
     if work is not None:
@@ -141,7 +141,7 @@ async def test_a_thread_hears_of_a_failure(pg: ProcessGroup) -> None:
         await pg.wait_revoked()
 
 
-async def test_a_failure_that_a_thread_waits_for_is_no_news_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failure_retrieved_by_a_thread_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     store = HashStore()
     loop = asyncio.get_running_loop()
     first, second = await asyncio.gather(*(new_group(store=store, rank=rank, world_size=2) for rank in range(2)))
@@ -158,7 +158,7 @@ async def test_a_failure_that_a_thread_waits_for_is_no_news_at_the_end(caplog: p
 
 
 @pytest.mark.ranks(2)
-async def test_a_thread_that_gave_up_is_forgotten(pg: ProcessGroup) -> None:
+async def test_thread_that_gave_up_leaves_no_record(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     work = pg.recv(np.zeros(1), 1 - pg.rank())
     for limit in (0, -1, 0.01, timedelta(milliseconds=1)):
@@ -175,7 +175,7 @@ async def test_a_thread_that_gave_up_is_forgotten(pg: ProcessGroup) -> None:
 
 @pytest.mark.filterwarnings("ignore:group 'world.0' was not shut down:ResourceWarning")
 @pytest.mark.parametrize("tidy", [False, True])
-def test_a_loop_that_is_closed_ends_the_waiting(tidy: bool) -> None:
+def test_closed_loop_ends_the_wait_of_threads(tidy: bool) -> None:
     """By the end of the group, if the loop could close it."""
     error = GroupClosedError if tidy else RuntimeError
     text = "was closed by this rank" if tidy else "has not ended, and its event loop was closed"
@@ -201,7 +201,7 @@ async def calling_back(work: Work[Any]) -> None:
         await asyncio.sleep(0)
 
 
-def test_what_has_ended_can_be_had_after_the_loop() -> None:
+def test_finished_work_can_be_read_after_the_loop() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         works = [elsewhere.run(calling(pg.allreduce, 2.5)) for pg in groups]
@@ -213,7 +213,7 @@ def test_what_has_ended_can_be_had_after_the_loop() -> None:
         failed.wait()
 
 
-def test_a_loop_that_has_stopped_may_go_on() -> None:
+def test_stopped_loop_may_continue() -> None:
     loop = asyncio.new_event_loop()
     groups = loop.run_until_complete(pair())
     work = loop.run_until_complete(calling(groups[0].allreduce, 1))
@@ -229,7 +229,7 @@ def test_a_loop_that_has_stopped_may_go_on() -> None:
     loop.close()
 
 
-def test_a_forked_child_does_not_wait() -> None:
+def test_forked_child_does_not_wait() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         work = elsewhere.run(calling(groups[0].allreduce, 1))
@@ -238,7 +238,7 @@ def test_a_forked_child_does_not_wait() -> None:
         elsewhere.run(close(groups))
 
 
-def test_an_interrupt_ends_the_waiting_and_nothing_else() -> None:
+def test_interrupt_ends_only_the_wait() -> None:
     """Only the main thread gets it."""
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
@@ -262,7 +262,7 @@ def test_an_interrupt_ends_the_waiting_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_call_from_another_thread_is_told_the_way(inside: bool) -> None:
+def test_call_from_another_thread_is_refused_with_a_remedy(inside: bool) -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
 
@@ -278,7 +278,7 @@ def test_a_call_from_another_thread_is_told_the_way(inside: bool) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS[1:])
-def test_two_loops_in_two_threads_are_two_ranks(transport: str) -> None:
+def test_two_loops_in_two_threads_can_be_two_ranks(transport: str) -> None:
     async def rank(port: int, number: int) -> list[Any]:
         store = TCPStore("127.0.0.1", port, timeout=30)
         async with new_group(store=store, rank=number, world_size=4, options=options(transport)) as pg:
@@ -312,7 +312,7 @@ def code_in(error: BaseException) -> list[str]:
     return re.findall("`([^`]+)`", str(error))
 
 
-def test_what_a_call_from_another_thread_is_told_to_write_works() -> None:
+def test_remedy_for_a_call_from_another_thread_works() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         other = elsewhere.run(calling(groups[1].allreduce, 2.0))
@@ -325,7 +325,7 @@ def test_what_a_call_from_another_thread_is_told_to_write_works() -> None:
         elsewhere.run(close(groups))
 
 
-def test_what_an_await_in_another_loop_is_told_to_write_works() -> None:
+def test_remedy_for_an_await_in_another_loop_works() -> None:
     async def waits(work: Work[Any]) -> Any:
         return await work
 
@@ -360,7 +360,7 @@ def _by_trio(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
     [(_by_hand, r"no asyncio event loop is running; .* asyncio\.run\(main\(\)\)"), (_by_trio, "trio is running, but")],
 )
 @pytest.mark.parametrize("what", ["group", "hash", "tcp", "file"])
-def test_a_loop_that_is_not_asyncios_is_told_of(
+def test_loop_of_another_library_is_refused_by_name(
     what: str, run: Callable[[Any], None], told: str, tmp_path: Path
 ) -> None:
     async def main() -> None:

@@ -32,7 +32,7 @@ KEY = b"a key of this test and no other"
 @pytest.mark.parametrize(
     ("encryption", "here", "elsewhere"), [("auto", False, True), ("tls", True, True), ("none", False, False)]
 )
-def test_what_is_encrypted(encryption: str, here: bool, elsewhere: bool) -> None:
+def test_encryption_follows_the_option_and_the_hosts(encryption: str, here: bool, elsewhere: bool) -> None:
     assert [is_encrypted(encryption, host) for host in ("127.0.0.1", "::1", "localhost")] == [here] * 3
     assert [is_encrypted(encryption, host) for host in ("10.0.0.1", "fd77::1", "0.0.0.0")] == [elsewhere] * 3
 
@@ -41,18 +41,18 @@ def another_process() -> Tls:
     return of_this_process.__wrapped__()
 
 
-def test_every_process_has_a_certificate_and_a_key_of_its_own() -> None:
+def test_process_has_its_own_certificate_and_key() -> None:
     made = [another_process() for _ in range(3)]
     assert len({each.certificate for each in made}) == 3
     assert of_this_process() is of_this_process()
 
 
-def test_a_binding_is_the_hash_of_the_certificate() -> None:
+def test_binding_is_the_hash_of_the_certificate() -> None:
     assert binding(b"x") == hashlib.sha256(b"x").digest()
     assert binding(None) == b""
 
 
-async def test_a_socket_whose_other_end_is_gone_is_closed() -> None:
+async def test_socket_of_a_lost_peer_is_closed() -> None:
     """Before it is secured, when only `wrap_socket` has it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with socket.create_connection(listener.getsockname()) as client:
@@ -64,7 +64,7 @@ async def test_a_socket_whose_other_end_is_gone_is_closed() -> None:
         gc.collect()  # a socket that was not closed complains
 
 
-def test_no_file_is_left_of_the_private_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_key_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[tuple[str, int]] = []
 
     load = ssl.SSLContext.load_cert_chain
@@ -83,7 +83,7 @@ def test_no_file_is_left_of_the_private_key(monkeypatch: pytest.MonkeyPatch) -> 
     assert not os.path.exists(file)
 
 
-def test_without_cryptography_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cryptography_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(BackendUnavailableError, match=r"pip install aiocoll\[tls\]; .*encryption='none' .*every rank"):
         another_process()
@@ -105,7 +105,7 @@ async def connected(server: Tls, client: Tls) -> AsyncIterator[tuple[TlsStream, 
             stream.close()
 
 
-async def test_both_ends_are_bound_to_the_certificate_of_the_one_that_was_dialled() -> None:
+async def test_both_ends_are_bound_to_the_listeners_certificate() -> None:
     server, client = another_process(), another_process()
     async with connected(server, client) as (dialled, dialling):
         assert dialled.bound == dialling.bound == binding(server.certificate)
@@ -117,7 +117,7 @@ async def test_both_ends_are_bound_to_the_certificate_of_the_one_that_was_dialle
     "said", [b"", b"aioc" + bytes(36), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff", b"\xff" * 99]
 )
 @pytest.mark.parametrize("dialled", [False, True])
-async def test_who_does_not_speak_tls_is_turned_away(said: bytes, dialled: bool) -> None:
+async def test_client_without_tls_is_refused(said: bytes, dialled: bool) -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
     with far:
@@ -131,7 +131,7 @@ async def test_who_does_not_speak_tls_is_turned_away(said: bytes, dialled: bool)
                 pass  # an alert; then it is closed
 
 
-async def test_a_handshake_that_is_given_up_closes_the_socket() -> None:
+async def test_cancelled_handshake_closes_the_socket() -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
     with far:
@@ -145,7 +145,7 @@ async def test_a_handshake_that_is_given_up_closes_the_socket() -> None:
     gc.collect()
 
 
-async def test_an_old_version_is_refused() -> None:
+async def test_old_tls_version_is_refused() -> None:
     """With what a client of another program offers at most."""
     near, far = socket.socketpair()
     near.setblocking(False)
@@ -158,7 +158,7 @@ async def test_an_old_version_is_refused() -> None:
         await opening
 
 
-async def test_who_sits_between_store_and_client_is_found_out() -> None:
+async def test_man_in_the_middle_of_a_store_connection_is_detected() -> None:
     """It has a certificate of its own, as everybody has, and passes on what both say."""
     between = another_process()
     passing: set[asyncio.Task[None]] = set()
@@ -210,7 +210,7 @@ def over_tcp(encryption: str, host: str) -> GroupOptions:
         (("none", "none"), "aa", PlainStream),
     ],
 )
-async def test_ranks_encrypt_what_leaves_their_hosts(said: tuple[str, str], hosts: str, expected: type) -> None:
+async def test_ranks_encrypt_connections_between_hosts(said: tuple[str, str], hosts: str, expected: type) -> None:
     store = HashStore()
 
     async def rank(rank: int) -> set[type]:
@@ -226,7 +226,7 @@ async def test_ranks_encrypt_what_leaves_their_hosts(said: tuple[str, str], host
 
 
 @pytest.mark.parametrize(("encryption", "expected"), [("auto", TlsStream), ("none", PlainStream)])
-async def test_ranks_that_say_to_be_on_one_host_encrypt_what_may_leave_it(encryption: Any, expected: type) -> None:
+async def test_ranks_claiming_one_host_encrypt_non_loopback_connections(encryption: Any, expected: type) -> None:
     """They may be on copies of one machine; only the loopback shows that they are not."""
     store = HashStore()
     options = GroupOptions(transport="tcp", job_key=KEY, encryption=encryption, bind="any")
@@ -241,14 +241,14 @@ async def test_ranks_that_say_to_be_on_one_host_encrypt_what_may_leave_it(encryp
 
 
 @pytest.mark.parametrize(("encryption", "said"), [("auto", "tls"), ("none", "none"), ("tls", "tls")])
-def test_where_it_is_not_known_where_a_rank_listens_that_is_encrypted(encryption: Any, said: str) -> None:
+def test_connections_to_an_unknown_address_are_encrypted(encryption: Any, said: str) -> None:
     options = GroupOptions.resolve(GroupOptions(encryption=encryption, interface="no such interface"), {})
     assert encryption_at(0, "", options) == said
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])
 @pytest.mark.parametrize("other", ["auto", "tls"])
-async def test_ranks_that_differ_say_so(hosts: str, other: str) -> None:
+async def test_different_encryption_options_are_reported(hosts: str, other: str) -> None:
     store = HashStore()
     said = (other, "none", other)
 
@@ -262,7 +262,7 @@ async def test_ranks_that_differ_say_so(hosts: str, other: str) -> None:
     await store.aclose()
 
 
-async def test_a_rank_without_cryptography_tells_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_without_cryptography_is_reported_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others do not wait for it."""
     store = HashStore()
     replaced(monkeypatch, certificate_made=another_process)

@@ -45,7 +45,7 @@ def test_ranks_train_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_find_the_weights_with_a_server(tmp_path: Path) -> None:
+def test_workers_train_with_a_parameter_server(tmp_path: Path) -> None:
     write(files(SERVER), tmp_path)
     first, second, _, fourth = commands(SERVER)
     assert shell(first, tmp_path) == code(SERVER, "The program", language="text")
@@ -55,7 +55,7 @@ def test_workers_find_the_weights_with_a_server(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [None, "work", "serve"])
-def test_workers_join_a_server_that_was_started_alone(tmp_path: Path, port: int, victim: str | None) -> None:
+def test_workers_can_join_a_running_server(tmp_path: Path, port: int, victim: str | None) -> None:
     """The victim is killed after 50 gradients: a worker beyond the two that have to be done, or the server."""
     script = commands(SERVER)[2]
     program = files(SERVER)["joining.py"].replace("29500", str(port))
@@ -81,7 +81,7 @@ def test_workers_join_a_server_that_was_started_alone(tmp_path: Path, port: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_the_others_go_on_when_a_server_or_a_worker_is_killed(tmp_path: Path, victim: int) -> None:
+def test_other_processes_continue_after_a_server_or_worker_is_killed(tmp_path: Path, victim: int) -> None:
     """In the middle of its first steps; the launcher starts another process in its place."""
     programs = files(SERVER)
     file, line = ("lasting.py", "            state[") if victim == 0 else ("server.py", "        x = random")

@@ -53,7 +53,7 @@ async def forget_at_the_end(pg: ProcessGroup) -> None:
 
 
 async def forget_before_distributed_barrier(pg: ProcessGroup) -> None:
-    """It waits for earlier collectives, but does not make values right that were read before."""
+    """Run a barrier, which waits for earlier collectives but cannot correct values that were read before."""
     forget(pg)
     await dist.barrier()
 
@@ -69,11 +69,11 @@ async def ask_too_early(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize(
     "rank", [forget_and_go_on, forget_at_the_end, forget_before_distributed_barrier, ask_too_early]
 )
-def test_work_that_is_dropped_is_reported_with_its_line(rank: Callable[[ProcessGroup], Awaitable[Any]]) -> None:
+def test_dropped_work_is_reported_with_its_line(rank: Callable[[ProcessGroup], Awaitable[Any]]) -> None:
     assert warned(rank) == [text(0), text(1)]
 
 
-def test_works_of_one_line_are_counted() -> None:
+def test_dropped_works_of_one_line_are_counted() -> None:
     async def rank(pg: ProcessGroup) -> None:
         for _ in range(3):
             forget(pg)
@@ -97,7 +97,7 @@ def test_work_dropped_after_its_group_was_closed_is_reported() -> None:
     assert sorted(str(each.message) for each in caught) == [text(0), text(1)]
 
 
-def test_list_that_is_dropped_is_reported_once() -> None:
+def test_dropped_list_call_is_reported_once() -> None:
     """Not once for each of its tensors."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -109,7 +109,7 @@ def test_list_that_is_dropped_is_reported_once() -> None:
     assert len(caught) == 2
 
 
-def test_list_that_fails_is_not_reported() -> None:
+def test_failed_list_call_is_not_reported() -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(CollectiveMismatchError):
             await pg.allreduce_coalesced([np.ones(2), np.ones(3 + pg.rank())])
@@ -117,13 +117,13 @@ def test_list_that_fails_is_not_reported() -> None:
     assert warned(rank) == []
 
 
-def test_debug_mode_may_begin_after_calls_from_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_may_start_after_calls_of_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, watching=False)
     assert warned(forget_and_go_on, debug=False) == []
     assert warned(forget_and_go_on) == [text(0), text(1)]
 
 
-def test_without_debug_mode_nothing_is_reported() -> None:
+def test_dropped_work_is_not_reported_without_debug_mode() -> None:
     assert warned(forget_and_go_on, debug=False) == []
 
 
@@ -158,7 +158,7 @@ async def _call_back(work: Work[Any]) -> None:
 
 
 async def _give_up(work: Work[Any]) -> None:
-    """The waiting is cancelled, not the collective."""
+    """Cancel the wait, not the collective."""
     waiting = asyncio.ensure_future(work)
     await asyncio.sleep(0)
     waiting.cancel()
@@ -252,7 +252,7 @@ BLOCKS: dict[str, Callable[[ProcessGroup], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("how", [*WAYS, *BLOCKS])
-def test_work_that_is_waited_for_is_not_reported(how: str) -> None:
+def test_awaited_work_is_not_reported(how: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await wait_for(pg, how)
         await pg.barrier()

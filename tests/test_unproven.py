@@ -8,7 +8,7 @@ from aiocoll.security.unproven import MIN_PLACES, Unproven
 
 
 @pytest.mark.parametrize(("world_size", "places"), [(0, MIN_PLACES), (4, MIN_PLACES), (1000, 2000)])
-def test_the_oldest_makes_room(world_size: int, places: int) -> None:
+def test_oldest_unproven_connection_is_dropped_first(world_size: int, places: int) -> None:
     away: list[int] = []
     unproven: Unproven[int] = Unproven(world_size, away.append)
     for each in range(places + 3):
@@ -17,7 +17,7 @@ def test_the_oldest_makes_room(world_size: int, places: int) -> None:
     assert len(unproven) == places
 
 
-def test_who_has_proven_itself_is_not_turned_away() -> None:
+def test_proven_connection_is_not_dropped() -> None:
     away: list[int] = []
     unproven: Unproven[int] = Unproven(0, away.append)
     for each in range(MIN_PLACES):

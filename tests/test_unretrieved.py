@@ -39,7 +39,7 @@ def failing(pg: ProcessGroup) -> Work[Any]:
     return pg.recv(np.zeros(1), 1 - pg.rank(), tag=3, timeout=SOON)
 
 
-async def test_it_is_told_once_with_the_call(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_unretrieved_failure_is_logged_once_with_its_call(told: Callable[[], list[logging.LogRecord]]) -> None:
     async def rank(pg: ProcessGroup) -> str:
         if pg.rank() == 0:
             work = failing(pg)
@@ -107,7 +107,7 @@ WAYS = ["await", "late await", "join", "gather", "future", "late future", "callb
 
 
 @pytest.mark.parametrize("how", [*WAYS, "exception", "wait", "drain"])
-async def test_who_looks_hears_it_there_only(how: str, told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_retrieved_failure_is_not_logged(how: str, told: Callable[[], list[logging.LogRecord]]) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await retrieve(failing(pg), how)
         await pg.barrier()
@@ -116,7 +116,7 @@ async def test_who_looks_hears_it_there_only(how: str, told: Callable[[], list[l
     assert not told()
 
 
-async def test_drain_looks_at_all_it_waits_for(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_drain_retrieves_all_failures(told: Callable[[], list[logging.LogRecord]]) -> None:
     async def rank(pg: ProcessGroup) -> None:
         works = [failing(pg) for _ in range(3)]
         with pytest.raises(CollectiveTimeoutError):
@@ -128,7 +128,7 @@ async def test_drain_looks_at_all_it_waits_for(told: Callable[[], list[logging.L
     assert not told()
 
 
-async def test_an_await_that_is_cancelled_does_not_retrieve(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_cancelled_await_does_not_retrieve(told: Callable[[], list[logging.LogRecord]]) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(2)
         if pg.rank() == 0:
@@ -151,9 +151,7 @@ async def test_an_await_that_is_cancelled_does_not_retrieve(told: Callable[[], l
 
 
 @pytest.mark.parametrize("looks", [False, True])
-async def test_one_line_counts_what_one_cause_has_failed(
-    told: Callable[[], list[logging.LogRecord]], looks: bool
-) -> None:
+async def test_failures_of_one_cause_share_one_line(told: Callable[[], list[logging.LogRecord]], looks: bool) -> None:
     """Unless somebody looks at one of them, and so knows of the cause."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -183,7 +181,9 @@ async def test_one_line_counts_what_one_cause_has_failed(
     assert " and 19 more was never retrieved: GroupError: group " in message
 
 
-async def test_the_end_of_the_group_tells_of_works_still_held(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_unretrieved_failures_of_held_works_are_logged_at_the_end(
+    told: Callable[[], list[logging.LogRecord]],
+) -> None:
     store = HashStore()
     async with new_group(store=store, rank=0, world_size=1) as pg:
         work = pg.recv_anysource(np.ones(1), timeout=SOON)
@@ -194,7 +194,7 @@ async def test_the_end_of_the_group_tells_of_works_still_held(told: Callable[[],
     await store.aclose()
 
 
-async def test_what_the_program_gave_up_itself_is_no_news(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_failure_by_the_programs_own_abort_is_not_logged(told: Callable[[], list[logging.LogRecord]]) -> None:
     async def rank(pg: ProcessGroup) -> None:
         works = [pg.barrier() if pg.rank() else pg.recv(np.ones(1), 1) for _ in range(3)]
         waiting = asyncio.ensure_future(pg.recv_object().join())
@@ -215,7 +215,7 @@ async def test_what_the_program_gave_up_itself_is_no_news(told: Callable[[], lis
     assert not told()
 
 
-async def test_neither_frames_nor_cycles_are_kept(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_unretrieved_failure_keeps_no_frames_or_cycles(told: Callable[[], list[logging.LogRecord]]) -> None:
     class Local:
         pass
 
@@ -267,7 +267,7 @@ CALLS: dict[str, Callable[[ProcessGroup], Work[Any]]] = {
 
 
 @pytest.mark.ranks(2)
-async def test_every_call_knows_where_it_was_made(pg: ProcessGroup) -> None:
+async def test_call_has_its_source_line(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.wait_revoked()
         return

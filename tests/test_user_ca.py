@@ -80,7 +80,7 @@ def in_file(files: TlsFiles) -> bytes:
         (["aiocoll://trainer/rank/7", "aiocoll://train", "aiocoll://other/store"], part_name("train"), False),
     ],
 )
-def test_which_names_are_taken(names: list[str], expected: str, taken: bool) -> None:
+def test_certificate_names_are_accepted_as_documented(names: list[str], expected: str, taken: bool) -> None:
     if taken:
         check_names(names, expected, "it")
     else:
@@ -88,7 +88,7 @@ def test_which_names_are_taken(names: list[str], expected: str, taken: bool) -> 
             check_names(names, expected, "it")
 
 
-def test_a_refusal_shows_what_was_presented_and_what_was_expected() -> None:
+def test_refusal_shows_presented_and_expected_names() -> None:
     names = [rank_name("train", rank) for rank in range(9)]
     with pytest.raises(WrongCertificateError) as caught:
         check_names(names, store_name("train"), "it")
@@ -104,13 +104,13 @@ def test_other_names_of_a_certificate_do_not_count(authority: Authority) -> None
 
 
 @pytest.mark.parametrize("job", ["", "a/b", "a b", "*", "ä", "train\n"])
-def test_an_id_that_cannot_be_in_a_certificate_is_refused(authority: Authority, job: str) -> None:
+def test_job_id_unfit_for_a_certificate_is_refused(authority: Authority, job: str) -> None:
     with pytest.raises(ValueError, match=r"^job_id='.*give it an id of letters, digits .* AIOCOLL_JOB_ID"):
         prepare(authority.make(ANY), job, rank_name(job, 0))
 
 
 @pytest.mark.parametrize("job", ["train", "10.0.0.1:29500", "fd77::1:29500", "run_7.B-2"])
-def test_ids_that_can(authority: Authority, job: str) -> None:
+def test_job_ids_fit_for_a_certificate_are_accepted(authority: Authority, job: str) -> None:
     """That of `aiocoll run` on several hosts is where they meet."""
     assert prepare(authority.make(rank_name(job, 0)), job, rank_name(job, 0)).job == job
 
@@ -118,7 +118,7 @@ def test_ids_that_can(authority: Authority, job: str) -> None:
 # -- files
 
 
-def test_what_is_read(authority: Authority) -> None:
+def test_certificate_files_are_read(authority: Authority) -> None:
     files = authority.make(ANY, STORE, days=(-3, 10))
     tls = prepare(files, "train", RANK0)
     assert tls.own is not None
@@ -139,7 +139,7 @@ def test_certificates_and_key_may_be_in_one_file_with_other_text(authority: Auth
     assert prepare(files._replace(certificate=files.key), "train", RANK0).own is not None
 
 
-def test_certificates_between_this_one_and_the_ca(tmp_path: Path, authority: Authority) -> None:
+def test_intermediate_certificates_are_supported(tmp_path: Path, authority: Authority) -> None:
     between = Authority(tmp_path, "between", above=authority)
     files = between.make(ANY, ca=authority.file)
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_certificates_between_this_one_and_the_ca(tmp_path: Path, authority: Aut
     assert prepare(files, "train", RANK0).own is not None
 
 
-def test_a_rank_cannot_sign_for_others(tmp_path: Path, authority: Authority) -> None:
+def test_rank_certificate_cannot_sign_others(tmp_path: Path, authority: Authority) -> None:
     rank = Authority(tmp_path, "rank", above=authority, proper=False)
     files = rank.make(RANK0, ca=authority.file)
     with open(files.certificate, "ab") as file:
@@ -160,7 +160,7 @@ def test_a_rank_cannot_sign_for_others(tmp_path: Path, authority: Authority) -> 
         prepare(files, "train", RANK0)
 
 
-def test_without_files_it_is_the_certificate_of_this_process() -> None:
+def test_certificate_without_files_is_that_of_the_process() -> None:
     assert prepare(None, "", "") is of_this_process()
 
 
@@ -221,7 +221,7 @@ def with_passphrase(files: TlsFiles) -> None:
         (with_passphrase, "own.key' has a passphrase; remove it (openssl pkey -in OLD -out NEW)"),
     ],
 )
-def test_files_that_cannot_be_used(authority: Authority, change: Change, message: str) -> None:
+def test_unusable_files_are_refused(authority: Authority, change: Change, message: str) -> None:
     files = authority.make(ANY)
     with pytest.raises(ValueError, match="tls_") as caught:
         prepare(change(files) or files, "train", RANK0)
@@ -236,28 +236,28 @@ def test_files_that_cannot_be_used(authority: Authority, change: Change, message
         ((2, 20), "is not valid yet: it is valid from 20.. UTC until 20.. UTC, and the clock of this host says 20.."),
     ],
 )
-def test_dates_are_said_with_the_clock(authority: Authority, days: tuple[int, int], message: str) -> None:
+def test_validity_dates_are_reported_with_the_clock(authority: Authority, days: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match="tls_certificate='") as caught:
         prepare(authority.make(ANY, days=days), "train", RANK0)
     assert message in re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d", "20..", str(caught.value))
 
 
 @pytest.mark.parametrize("days", [(-20, -2), (2, 20)])
-def test_a_ca_that_is_not_valid_now(tmp_path: Path, days: tuple[int, int]) -> None:
+def test_ca_that_is_not_valid_now_is_refused(tmp_path: Path, days: tuple[int, int]) -> None:
     files = Authority(tmp_path, days=days).make(ANY)
     with pytest.raises(ValueError, match=r"one of tls_ca='.*' \(valid from 20.* UTC to 20.* UTC\), is not valid at 20"):
         prepare(files, "train", RANK0)
 
 
 @pytest.mark.parametrize("use", [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-def test_a_certificate_is_for_both_ends(authority: Authority, use: Any) -> None:
+def test_certificate_is_valid_for_both_ends(authority: Authority, use: Any) -> None:
     with pytest.raises(ValueError, match=r"every rank dials and is dialled.*extendedKeyUsage=serverAuth,clientAuth"):
         prepare(authority.make(ANY, uses=[use]), "train", RANK0)
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     assert prepare(authority.make(ANY, uses=both), "train", RANK0).own is not None
 
 
-def test_a_certificate_of_another_ca(tmp_path: Path, authority: Authority) -> None:
+def test_certificate_of_another_ca_is_refused(tmp_path: Path, authority: Authority) -> None:
     files = authority.make(ANY, ca=Authority(tmp_path, "another").file)
     with pytest.raises(ValueError, match=r"is not signed by a CA in tls_ca='.*another\.pem'"):
         prepare(files, "train", RANK0)
@@ -273,7 +273,7 @@ def test_own_names_are_checked_before_anything_is_sent(authority: Authority) -> 
 # -- options
 
 
-def test_options_of_files_come_together() -> None:
+def test_file_options_must_be_given_together() -> None:
     assert tls_files(None, None, None) is None
     assert tls_files("a", "b", "c") == TlsFiles("a", "b", "c")
     message = r"tls_ca='a' is given without tls_certificate and tls_key \(AIOCOLL_TLS_CERTIFICATE, AIOCOLL_TLS_KEY\)"
@@ -291,7 +291,7 @@ def test_options_of_files_come_together() -> None:
         GroupOptions(tls_key=b"x")  # type: ignore[arg-type]
 
 
-def test_options_from_the_environment(authority: Authority) -> None:
+def test_file_options_are_read_from_the_environment(authority: Authority) -> None:
     names = {"AIOCOLL_TLS_CA": "a", "AIOCOLL_TLS_CERTIFICATE": "b", "AIOCOLL_TLS_KEY": "c", "AIOCOLL_JOB_ID": "d"}
     options = GroupOptions.resolve(None, names)
     assert (options.tls_ca, options.tls_certificate, options.tls_key, options.job_id) == ("a", "b", "c", "d")
@@ -379,7 +379,7 @@ CERTIFICATE = "WrongCertificateError: the certificate of 127.0.0.1"
     ],
 )
 @pytest.mark.parametrize("by_dialling", [False, True])
-async def test_clocks_that_differ_are_said_at_both_ends(
+async def test_different_clocks_are_reported_at_both_ends(
     authority: Authority,
     monkeypatch: pytest.MonkeyPatch,
     days: tuple[int, int],
@@ -398,7 +398,7 @@ async def test_clocks_that_differ_are_said_at_both_ends(
 
 
 @pytest.mark.parametrize("by_dialling", [False, True])
-async def test_another_ca_is_said_at_both_ends(tmp_path: Path, authority: Authority, by_dialling: bool) -> None:
+async def test_another_ca_is_reported_at_both_ends(tmp_path: Path, authority: Authority, by_dialling: bool) -> None:
     good = prepare(authority.make(ANY, file="good"), "train", RANK0)
     other = prepare(Authority(tmp_path, "other").make(ANY), "train", RANK0)
     dialling, dialled = await refused(*((good, other) if by_dialling else (other, good)))
@@ -408,7 +408,7 @@ async def test_another_ca_is_said_at_both_ends(tmp_path: Path, authority: Author
     assert dialled.startswith(f"{REFUSES} as not signed by its CA (compare tls_ca of both): tls_certificate='")
 
 
-async def test_an_end_without_files_is_refused_by_one_that_has_them(authority: Authority) -> None:
+async def test_end_without_files_is_refused_by_an_end_with_files(authority: Authority) -> None:
     ours = prepare(authority.make(ANY), "train", RANK0)
     dialling, dialled = await refused(ours, of_this_process())
     assert dialling.startswith(
@@ -420,7 +420,7 @@ async def test_an_end_without_files_is_refused_by_one_that_has_them(authority: A
     assert "ALERT_UNKNOWN_CA" in dialled
 
 
-async def test_a_certificate_without_names_is_refused_at_both_ends(
+async def test_certificate_without_names_is_refused_at_both_ends(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nobody = unchecked(authority.make(file="nobody"), monkeypatch)
@@ -432,7 +432,7 @@ async def test_a_certificate_without_names_is_refused_at_both_ends(
                 stream.check_rank(0)
 
 
-async def test_the_reason_is_heard_by_who_can_send_nothing_any_more(authority: Authority, limits: Limits) -> None:
+async def test_refusal_reason_reaches_an_end_that_cannot_send(authority: Authority, limits: Limits) -> None:
     limits(dial_doubt=0.02)
     ours = prepare(authority.make(ANY), "train", RANK0)
     refused = asyncio.Event()
@@ -516,7 +516,9 @@ async def test_ranks_with_certificates_meet(authority: Authority, world_size: in
     assert await meet([options(each) for each in files]) == [world_size * (world_size + 1) / 2] * world_size
 
 
-async def test_between_hosts_auto_uses_them(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_auto_encryption_between_hosts_uses_the_files(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And `cryptography` is not needed."""
     replaced(monkeypatch, certificate_made=lambda: pytest.fail("made a certificate"))
     each = [options(authority.make(ANY), encryption="auto", host_id=host) for host in "ab"]
@@ -536,7 +538,7 @@ async def test_ranks_meet_at_a_store_by_address(authority: Authority, port: int)
     assert await asyncio.gather(rank(0), rank(1)) == [3, 3]
 
 
-async def test_a_rank_whose_files_cannot_be_used_tells_all(authority: Authority) -> None:
+async def test_rank_with_unusable_files_is_reported_to_all(authority: Authority) -> None:
     good = authority.make(ANY)
     for bad, message in (
         (authority.make(rank_name("train", 7), file="bad"), "names aiocoll://train/rank/7, but .*rank/1 was expected"),
@@ -555,7 +557,7 @@ def careless(files: TlsFiles, job: str, name: str) -> Tls:
 
 
 @pytest.mark.parametrize("names", [[rank_name("train", 7)], ["aiocoll://other/rank/*"], [STORE], []])
-async def test_a_certificate_that_does_not_name_the_rank_is_refused_at_both_ends(
+async def test_certificate_without_the_rank_is_refused_at_both_ends(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, names: list[str]
 ) -> None:
     """Rank 1 uses it all the same, and dials rank 0."""
@@ -572,7 +574,7 @@ async def test_a_certificate_that_does_not_name_the_rank_is_refused_at_both_ends
     assert "but aiocoll://train/rank/1 was expected" in record.getMessage()
 
 
-async def test_a_rank_whose_certificate_is_another_ones_is_not_dialled_for_long(
+async def test_rank_with_a_foreign_certificate_is_not_dialled_for_long(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     """Rank 0, which others dial, has it."""
@@ -590,7 +592,7 @@ async def test_a_rank_whose_certificate_is_another_ones_is_not_dialled_for_long(
 
 
 @pytest.mark.parametrize("outdated", [0, 1])
-async def test_a_rank_whose_certificate_has_expired_since_is_named_with_its_address(
+async def test_rank_with_an_expired_certificate_is_named_with_its_address(
     authority: Authority,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -613,7 +615,7 @@ async def test_a_rank_whose_certificate_has_expired_since_is_named_with_its_addr
 
 
 @pytest.mark.parametrize("without", [0, 1])
-async def test_a_rank_without_files_is_told_to_have_them(
+async def test_rank_without_files_is_refused_with_a_remedy(
     authority: Authority, caplog: pytest.LogCaptureFixture, limits: Limits, without: int
 ) -> None:
     files = authority.make(ANY)
@@ -630,7 +632,7 @@ async def test_a_rank_without_files_is_told_to_have_them(
         assert "is not signed by the CA in tls_ca of this process" in str(dialling)
 
 
-async def test_new_files_are_taken_by_the_next_group_and_the_old_one_works_on(authority: Authority) -> None:
+async def test_new_files_are_used_by_the_next_group_only(authority: Authority) -> None:
     """Also by those that share the connections of the old one, for connections to come."""
     store = HashStore()
     both = [asyncio.Barrier(2) for _ in range(4)]
@@ -666,7 +668,7 @@ async def test_new_files_are_taken_by_the_next_group_and_the_old_one_works_on(au
     await store.aclose()
 
 
-async def test_a_group_that_grows_takes_new_files(authority: Authority) -> None:
+async def test_grown_group_uses_new_files(authority: Authority) -> None:
     store = HashStore()
     files = authority.make(ANY)
 
@@ -691,7 +693,7 @@ def stores(files: TlsFiles, job: str = "train", **more: Any) -> dict[str, Any]:
     return {"key": KEY, "job": job, "encryption": "tls", **as_options(files), **more}
 
 
-async def test_a_store_and_its_clients_show_certificates(authority: Authority) -> None:
+async def test_store_and_clients_present_certificates(authority: Authority) -> None:
     server, client = authority.make(STORE, file="store"), authority.make(rank_name("train", 3))
     async with TCPStore("127.0.0.1", 0, is_master=True, **stores(server)) as master:
         async with TCPStore("127.0.0.1", master.port, **stores(client)) as store:
@@ -715,7 +717,7 @@ async def refused_by_store(server: dict[str, Any], client: dict[str, Any]) -> st
 WITHOUT = {"key": KEY, "job": "train", "encryption": "tls"}
 
 
-async def test_a_client_refuses_what_is_not_its_store(
+async def test_client_refuses_a_foreign_store(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = stores(authority.make(STORE))
@@ -754,7 +756,7 @@ async def test_a_client_refuses_what_is_not_its_store(
         ),
     ],
 )
-async def test_a_store_refuses_clients(
+async def test_store_refuses_invalid_clients(
     authority: Authority,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -776,7 +778,7 @@ async def test_a_store_refuses_clients(
         assert "rejects the certificate of this process, and has logged the reason: tls_certificate='" in said
 
 
-async def test_a_store_refuses_clients_without_certificate(
+async def test_store_refuses_clients_without_a_certificate(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = await refused_by_store(stores(authority.make(STORE)), WITHOUT)
@@ -785,7 +787,7 @@ async def test_a_store_refuses_clients_without_certificate(
     assert "refused a connection: 127.0.0.1 presented no certificate: give it the files tls_ca" in warning
 
 
-def test_a_server_with_bad_files_does_not_start(authority: Authority) -> None:
+def test_server_with_bad_files_does_not_start(authority: Authority) -> None:
     files = authority.make(ANY)
     with pytest.raises(ValueError, match=r"names aiocoll://train/rank/\*, but aiocoll://train/store was expected"):
         StoreServer("127.0.0.1", 0, **stores(files)).start()
@@ -796,7 +798,7 @@ def test_a_server_with_bad_files_does_not_start(authority: Authority) -> None:
     server.close()
 
 
-async def test_a_store_that_stays_takes_new_files(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+async def test_running_store_uses_new_files(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     files = authority.make(STORE)
     server = StoreServer("127.0.0.1", 0, **stores(files))
     server.start()
@@ -817,7 +819,7 @@ async def test_a_store_that_stays_takes_new_files(authority: Authority, caplog: 
     await server.aclose()
 
 
-def test_any_of_the_files_may_be_replaced(authority: Authority) -> None:
+def test_each_of_the_files_may_be_replaced(authority: Authority) -> None:
     files = authority.make(STORE)
     renewed = Renewed(files, lambda: prepare(files, "train", STORE))
     last = renewed.get()
@@ -831,9 +833,7 @@ def test_any_of_the_files_may_be_replaced(authority: Authority) -> None:
         assert renewed.get() is last
 
 
-def test_files_that_were_replaced_by_bad_ones_are_not_taken(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_replacement_files_are_not_used(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     files = authority.make(STORE)
     renewed = Renewed(files, lambda: prepare(files, "train", STORE))
     first = renewed.get()

@@ -52,7 +52,7 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_reduce_function_fails_its_operation_on_every_rank(
+async def test_raising_reduce_function_fails_its_operation_on_every_rank(
     world_size: int, transport: str, error: type[BaseException]
 ) -> None:
     """By every executor."""
@@ -70,7 +70,7 @@ async def test_reduce_function_fails_its_operation_on_every_rank(
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_reduce_function_fails_its_operation_at_once(culprit: int) -> None:
+def test_raising_reduce_function_fails_its_operation_at_once(culprit: int) -> None:
     """Not at its timeout: the virtual clock does not advance."""
 
     async def rank(pg: ProcessGroup) -> float:
@@ -133,7 +133,7 @@ class Property:
 @pytest.mark.parametrize("when", ["on_start", "on_end"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", [Hook, Property])
-async def test_hook_is_removed_and_logged_whatever_it_raises(
+async def test_raising_hook_is_removed_and_logged(
     kind: Any, size: int, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup, error: type[BaseException]) -> None:
@@ -308,7 +308,7 @@ async def test_object_that_cannot_be_pickled_is_refused_at_the_call(error: type[
 
 @pytest.mark.parametrize("error", [*CONTROL, ValueError])
 @pytest.mark.ranks(1, 2)
-async def test_function_on_a_result_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
+async def test_raising_result_function_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
     work = map_result(pg.allreduce(1), raising(error))
     with pytest.raises(error if issubclass(error, Exception) and error is not StopIteration else UserCodeError):
         await work
@@ -330,7 +330,7 @@ async def test_result_that_cannot_be_handed_over_fails_its_work(pg: ProcessGroup
 
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.ranks(2)
-async def test_done_callback_goes_to_the_exception_handler_of_the_loop(
+async def test_raising_done_callback_goes_to_the_loops_exception_handler(
     pg: ProcessGroup, error: type[BaseException]
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -356,7 +356,7 @@ class Handler(logging.Handler):
 
 
 @pytest.mark.parametrize("error", [*CONTROL, ValueError])
-async def test_log_handler_that_raises_disturbs_no_operation(
+async def test_raising_log_handler_disturbs_no_operation(
     error: type[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -387,7 +387,7 @@ class Cancelling(MinimalStore):
 
 
 @pytest.mark.parametrize("left", [1, 2, 3])
-async def test_store_that_raises_cancelled_does_not_cancel_its_caller(left: int) -> None:
+async def test_cancelled_error_of_a_store_does_not_cancel_its_caller(left: int) -> None:
     async with Cancelling({}) as store:
         store.left = left
         with pytest.raises(StoreError, match=r"Cancelling raised CancelledError: .* in .*\(\), and no task had"):
@@ -403,7 +403,7 @@ async def test_wait_at_a_store_can_be_cancelled() -> None:
             await waiting
 
 
-def test_text_of_an_exception() -> None:
+def test_exception_text_is_formatted_safely() -> None:
     assert describe(KeyError("a")) == "KeyError: 'a'"
     assert describe(KeyError()) == "KeyError"
     assert describe(Silent()) == "Silent: <str() of it failed>"

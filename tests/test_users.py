@@ -87,7 +87,7 @@ def test_own_files_and_sockets_are_accepted(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_another_number_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_user_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Root, too: it would not accept this user's process."""
     own = os.geteuid()
     for other in (0, 1, 65534, own + 1):
@@ -109,7 +109,7 @@ def test_another_number_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @linux_only
 @pytest.mark.parametrize("uid_map", ["", "0 1000 1\n", "0 1000 1\n1 100000 65535\n", None])
 @pytest.mark.parametrize("failing", [None, errno.EPERM, errno.EACCES, errno.ENOPROTOOPT, errno.ESRCH, errno.EMFILE])
-def test_equal_numbers_need_a_permission_where_several_users_have_them(
+def test_shared_user_id_needs_a_permission_check(
     uid_map: str | None,
     failing: int | None,
     unnumbered: Callable[..., None],
@@ -160,7 +160,7 @@ def test_equal_numbers_need_a_permission_where_several_users_have_them(
         ("", None),
     ],
 )
-def test_unique_numbers_need_no_permission(
+def test_unique_user_id_needs_no_permission_check(
     uid_map: str, overflow: str | None, unnumbered: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unnumbered(uid_map, overflow)
@@ -183,7 +183,7 @@ def python(program: str, *args: object) -> list[str]:
 @linux_only
 @root_only
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in another namespace"])
-def test_users_without_number_are_told_apart(inside: bool, tmp_path: Path) -> None:
+def test_users_without_an_id_are_distinguished(inside: bool, tmp_path: Path) -> None:
     """All numbers are 65534 to the observer: its own, those of the files, and those of both peers."""
     if not may_unshare():
         pytest.skip("users may make no user namespaces here")

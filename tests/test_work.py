@@ -21,7 +21,7 @@ from .ranks import over
 
 @pytest.mark.ranks(2)
 @over("memory", "unix")
-async def test_a_thousand_works_awaited_in_reverse(pg: ProcessGroup) -> None:
+async def test_thousand_works_can_be_awaited_in_reverse(pg: ProcessGroup) -> None:
     works = [pg.allreduce(np.full(3, number)) for number in range(1000)]
     assert [work.seq for work in works] == list(range(1, 1001))
     for number, work in reversed(list(enumerate(works))):
@@ -30,7 +30,7 @@ async def test_a_thousand_works_awaited_in_reverse(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over("memory", "unix")
-async def test_keyed_works_meet_whatever_the_order(pg: ProcessGroup) -> None:
+async def test_keyed_works_match_in_any_order(pg: ProcessGroup) -> None:
     keys = [f"layer{number % 50}" for number in range(200)]
     random.Random(pg.rank()).shuffle(keys)
     works = []
@@ -47,7 +47,7 @@ async def test_keyed_works_meet_whatever_the_order(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_timeout_around_awaits_that_complete_at_once_fires(pg: ProcessGroup) -> None:
+async def test_timeout_around_immediate_awaits_expires(pg: ProcessGroup) -> None:
     tensor = np.ones(3)
     done = 0
 
@@ -88,7 +88,7 @@ async def test_awaiting_a_finished_work_does_not_suspend(pg: ProcessGroup) -> No
 
 @pytest.mark.ranks(2)
 @over("memory", "unix")
-async def test_any_number_of_awaiters(pg: ProcessGroup) -> None:
+async def test_work_may_have_any_number_of_awaiters(pg: ProcessGroup) -> None:
     tensor = np.ones(10)
     work = pg.broadcast(tensor, 0) if pg.rank() else pg.recv_object(1)
     waiting = [asyncio.ensure_future(work.join()) for _ in range(10)]
@@ -106,7 +106,7 @@ async def test_any_number_of_awaiters(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_cancelling_an_await_leaves_the_collective_going(pg: ProcessGroup) -> None:
+async def test_cancelled_await_does_not_stop_the_collective(pg: ProcessGroup) -> None:
     tensor = np.ones(4)
     if pg.rank() == 0:
         work = pg.allreduce(tensor)
@@ -123,7 +123,7 @@ async def test_cancelling_an_await_leaves_the_collective_going(pg: ProcessGroup)
 
 
 @pytest.mark.ranks(2)
-async def test_results_early_and_late(pg: ProcessGroup) -> None:
+async def test_result_is_available_only_after_the_end(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     tensor = np.zeros(1)
     work = pg.recv(tensor, peer)
@@ -152,7 +152,7 @@ async def test_results_early_and_late(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_a_message_says_where_it_goes_and_comes_from(debug: Any) -> None:
+async def test_message_work_has_source_and_destination(debug: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:
         peer = 1 - pg.rank()
         works = [
@@ -189,7 +189,7 @@ async def test_a_message_says_where_it_goes_and_comes_from(debug: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_futures_coroutines_and_callbacks(pg: ProcessGroup) -> None:
+async def test_work_supports_futures_coroutines_and_callbacks(pg: ProcessGroup) -> None:
     called: list[Any] = []
     tensor = np.ones(1)
     work = pg.allreduce(tensor)
@@ -213,7 +213,7 @@ async def test_futures_coroutines_and_callbacks(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_other_threads_wait(pg: ProcessGroup) -> None:
+async def test_other_threads_can_wait_for_a_work(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     work = pg.recv(np.zeros(2), peer)
     with pytest.raises(RuntimeError, match=r"would block the event loop .*: use `await work`"):
@@ -271,7 +271,7 @@ async def test_another_thread_gets_no_future(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_abort_is_the_way_out(pg: ProcessGroup) -> None:
+async def test_abort_ends_a_pending_work(pg: ProcessGroup) -> None:
     work = pg.allreduce(np.ones(1)) if pg.rank() == 0 else pg.recv(np.ones(1), 0)
     await pg.batch([Send(np.ones(1), 1 - pg.rank(), 1), Recv(np.ones(1), 1 - pg.rank(), 1)])
     if pg.rank() == 0:
@@ -284,7 +284,7 @@ async def test_abort_is_the_way_out(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("timeout", [None, 7.0])
 @over("memory", "unix")
-async def test_nothing_keeps_the_memory_of_an_operation_that_has_ended(pg: ProcessGroup, timeout: float | None) -> None:
+async def test_finished_operation_releases_its_memory(pg: ProcessGroup, timeout: float | None) -> None:
     kept = []
     for count in (1, 10_000, 1_000_000):
         tensor, other = np.ones(count), np.ones(count)

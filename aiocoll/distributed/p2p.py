@@ -82,7 +82,7 @@ def _receive(pg: ProcessGroup, tensor: M, src: int | None, tag: int, group_src: 
 
 
 class P2POp(Generic[A_co]):
-    """One send or receive of `batch_isend_irecv`.
+    """A send or receive of `batch_isend_irecv`.
 
     Args:
         op: `isend` or `irecv`.

@@ -70,7 +70,7 @@ def listen(listener: Listener, *, asked: bool) -> None:
 
 
 def unlisten(listener: Listener) -> None:
-    """Remove a listener; after the last one, restore the previous handler, unless the program has replaced ours."""
+    """Remove a listener; after the last one, restore the previous handler, unless the program has set another."""
     global _installed
     _listeners.discard(listener)
     if NUMBER is not None and _installed and not _listeners and signal.getsignal(NUMBER) is _handle:

@@ -34,7 +34,7 @@ ENDED = "ended"
 
 #: Types of a card's fields: host, event loop, unix socket, store address, ticket of the holder, process (namespace,
 #: pid, start), TCP host and port, bytes of a piece in shared memory, whether the rank reads other ranks' memory,
-#: fingerprint of its NaNs, the carriers that it asks for and that it offers.
+#: fingerprint of its NaNs, the carriers that it requests and offers.
 _CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int, str, str]
 
 

@@ -57,7 +57,7 @@ static char *bytes_of(const PeerLanes *peer, const Queue *queue, uint64_t number
     return queue->chunks + (number - 1) % queue->count * peer->chunk_nbytes;
 }
 
-/* Copy what has come to where it belongs. */
+/* Copy received elements to their place in the target. */
 static void copy_to_target(const Handle *call, char *target, const char *source, npy_intp nbytes) {
     if (call->relay->streams) copy_past_caches(target, source, nbytes);
     else memcpy(target, source, nbytes);
@@ -191,7 +191,7 @@ static int has_moved_all(const Handle *call) {
            (!steps->local.steps || relay->copied == steps->local.regions[0].count);
 }
 
-/* Put and take chunks until there are none, or the time of this callback is over; needs no interpreter. Returns as
+/* Put and take chunks until there are none, or the time of this callback ends; needs no interpreter. Returns as
    `look_at`. */
 int relay_move(Handle *call) {
     Calls *calls = call->calls;

@@ -151,7 +151,7 @@ def execute(programs: list[Program], memory: list[list[list]], seed: int, rendez
 
 
 def leaves(value: object) -> list:
-    """Inputs and last touches in a value, from left to right."""
+    """Return the inputs and last touches in a value, from left to right."""
     found, pending = [], [value]
     while pending:
         item = pending.pop()
@@ -163,7 +163,7 @@ def leaves(value: object) -> list:
 
 
 def folded(values: list) -> object:
-    """What folding values from left to right gives, without the last touch."""
+    """Return the fold of the values from left to right, without the last touch."""
     result = values[0]
     for value in values[1:]:
         result = (result, value)

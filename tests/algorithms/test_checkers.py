@@ -21,16 +21,16 @@ def exchange(peer: int, fold_after: tuple[int, ...], step: int = 0, count: int =
     return Program(actions, (4,))
 
 
-def test_a_correct_exchange_passes() -> None:
+def test_checker_accepts_a_correct_exchange() -> None:
     assert Proof([exchange(1, (0, 1)), exchange(0, (0, 1))]).steps == 1
 
 
-def test_overwriting_what_is_still_to_be_sent_is_found() -> None:
+def test_checker_finds_an_overwrite_before_a_send() -> None:
     with pytest.raises(AssertionError, match=r"rank 1: .*SEND.* races with .*FOLD"):
         Proof([exchange(1, (0, 1)), exchange(0, (1,))])
 
 
-def test_reading_what_has_not_arrived_is_found() -> None:
+def test_checker_finds_a_read_before_the_arrival() -> None:
     with pytest.raises(AssertionError, match=r"rank 0: .*RECV.* races with .*FOLD"):
         Proof([exchange(1, (0,)), exchange(0, (0, 1))])
 
@@ -39,19 +39,19 @@ def test_reading_what_has_not_arrived_is_found() -> None:
     ("bad", "message"),
     [(exchange(0, (0, 1), step=1), "sent but not received"), (exchange(0, (0, 1), count=3), "two lengths")],
 )
-def test_messages_that_do_not_match_are_found(bad: Program, message: str) -> None:
+def test_checker_finds_unmatched_messages(bad: Program, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         Proof([exchange(1, (0, 1)), bad])
 
 
-def test_a_race_changes_the_result_in_some_order() -> None:
+def test_race_changes_the_result_in_some_order() -> None:
     memory = [[["a"] * 4], [["b"] * 4]]
     programs = [exchange(1, (0, 1)), exchange(0, (1,))]
     results = {str(execute(programs, memory, seed, rendezvous=False)) for seed in range(50)}
     assert len(results) > 1
 
 
-def test_a_circle_is_found() -> None:
+def test_checker_finds_a_cycle() -> None:
     def waiting(peer: int) -> Program:
         return Program((Action(Verb.RECV, SCRATCH, peer), Action(Verb.SEND, TENSOR, peer, after=(0,))), (4,))
 

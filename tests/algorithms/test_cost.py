@@ -25,7 +25,7 @@ def worked(action: Action) -> int:
 
 @each("world_size", [1, 2, 3, 4, 5, 6, 8, 9, 16, 17])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
-def test_costs_are_those_of_the_programs(kind: str, algorithm: str, world_size: int) -> None:
+def test_costs_equal_those_of_the_programs(kind: str, algorithm: str, world_size: int) -> None:
     world_size = possible(algorithm, world_size)
     block = 3 if world_size > 1 else 0
     counts, matrix = (block,) * world_size, ((block,) * world_size,) * world_size
@@ -50,7 +50,7 @@ def test_circulant_takes_the_least_steps_for_any_number_of_ranks(kind: str, phas
     assert cost("circulant", kind, world_size, world_size).steps == phases * math.ceil(math.log2(world_size))
 
 
-def test_a_bad_name_is_explained() -> None:
+def test_unknown_algorithm_name_is_explained() -> None:
     with pytest.raises(ValueError, match=r"algorithm='ring' is not known for kind='scatter'"):
         cost("ring", "scatter", 4, 2)
 
@@ -85,7 +85,7 @@ A, V, B, G = 1000.0, 100.0, 0.5, 0.25
         ("chain", "reduce", 4 * PIECE, 4, 3 * A + 4 * PIECE * (B + G) + 2 * PIECE * (B + G)),
     ],
 )
-def test_a_prediction_is_the_sum_of_its_parts(
+def test_prediction_is_the_sum_of_its_parts(
     algorithm: str, kind: str, nbytes: int, world_size: int, seconds: float
 ) -> None:
     assert predict(algorithm, kind, nbytes, world_size, Machine(A, V, B, G)) == seconds
@@ -93,7 +93,7 @@ def test_a_prediction_is_the_sum_of_its_parts(
 
 @each("medium", ["tcp", "shm"])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
-def test_predictions_are_about_what_the_programs_take(kind: str, algorithm: str, medium: Medium) -> None:
+def test_predictions_approximate_the_simulated_times(kind: str, algorithm: str, medium: Medium) -> None:
     """Within a quarter, except for what is not worth a formula.
 
     Predictions are higher where a processor reduces while its link is busy, and lower for monitored barriers.

@@ -35,14 +35,16 @@ def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str
 @pytest.mark.slow
 @each("world_size", range(10, 18))
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_nor_does_it_with_more_ranks(kind: str, algorithm: str, world_size: int) -> None:
+def test_result_of_more_ranks_does_not_depend_on_the_order_of_events(
+    kind: str, algorithm: str, world_size: int
+) -> None:
     in_any_order(kind, algorithm, world_size)
 
 
 @pytest.mark.slow
 @each("world_size", [32, 33, 64])
 @each(("kind", "algorithm"), [pair for pair in ALL if pair[1] in LOGARITHMIC])
-def test_many_ranks(kind: str, algorithm: str, world_size: int) -> None:
+def test_programs_of_many_ranks_give_the_closed_form(kind: str, algorithm: str, world_size: int) -> None:
     counts = tuple(rank % 3 for rank in range(world_size))
     case = Case(kind, algorithm, world_size, root=5, count=2 * world_size - 1, counts=counts)
     programs = case.programs()
@@ -52,7 +54,7 @@ def test_many_ranks(kind: str, algorithm: str, world_size: int) -> None:
 
 @each("world_size", [1, 2, 3, 8, 13])
 @each(("kind", "algorithm"), ONE_PLACE)
-def test_each_element_is_completed_once_or_on_every_rank(kind: str, algorithm: str, world_size: int) -> None:
+def test_element_is_completed_once_or_on_every_rank(kind: str, algorithm: str, world_size: int) -> None:
     world_size = possible(algorithm, world_size)
     count = 3 * world_size + 1
     counts = tuple(3 + (rank == 0) for rank in range(world_size))

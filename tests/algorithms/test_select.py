@@ -22,7 +22,7 @@ def test_rules_and_functions_name_the_same_algorithms() -> None:
 
 
 @each("kind", RULES)
-def test_every_case_has_an_algorithm_that_keeps_what_the_op_needs(kind: str) -> None:
+def test_case_has_an_algorithm_that_supports_its_op(kind: str) -> None:
     for nbytes in SIZES:
         for world_size in WORLDS:
             for ordered in (False, True):
@@ -34,7 +34,7 @@ def test_every_case_has_an_algorithm_that_keeps_what_the_op_needs(kind: str) -> 
 
 
 @each(("kind", "algorithm"), sorted(ALGORITHMS))
-def test_every_algorithm_is_chosen_for_something(kind: str, algorithm: str) -> None:
+def test_algorithm_is_chosen_for_some_case(kind: str, algorithm: str) -> None:
     assert any(
         choose(kind, nbytes, world_size, ordered=ordered) == algorithm
         for nbytes in SIZES
@@ -66,7 +66,9 @@ def test_every_algorithm_is_chosen_for_something(kind: str, algorithm: str) -> N
         (4, 5, False, False, "circulant"),
     ],
 )
-def test_allreduce_choices(nbytes: int, world_size: int, ordered: bool, portable: bool, expected: str) -> None:
+def test_allreduce_choices_match_the_table(
+    nbytes: int, world_size: int, ordered: bool, portable: bool, expected: str
+) -> None:
     assert choose("allreduce", nbytes, world_size, ordered=ordered, portable=portable) == expected
 
 
@@ -101,7 +103,7 @@ def usable(kind: str, world_size: int, ordered: bool, portable: bool) -> list[st
 @pytest.mark.slow
 @each("machine", MACHINES)
 @each("kind", RULES)
-def test_what_is_chosen_is_predicted_to_be_about_the_fastest(kind: str, machine: str) -> None:
+def test_chosen_algorithm_is_predicted_to_be_nearly_the_fastest(kind: str, machine: str) -> None:
     tuning = MACHINES[machine]
     most = SCAN_FACTOR if kind in ("scan", "exscan") else FACTOR
     for nbytes in [0, *(part * 2**power for power in range(29) for part in (2, 3))]:
@@ -135,11 +137,11 @@ def test_limits_grow_with_n_half(kind: str) -> None:
     ("nbytes", "world_size", "expected"),
     [(4, 4, "direct"), (MIB, 4, "direct"), (2 * MIB, 4, "ring"), (4, 17, "circulant"), (2 * MIB, 17, "direct")],
 )
-def test_allgather_choices(nbytes: int, world_size: int, medium: Medium, expected: str) -> None:
+def test_allgather_choices_match_the_table(nbytes: int, world_size: int, medium: Medium, expected: str) -> None:
     assert choose("allgather", nbytes, world_size, tuning=Tuning(medium=medium)) == expected
 
 
-def test_every_medium_has_its_own_limits() -> None:
+def test_medium_has_its_own_limits() -> None:
     dear = Machine(1e-3, 1e-4, 1e-9, 1e-10)
     tuning = Tuning(unix=dear)
     assert choose("allreduce", MIB, 4, tuning=tuning) == "circulant"
@@ -147,7 +149,7 @@ def test_every_medium_has_its_own_limits() -> None:
     assert tuning.over("unix").over("tcp") == tuning
 
 
-def test_bad_names_are_explained() -> None:
+def test_unknown_algorithm_names_are_explained() -> None:
     with pytest.raises(ValueError, match=r"kind='reduce_all' is not a collective; use one of allreduce, reduce,"):
         choose("reduce_all", 4, 2)
     with pytest.raises(ValueError, match=r"algorithm='rind' is not known for kind='allreduce'; use one of .*ring"):

@@ -100,7 +100,7 @@ def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str
 
 @pytest.mark.parametrize("world_size", [3, 4, pytest.param(5, marks=pytest.mark.slow)])
 @each(("kind", "algorithm"), ALL)
-def test_every_split_of_a_few_ranks(kind: str, algorithm: str, world_size: int) -> None:
+def test_two_level_result_is_right_for_every_split_of_a_few_ranks(kind: str, algorithm: str, world_size: int) -> None:
     random = Random(world_size)
     sized = list(cases(kind, algorithm, world_size))
     for number, hosts in enumerate(splits(world_size)):
@@ -111,7 +111,7 @@ def test_every_split_of_a_few_ranks(kind: str, algorithm: str, world_size: int) 
 @pytest.mark.slow
 @each("world_size", range(6, 18))
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_random_splits(kind: str, algorithm: str, world_size: int) -> None:
+def test_two_level_result_is_right_for_random_splits(kind: str, algorithm: str, world_size: int) -> None:
     random = Random(world_size)
     for number, case in enumerate(cases(kind, algorithm, world_size)):
         prove(replace(case, hosts=random_split(world_size, random)), number)
@@ -170,7 +170,7 @@ def test_two_levels_send_less_between_hosts_than_one(kind: str, flat: str) -> No
 
 @pytest.mark.parametrize(("number", "per_host"), EVEN)
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_costs_are_those_of_the_programs(kind: str, algorithm: str, number: int, per_host: int) -> None:
+def test_costs_equal_those_of_the_programs(kind: str, algorithm: str, number: int, per_host: int) -> None:
     hosts = tuple(rank // per_host for rank in range(number * per_host))
     case = whole(kind, algorithm, hosts, block=number * per_host)
     programs = case.programs()
@@ -179,14 +179,14 @@ def test_costs_are_those_of_the_programs(kind: str, algorithm: str, number: int,
     assert two_level.cost(algorithm, kind, nbytes, hosts) == (Proof(programs).steps, max(sent))
 
 
-def test_costs_of_nothing_are_nothing() -> None:
+def test_cost_of_an_empty_call_is_zero() -> None:
     assert two_level.cost("lanes", "allreduce", 0, (0, 0, 1)) == (0, 0)
     assert two_level.cost("leaders", "barrier", 0, (0, 0, 1, 1)) == (3, 0)
 
 
 @each("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2, 2)])
 @each("kind", sorted({kind for kind, _ in ALL}))
-def test_predictions_are_about_what_the_programs_take(kind: str, hosts: tuple[int, ...]) -> None:
+def test_predictions_approximate_the_simulated_times(kind: str, hosts: tuple[int, ...]) -> None:
     """Within a factor of about two."""
     for nbytes in (0,) if kind == "barrier" else (64, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
         algorithm = two_level.choose(kind, nbytes, hosts, ordered=False, portable=True, machine=TCP)
@@ -197,7 +197,7 @@ def test_predictions_are_about_what_the_programs_take(kind: str, hosts: tuple[in
             assert 0.45 * taken <= predicted <= 1.8 * taken, (algorithm, nbytes, predicted / taken)
 
 
-def test_lines_stream_and_need_no_scratch() -> None:
+def test_two_level_chains_stream_without_scratch() -> None:
     for program in whole("allreduce", "lines", (0, 0, 1, 1)).programs():
         assert program.scratch == ()
         assert not any(action.after for action in program.actions)
@@ -207,7 +207,7 @@ def test_lines_stream_and_need_no_scratch() -> None:
 
 
 @each("kind", sorted({kind for kind, _ in FLAT}))
-def test_without_two_levels_nothing_changes(kind: str) -> None:
+def test_choice_is_unchanged_without_two_levels(kind: str) -> None:
     for hosts in ((), (0, 0, 0, 0), (0, 1, 2, 3)):
         for nbytes in (0, 4, 64 * KIB, MIB, 16 * MIB):
             for ordered, portable in product((False, True), repeat=2):
@@ -216,7 +216,7 @@ def test_without_two_levels_nothing_changes(kind: str) -> None:
 
 
 @each("kind", sorted({kind for kind, _ in FLAT}))
-def test_ops_in_rank_order_stay_on_one_level(kind: str) -> None:
+def test_ordered_ops_use_one_level(kind: str) -> None:
     reducing = kind in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
     for nbytes in (0, 4, 64 * KIB, MIB, 16 * MIB):
         name = choose(kind, nbytes, 4, ordered=True, hosts=(0, 0, 1, 1))
@@ -242,18 +242,18 @@ def test_ops_in_rank_order_stay_on_one_level(kind: str) -> None:
     ],
 )
 @each("hosts", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1)])
-def test_choices(kind: str, nbytes: int, expected: str, hosts: tuple[int, ...]) -> None:
+def test_two_level_choices_match_the_table(kind: str, nbytes: int, expected: str, hosts: tuple[int, ...]) -> None:
     assert choose(kind, nbytes, 4, hosts=hosts) == expected
 
 
-def test_more_leaders_send_less_each() -> None:
+def test_additional_leaders_send_less_each() -> None:
     hosts = (0, 0, 1, 2, 3, 4)
     assert choose("allreduce", 16 * KIB, 6, hosts=hosts) == "leaders"
     assert choose("allreduce", 16 * KIB + 4, 6, hosts=hosts) == "lanes"
 
 
 @each("kind", ["reduce_scatter", "monitored_barrier", "gather", "scatter", "alltoall", "scan"])
-def test_where_two_levels_save_nothing_there_is_one(kind: str) -> None:
+def test_one_level_is_used_where_two_save_nothing(kind: str) -> None:
     """Of a reduce_scatter that is the latency of small ones."""
     for nbytes in (0, 4, 4 * KIB) if kind == "reduce_scatter" else (0, 4 * KIB, 16 * MIB):
         assert choose(kind, nbytes, 4, hosts=(0, 0, 1, 1)) == choose(kind, nbytes, 4)
@@ -266,14 +266,14 @@ def test_limits_follow_the_network() -> None:
     assert choose("allreduce", 2560 * KIB + 4, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "lanes"
 
 
-def test_more_lanes_carry_more() -> None:
+def test_additional_lanes_are_used_for_more_bytes() -> None:
     for lanes in (2, 4, 8):
         hosts = (0,) * lanes + (1,) * lanes
         assert choose("allreduce", lanes * 512 * KIB, 2 * lanes, hosts=hosts) == "lanes"
         assert choose("allreduce", lanes * 512 * KIB + 4, 2 * lanes, hosts=hosts) == "lines"
 
 
-def test_what_no_rank_may_repeat_is_reduced_in_one_place() -> None:
+def test_unrepeatable_reduction_is_done_on_one_rank() -> None:
     hosts = (0, 0, 1, 1)
     assert choose("allreduce", 4, 4, portable=False, hosts=hosts) == "lanes"
     for algorithm in ("lanes", "lines"):
@@ -281,7 +281,7 @@ def test_what_no_rank_may_repeat_is_reduced_in_one_place() -> None:
         assert sum(action.region.count for program in programs for action in program.actions if action.final) == 12
 
 
-def test_every_algorithm_is_chosen_for_something() -> None:
+def test_algorithm_is_chosen_for_some_case() -> None:
     chosen = {
         (kind, two_level.choose(kind, nbytes, (0, 0, 1, 1), ordered=False, portable=True, machine=TCP))
         for kind in two_level.RULES
@@ -305,7 +305,7 @@ def test_hosts_are_numbered_by_their_lowest_ranks() -> None:
     assert two_level.has_two_levels((0, 1, 1))
 
 
-def test_teams_and_lanes() -> None:
+def test_team_and_lane_of_each_rank_are_right() -> None:
     hosts = Hosts((0, 1, 0, 1, 0, 0, 1))
     assert hosts.teams == ((0, 2, 4, 5), (1, 3, 6))
     assert hosts.place == (0, 0, 1, 1, 2, 3, 2)

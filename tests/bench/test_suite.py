@@ -71,7 +71,7 @@ def rounds(bench: Any, case: Case, *times: Mapping[str, float]) -> Any:
     return results
 
 
-def test_a_ratio_is_the_median_of_those_of_the_rounds(bench: Any) -> None:
+def test_ratio_is_the_median_of_the_rounds(bench: Any) -> None:
     results = rounds(
         bench,
         SMALL,
@@ -82,7 +82,7 @@ def test_a_ratio_is_the_median_of_those_of_the_rounds(bench: Any) -> None:
     assert results.ratio(SMALL, "aiocoll auto", "gloo blocking") == pytest.approx((10, 2, 30))
 
 
-def test_the_faster_of_two_peers_may_be_another_in_each_round(bench: Any) -> None:
+def test_faster_peer_is_chosen_in_each_round(bench: Any) -> None:
     results = rounds(
         bench,
         SMALL,
@@ -95,7 +95,7 @@ def test_the_faster_of_two_peers_may_be_another_in_each_round(bench: Any) -> Non
     assert results.ratio(SMALL, "aiocoll auto", "gloo blocking") is None
 
 
-def test_a_summary_is_of_the_launches(bench: Any) -> None:
+def test_summary_covers_the_launches(bench: Any) -> None:
     results = rounds(bench, LARGE, *({"gloo blocking": value} for value in (1000, 5000, 2000)))
     summary = results.summary("gloo blocking", LARGE)
     assert (summary.launches, summary.iterations, summary.wrong) == (3, 12, 0)
@@ -104,7 +104,7 @@ def test_a_summary_is_of_the_launches(bench: Any) -> None:
     assert results.summary("mpich blocking", LARGE) is None
 
 
-def test_of_many_in_flight_the_time_is_that_of_one(bench: Any) -> None:
+def test_time_of_calls_in_flight_is_per_call(bench: Any) -> None:
     many = Case("allreduce", 4096, 64)
     summary = rounds(bench, many, {"gloo blocking": 6400}).summary("gloo blocking", many)
     assert summary.figures.p50 == pytest.approx(100e-6)
@@ -112,13 +112,13 @@ def test_of_many_in_flight_the_time_is_that_of_one(bench: Any) -> None:
 
 
 @pytest.mark.parametrize(("gloo", "met"), [(100.1, True), (99.9, False), (None, None)])
-def test_a_limit_is_met_or_missed_or_not_measured(bench: Any, gloo: float | None, met: bool | None) -> None:
+def test_limit_is_met_missed_or_not_measured(bench: Any, gloo: float | None, met: bool | None) -> None:
     results = rounds(bench, SMALL, {"aiocoll auto": 1.0, **({} if gloo is None else {"gloo blocking": gloo})})
     (verdict,) = [each for each in bench.limits.verdicts([results]) if each.what.endswith("against blocking Gloo")]
     assert verdict.met is met
 
 
-def test_every_cell_has_one_limit_for_each_kind_of_peer(bench: Any) -> None:
+def test_cell_has_one_limit_per_kind_of_peer(bench: Any) -> None:
     sizes = (8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
     all_results = []
     for world_size in (2, 4):
@@ -156,7 +156,7 @@ def test_every_cell_has_one_limit_for_each_kind_of_peer(bench: Any) -> None:
     assert limits["allreduce 256 KiB, 2 ranks, against blocking Gloo"] == "≥ 1×"
 
 
-def test_awaited_peers_and_blocking_peers_have_a_table_each(bench: Any) -> None:
+def test_awaited_and_blocking_peers_have_separate_tables(bench: Any) -> None:
     names = ["aiocoll auto", "gloo future", "mpich test", "mpich blocking", "open mpi blocking", "gloo blocking"]
     results = bench.results.Results(2, names)
     times = (10, 400, 20, 2, 5, 1)
@@ -174,7 +174,7 @@ def test_awaited_peers_and_blocking_peers_have_a_table_each(bench: Any) -> None:
     assert row == ("| allreduce | 64 B | 10.0 (10.0) | 1.0 (1.0) | 2.0 (2.0) | 5.0 (5.0) | **0.20** (0.20–0.20) | 0 |")
 
 
-def test_a_table_needs_a_peer(bench: Any) -> None:
+def test_table_without_a_peer_is_left_out(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking"])
     results.rounds.append({name: launched(bench, SMALL, 1) for name in results.systems})
     assert bench.tables.awaited_table(results, "aiocoll auto") is None
@@ -219,7 +219,7 @@ class Meter:
         ((0.5, 0.4, 0.6, 0.7, 0.8, 0.9, 0.0), 6, 1),
     ],
 )
-def test_a_launch_is_repeated_while_the_load_is_high(
+def test_launch_is_repeated_while_the_load_is_high(
     bench: Any, loads: tuple[float, ...], launches: int, kept: int
 ) -> None:
     meter, done = Meter(*loads), []
@@ -234,13 +234,13 @@ def test_a_launch_is_repeated_while_the_load_is_high(
     assert (best.load, best.repeats) == (load(loads[kept]), launches - 1)
 
 
-def test_a_launch_that_fails_is_not_repeated(bench: Any) -> None:
+def test_failed_launch_is_not_repeated(bench: Any) -> None:
     results = iter([launched(bench, SMALL, 1), launched(bench, SMALL, 0, "exit code 1")])
     best = bench.launch.launch_until_quiet(lambda: next(results), Meter(0.5, 0.4), 5)
     assert (best.failure, best.load) == (None, load(0.5))
 
 
-def test_the_report_has_the_load_of_the_launches(bench: Any) -> None:
+def test_report_has_the_load_of_the_launches(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto"])
     results.rounds += [{"aiocoll auto": launched(bench, SMALL, 1, load=load(each))} for each in (0.0, 0.1, 0.7)]
     results.rounds[2]["aiocoll auto"] = replace(results.rounds[2]["aiocoll auto"], repeats=5)
@@ -254,7 +254,7 @@ def test_the_report_has_the_load_of_the_launches(bench: Any) -> None:
     )
 
 
-def test_the_report_says_what_is_missing_and_what_is_wrong(bench: Any, tmp_path: Path) -> None:
+def test_report_lists_missing_and_wrong_results(bench: Any, tmp_path: Path) -> None:
     results = rounds(bench, SMALL, {"aiocoll auto": 1, "gloo blocking": 30})
     results.rounds[0]["mpich blocking"] = launched(bench, SMALL, 0, "exit code 1: no fabric")
     results.rounds[0]["gloo blocking"].timings[SMALL] = Timing([30_000], 0.0, 17)
@@ -282,20 +282,20 @@ def test_the_report_says_what_is_missing_and_what_is_wrong(bench: Any, tmp_path:
     )
 
 
-def test_the_report_says_what_else_was_busy(bench: Any) -> None:
+def test_report_names_other_busy_processes(bench: Any) -> None:
     systems = [bench.systems.make_aiocoll("tcp")]
     text = bench.report.Report(systems, {}, load(0.0), busy=3).text()
     assert "3 other processes that each keep a core busy" in text
     assert "busy" not in bench.report.Report(systems, {}, load(0.0)).machine
 
 
-def test_busy_processes_run_meanwhile_and_no_longer(bench: Any) -> None:
+def test_busy_processes_run_only_during_the_measurement(bench: Any) -> None:
     with bench.busy.busy(2) as processes:
         assert [process.poll() for process in processes] == [None, None]
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
 
 
-async def test_a_busy_process_ends_with_the_one_that_has_started_it() -> None:
+async def test_busy_process_ends_with_its_parent() -> None:
     """Of which it has the standard output, too: that is at its end when both are gone."""
     program = "import busy, os\nwith busy.busy(1): os.kill(os.getpid(), 9)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=FOLDER, stdout=subprocess.PIPE)
@@ -303,7 +303,7 @@ async def test_a_busy_process_ends_with_the_one_that_has_started_it() -> None:
         assert (await process.communicate())[0] == b""
 
 
-def test_a_launch_measures_all_cases(bench: Any) -> None:
+def test_launch_measures_all_cases(bench: Any) -> None:
     cases = [SMALL, Case("gather", 4096), Case("allreduce", 4096, 4), Case("barrier", 0)]
     done = bench.launch.launch(bench.systems.make_aiocoll("tcp"), None, 3, cases, Effort(0, 3, 3), 60)
     assert done.failure is None
@@ -312,14 +312,14 @@ def test_a_launch_measures_all_cases(bench: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_many_in_flight(pg: ProcessGroup) -> None:
+async def test_calls_in_flight_are_measured(pg: ProcessGroup) -> None:
     loads = Workloads(Case("allreduce", 4096, inflight=64), pg.rank(), pg.size())
     call = calls_of([call_of(pg, load) for load in loads.all])
     timing = await measure(loads, times_of(call), combine_of(pg), Effort(0, 3, 3))
     assert (len(timing.nanoseconds), timing.wrong) == (3, 0)
 
 
-def test_what_is_wrong_in_any_of_many_in_flight_is_found() -> None:
+def test_wrong_result_of_any_call_in_flight_is_found() -> None:
     loads = Workloads(Case("allreduce", 4096, inflight=3), 0, 2)
     loads.fresh()
     assert loads.wrong() == 3 * loads.all[0].wrong() > 0
@@ -327,14 +327,14 @@ def test_what_is_wrong_in_any_of_many_in_flight_is_found() -> None:
     assert loads.wrong_after(1) == 3 * loads.all[2].wrong_after(1) > 0
 
 
-def test_a_launch_that_fails_says_why_and_keeps_what_it_has(bench: Any) -> None:
+def test_failed_launch_reports_its_reason_and_keeps_its_results(bench: Any) -> None:
     cases = [SMALL, Case("allsum", 64)]
     done = bench.launch.launch(bench.systems.make_aiocoll("tcp"), None, 2, cases, Effort(0, 3, 3), 60)
     assert list(done.timings) == [SMALL]
     assert "ValueError: kind='allsum' is not a collective; use one of allreduce, reduce," in done.failure
 
 
-def test_a_launch_that_hangs_is_ended(bench: Any, tmp_path: Path) -> None:
+def test_hanging_launch_is_ended(bench: Any, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o700)
@@ -343,7 +343,7 @@ def test_a_launch_that_hangs_is_ended(bench: Any, tmp_path: Path) -> None:
     assert done.failure == "not done after 1 s"
 
 
-def test_a_reason_is_the_error_or_what_was_said_first(bench: Any) -> None:
+def test_failure_reason_is_the_error_or_the_first_output(bench: Any) -> None:
     trace = "Traceback (most recent call last):\n  File ...\nmpi4py.MPI.Error: no such|thing\n---\n"
     assert bench.launch._reason("exit code 1", trace) == "exit code 1: mpi4py.MPI.Error: no such/thing"
     assert bench.launch._reason("exit code 213", "-----\n  A value is missing.\nTry it.\n") == (
@@ -352,7 +352,7 @@ def test_a_reason_is_the_error_or_what_was_said_first(bench: Any) -> None:
     assert bench.launch._reason("killed by SIGKILL", "") == "killed by SIGKILL"
 
 
-def test_a_library_means_all_its_modes(bench: Any) -> None:
+def test_library_name_selects_all_its_modes(bench: Any) -> None:
     chosen = bench.systems.choose_peers(["mpich-spin", "gloo", "mpich-spin"])
     assert chosen == ["gloo-future", "gloo-thread", "gloo-blocking", "mpich-spin"]
     assert bench.systems.choose_peers([]) == []
@@ -378,7 +378,7 @@ class Request:
 
 
 @pytest.mark.parametrize(("spin", "tests", "iterations"), [(0.0, 1, 0), (0.0, 4, 3), (1000.0, 1000, 0)])
-async def test_a_request_is_tested_once_per_loop_iteration_after_spinning(
+async def test_request_is_tested_once_per_loop_iteration_after_spinning(
     bench: Any, spin: float, tests: int, iterations: int
 ) -> None:
     passed = 0
@@ -439,7 +439,7 @@ def test_mpi_calls_that_block_and_that_return_a_request_have_the_same_arguments(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["future", "thread", "blocking"])
-def test_gloo_in_all_modes(bench: Any, mode: str) -> None:
+def test_gloo_runs_in_all_modes(bench: Any, mode: str) -> None:
     pytest.importorskip("torch")
     gloo = bench.systems.PEERS[f"gloo-{mode}"]
     cases = [Case(kind, 64) for kind in KINDS] + [Case("allreduce", 64, 4)]
@@ -450,17 +450,17 @@ def test_gloo_in_all_modes(bench: Any, mode: str) -> None:
     assert [(len(timing.nanoseconds), timing.wrong) for timing in done.timings.values()] == [(3, 0)] * len(taken)
 
 
-def test_what_cannot_be_installed_says_why(bench: Any) -> None:
+def test_failed_installation_reports_its_reason(bench: Any) -> None:
     with pytest.raises(bench.environments.Unavailable, match=r"^ValueError: no such thing$"):
         bench.environments._run(sys.executable, "-c", "raise ValueError('no such thing')")
 
 
-def test_a_bound_is_what_must_be_read_and_written(bench: Any) -> None:
+def test_bound_is_the_bytes_read_and_written(bench: Any) -> None:
     roofline = bench.roofline.Roofline(4, copy=8e9, add=0, tcp=0, unix=0, flag=0, unix_trip=0, tcp_trip=0)
     assert roofline.bound(1_000_000_000) == 1.0
 
 
-def test_the_machine_can_be_measured(bench: Any) -> None:
+def test_machine_can_be_measured(bench: Any) -> None:
     found = bench.roofline.roofline(2, 0.01)
     assert found.world_size == 2
     assert min(found.copy, found.add, found.tcp, found.unix, found.flag, found.unix_trip, found.tcp_trip) > 0

@@ -33,7 +33,7 @@ def judge(run: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WHAT)
-def test_some_disturbances(what: str, tmp_path: Path) -> None:
+def test_disturbed_calls_give_right_results_or_errors(what: str, tmp_path: Path) -> None:
     chosen = [number for number, each in enumerate(scenarios()) if each["what"] == what][:FEW]
     runs, _ = play("tests.chaos.disturbing", chosen, tmp_path)
     assert len(runs) == FEW
@@ -42,7 +42,7 @@ def test_some_disturbances(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_four_hundred_disturbances(tmp_path: Path) -> None:
+def test_disturbed_calls_give_right_results_or_errors_400_times(tmp_path: Path) -> None:
     everything = list(range(len(scenarios())))
     assert len(everything) == 400
     runs, _ = play("tests.chaos.disturbing", everything, tmp_path)

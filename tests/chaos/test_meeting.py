@@ -28,7 +28,7 @@ async def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
     return "right"
 
 
-async def test_a_rank_that_is_lost_while_the_ranks_meet_keeps_nobody_waiting() -> None:
+async def test_rank_lost_during_the_rendezvous_delays_no_other() -> None:
     """Rank 2 has come, but has no link yet when rank 1 goes away: rank 0 does not wait for its 300 seconds."""
     store = HashStore()
     plain = Detour(store, None)
@@ -46,7 +46,7 @@ async def test_a_rank_that_is_lost_while_the_ranks_meet_keeps_nobody_waiting() -
     await stalled.aclose()
 
 
-async def test_a_store_host_that_was_never_there(port: int) -> None:
+async def test_missing_store_host_is_reported_with_address_and_time(port: int) -> None:
     """Every rank but the host says where it looked, and for how long."""
     group = new_group(init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=SHORT, options=OPTIONS)
     where = rf"no store at 127\.0\.0\.1:{port}: nothing listens there"
@@ -79,16 +79,16 @@ async def deaths(step: int) -> None:
             assert "right" not in results or upstream or results == ["right"] * 3, results
 
 
-async def test_a_store_host_that_dies_while_the_ranks_meet() -> None:
+async def test_store_host_that_dies_during_the_rendezvous_is_reported() -> None:
     await deaths(97)
 
 
 @pytest.mark.soak
-async def test_a_store_host_that_dies_at_every_byte() -> None:
+async def test_store_host_that_dies_at_every_byte_is_reported() -> None:
     await deaths(2)
 
 
-async def test_a_group_outlives_its_store_host() -> None:
+async def test_group_outlives_its_store_host() -> None:
     server = StoreServer(key=KEY)
     where = server.start()
     stores = [TCPStore(*where, timeout=5, key=KEY) for _ in range(3)]

@@ -58,7 +58,7 @@ def few(what: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", "stop", "close"])
-def test_some_ranks_between_post_and_read(what: str, tmp_path: Path) -> None:
+def test_rank_ended_between_post_and_read_gives_right_results_or_errors(what: str, tmp_path: Path) -> None:
     runs, log = play("tests.chaos.outboxes", few(what), tmp_path)
     for run in runs:
         judge(run | {"log": log})
@@ -66,7 +66,7 @@ def test_some_ranks_between_post_and_read(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", WHAT)
-def test_every_rank_between_post_and_read(what: str, tmp_path: Path) -> None:
+def test_every_rank_ended_between_post_and_read_gives_right_results_or_errors(what: str, tmp_path: Path) -> None:
     chosen = [index for index, each in enumerate(scenarios()) if each["what"] == what]
     runs, log = play("tests.chaos.outboxes", chosen, tmp_path)
     assert {run["world"] for run in runs} == set(WORLD_SIZES)

@@ -81,18 +81,18 @@ async def run_out(transports: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-async def test_descriptors_run_out_at_every_point() -> None:
+async def test_lack_of_descriptors_at_every_point_is_reported() -> None:
     await run_out(("unix", "tcp", "shm"))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_descriptors_run_out_at_every_point_on_each_transport(transport: str) -> None:
+async def test_lack_of_descriptors_at_every_point_is_reported_on_each_transport(transport: str) -> None:
     await run_out((transport,))
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_a_dial_waits_for_descriptors(flavour: str) -> None:
+async def test_dial_waits_for_descriptors(flavour: str) -> None:
     """A lack of our own says nothing about the peer: it is dialled again, at ever longer intervals."""
     loop = asyncio.get_running_loop()
     pauses: list[float] = []
@@ -120,7 +120,7 @@ async def test_a_dial_waits_for_descriptors(flavour: str) -> None:
 
 @contextmanager
 def disk(path: Path, nbytes: int) -> Iterator[Path]:
-    """A file system of that size."""
+    """Mount a file system of that size."""
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", path], capture_output=True, check=False
     )
@@ -132,7 +132,7 @@ def disk(path: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", path], check=True)
 
 
-async def test_a_full_disk(tmp_path: Path) -> None:
+async def test_full_disk_refuses_records_of_a_file_store(tmp_path: Path) -> None:
     """What does not fit is refused by name; others read what was there, and all goes on when there is room again."""
     with disk(tmp_path, 256 * 1024) as path:
         (path / "hoard").write_bytes(bytes(64 * 1024))
@@ -158,7 +158,7 @@ async def test_a_full_disk(tmp_path: Path) -> None:
             assert await store.get(f"large {number}") == b"fits"
 
 
-async def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+async def test_file_size_limit_refuses_records_of_a_file_store(tmp_path: Path) -> None:
     """The same for anybody: the kernel writes as much as the limit allows, which is a torn record."""
     path = tmp_path / "store"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -175,7 +175,7 @@ async def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
         assert await store.get("large") == bytes(10_000)
 
 
-async def test_ranks_that_meet_on_a_full_disk(tmp_path: Path) -> None:
+async def test_full_disk_fails_the_rendezvous_with_a_named_error(tmp_path: Path) -> None:
     with disk(tmp_path, 64 * 1024) as path:
         (path / "hoard").write_bytes(bytes(64 * 1024))
         groups = [

@@ -53,7 +53,7 @@ def run(limit: str, value: int) -> tuple[str, list[str]]:
         ("RLIMIT_AS", 6 * 1024 * 1024, "Cannot allocate memory"),
     ],
 )
-def test_it_falls_back(limit: str, value: int, reason: str) -> None:
+def test_memory_limit_makes_ranks_use_sockets(limit: str, value: int, reason: str) -> None:
     carriers, told = run(limit, value)
     assert carriers == "['unix'] ['unix']"
     warnings = [line for line in told if "uses unix sockets instead of shared memory" in line]
@@ -62,5 +62,5 @@ def test_it_falls_back(limit: str, value: int, reason: str) -> None:
     assert told == warnings
 
 
-def test_without_a_limit_it_does_not() -> None:
+def test_shared_memory_is_used_without_a_limit() -> None:
     assert run("RLIMIT_FSIZE", 1 << 30) == ("['shm'] ['shm']", [])

@@ -95,7 +95,7 @@ def check(keys: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_of_two_kinds_with_one_hash(kind: str) -> None:
+def test_keys_of_two_kinds_with_one_hash_are_limited(kind: str) -> None:
     """Whichever comes first."""
     for other in KINDS:
         for mine, theirs, size in MIXES:
@@ -105,12 +105,12 @@ def test_keys_of_two_kinds_with_one_hash(kind: str) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [lambda key: (0, key), lambda key: ((key,), key), lambda key: frozenset({key})])
-def test_numbers_inside_of_keys(wrapped: Callable[[Any], Hashable]) -> None:
+def test_numbers_inside_keys_are_limited(wrapped: Callable[[Any], Hashable]) -> None:
     for one, other in combinations(KINDS, 2):
         check([wrapped(key) for key in (*keys(one, 1, 100_000), *keys(other, 1, 100_000))])
 
 
-def test_numbers_of_two_types_in_both_of_two_frozensets() -> None:
+def test_numbers_of_two_types_in_two_frozensets_are_limited() -> None:
     """Their types are the same ones, but those with one hash differ."""
     large, other = CODE + (P << 1_600_000), CODE + 2 + (P << 1_600_000)
     pair = [frozenset({Decimal(CODE), other}), frozenset({large, Decimal(CODE + 2)})]
@@ -121,7 +121,7 @@ def test_numbers_of_two_types_in_both_of_two_frozensets() -> None:
 
 
 @pytest.mark.parametrize(("depth", "count"), [(1, 100), (2, 4)])
-def test_frozensets_whose_elements_have_one_hash(depth: int, count: int) -> None:
+def test_frozensets_of_elements_with_one_hash_are_limited(depth: int, count: int) -> None:
     """To compare two takes 128 comparisons for each element, and so on, for each element of these."""
 
     def frozensets(depth: int, count: int) -> list[Any]:
@@ -138,7 +138,7 @@ def test_frozensets_whose_elements_have_one_hash(depth: int, count: int) -> None
 
 
 @pytest.mark.parametrize(("alike", "most"), [(1, 128), (2, 64), (3, 42), (64, 2), (65, 1)])
-def test_frozensets_are_the_fewer_the_more_of_their_elements_have_one_hash(alike: int, most: int) -> None:
+def test_frozensets_are_limited_by_their_elements_with_one_hash(alike: int, most: int) -> None:
     common, last = keys("int", 64, 10), keys("int", 64 + 200, 10)[64:]
     made = [frozenset({*common[: alike - 1], number}) for number in last]
     assert loads(dumps(set(made[:most]))) == set(made[:most])
@@ -146,7 +146,7 @@ def test_frozensets_are_the_fewer_the_more_of_their_elements_have_one_hash(alike
         dumps(set(made[: most + 1]))
 
 
-def test_times_that_are_never_equal() -> None:
+def test_times_that_are_never_equal_are_limited() -> None:
     when = dt.datetime(2020, 10, 25, 2, 30)
     times = [when.replace(tzinfo=zoneinfo.ZoneInfo(f"Europe/{zone}")) for zone in ZONES]
     assert (len(set(times)), len(set(map(hash, times)))) == (len(ZONES), 1)
@@ -184,7 +184,7 @@ def test_keys_of_programs_are_accepted(name: str) -> None:
     assert loads(dumps(frozenset(keys))) == frozenset(keys)
 
 
-def test_a_large_number_and_one_of_another_type_are_refused_by_both_ends() -> None:
+def test_large_numbers_of_two_types_are_refused_by_both_ends() -> None:
     pair = [*keys("Decimal", 1, 0), *keys("int", 1, 1000)]
     reason = "more than 1 keys with the same hash that are slow to compare; send a list of pairs instead"
     for order in (pair, pair[::-1]):

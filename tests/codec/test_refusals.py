@@ -76,12 +76,12 @@ REFUSED: list[tuple[Any, str, str]] = [
 
 
 @each(("obj", "path", "reason"), REFUSED)
-def test_what_cannot_be_sent_is_named_with_its_path(obj: Any, path: str, reason: str) -> None:
+def test_unsupported_value_is_named_with_its_path(obj: Any, path: str, reason: str) -> None:
     with pytest.raises(SerializationError, match=rf"^cannot send {path}.*{reason}"):
         dumps(obj)
 
 
-def test_a_zone_without_a_key_is_refused() -> None:
+def test_time_zone_without_a_key_is_refused() -> None:
     path = next(p for p in map("{}/Europe/Paris".format, zoneinfo.TZPATH) if os.path.exists(p))
     with open(path, "rb") as file:
         zone = zoneinfo.ZoneInfo.from_file(file)
@@ -99,7 +99,7 @@ SAMPLE = {
 
 
 @pytest.mark.slow
-def test_every_changed_byte_is_read_or_refused_properly() -> None:
+def test_changed_byte_is_read_or_refused_with_a_named_error() -> None:
     data = dumps(SAMPLE)
     refused = 0
     for position in range(len(data)):
@@ -112,7 +112,7 @@ def test_every_changed_byte_is_read_or_refused_properly() -> None:
     assert refused > 100 * len(data)
 
 
-def test_every_truncation_and_every_extension_is_refused() -> None:
+def test_truncated_or_extended_bytes_are_refused() -> None:
     data = dumps(SAMPLE)
     for length in range(len(data)):
         with pytest.raises(SerializationError):
@@ -121,7 +121,7 @@ def test_every_truncation_and_every_extension_is_refused() -> None:
         loads(data + b"\xc0")
 
 
-def test_random_bytes_are_read_or_refused_properly() -> None:
+def test_random_bytes_are_read_or_refused_with_a_named_error() -> None:
     rng = random.Random(5)
     for _ in range(5000):
         try:
@@ -210,7 +210,7 @@ def test_data_that_is_no_buffer_is_a_type_error() -> None:
         loads("text")  # type: ignore[arg-type]
 
 
-def test_an_array_of_an_extension_dtype_says_what_to_install_where_it_is_missing() -> None:
+def test_missing_extension_dtype_error_names_the_package() -> None:
     data = dumps(np.array([1], dtype=ml_dtypes.bfloat16))
     code = (
         "import sys; sys.modules['ml_dtypes'] = None\n"

@@ -36,7 +36,7 @@ def torch() -> Any:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 256, 257, 1000])
-def test_ordered_dicts(count: int) -> None:
+def test_ordered_dict_round_trips(count: int) -> None:
     """Also in pieces, inside each other and with values that msgpack has not."""
     given = collections.OrderedDict((str(each), (each,)) for each in range(count))
     if count:
@@ -58,7 +58,7 @@ def test_ordered_dicts_count_as_two_containers() -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_of_every_kind(dtype: str) -> None:
+def test_tensor_of_every_kind_round_trips(dtype: str) -> None:
     kind = getattr(torch(), dtype)
     for shape in ((), (0,), (3,), (2, 0), (2, 3)):
         given = torch().ones(shape).to(kind)
@@ -75,7 +75,7 @@ def test_tensors_of_every_kind(dtype: str) -> None:
 
 
 @pytest.mark.torch
-def test_a_state_dict_on_all_ranks() -> None:
+def test_state_dict_is_broadcast_to_all_ranks() -> None:
     from aiocoll import distributed as dist
 
     make = torch().nn.Linear
@@ -92,7 +92,7 @@ def test_a_state_dict_on_all_ranks() -> None:
 
 
 @pytest.mark.torch
-def test_what_would_not_arrive_as_it_is() -> None:
+def test_unsupported_tensor_is_refused() -> None:
     for given, why in (
         (torch().nn.Parameter(torch().ones(1)), r"Parameter would arrive as a torch.Tensor: send x.detach\(\)"),
         (torch().eye(2).to_sparse(), "a torch tensor of float32, torch.sparse_coo on cpu: send a dense one on the CPU"),
@@ -112,13 +112,13 @@ def packed(*fields: Any) -> bytes:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("fields", WRONG)
-def test_bytes_that_are_no_tensor(fields: tuple[Any, ...]) -> None:
+def test_malformed_tensor_bytes_are_refused(fields: tuple[Any, ...]) -> None:
     torch()
     with pytest.raises(SerializationError):
         loads(packed("torch", *fields))
 
 
-def test_without_torch_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_without_torch_raises_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SerializationError, match="received an object that contains a torch tensor; import torch"):
         loads(packed("torch", "float32", [1], b"1234"))

@@ -23,7 +23,7 @@ def default_group(pg: ProcessGroup) -> Any:
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("count", [1, LARGE])
-async def test_collectives_started_before_are_complete(pg: ProcessGroup, count: int) -> None:
+async def test_barrier_completes_earlier_collectives(pg: ProcessGroup, count: int) -> None:
     rank, size = pg.rank(), pg.size()
     reduced, copied = np.full(count, rank + 1.0), np.full(count, float(rank))
     gathered = np.empty(count * size)
@@ -38,7 +38,7 @@ async def test_collectives_started_before_are_complete(pg: ProcessGroup, count: 
 
 
 @pytest.mark.ranks(2)
-async def test_collectives_of_a_started_block_are_complete(pg: ProcessGroup) -> None:
+async def test_barrier_completes_collectives_of_a_started_block(pg: ProcessGroup) -> None:
     tensors = [np.full(LARGE, pg.rank() + 1.0) for _ in range(3)]
 
     async def block() -> None:
@@ -64,7 +64,7 @@ async def test_barrier_in_a_block_waits_for_the_calls_before_it(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_messages_keyed_calls_and_calls_that_follow_do_not_count(pg: ProcessGroup) -> None:
+async def test_barrier_does_not_wait_for_messages_keyed_and_later_calls(pg: ProcessGroup) -> None:
     x, y = np.ones(LARGE), np.ones(LARGE)
     other = 1 - pg.rank()
     received = pg.recv(x, other)
@@ -88,7 +88,7 @@ async def test_messages_keyed_calls_and_calls_that_follow_do_not_count(pg: Proce
 
 
 @pytest.mark.ranks(2)
-async def test_collectives_of_other_groups_do_not_count(pg: ProcessGroup) -> None:
+async def test_barrier_does_not_wait_for_collectives_of_other_groups(pg: ProcessGroup) -> None:
     async with await pg.split_group([0, 1]) as other:
         early = other.allreduce(1) if pg.rank() == 0 else None
         await dist.barrier()
@@ -96,7 +96,7 @@ async def test_collectives_of_other_groups_do_not_count(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(2)
-async def test_failure_of_an_earlier_collective_is_raised(pg: ProcessGroup) -> None:
+async def test_barrier_raises_the_failure_of_an_earlier_collective(pg: ProcessGroup) -> None:
     def fails(a: Any, b: Any, out: Any) -> None:
         raise ValueError("on purpose")
 
@@ -113,7 +113,7 @@ async def test_barrier_of_an_idle_group_is_that_of_the_group(pg: ProcessGroup) -
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_of_a_group_does_not_wait(pg: ProcessGroup) -> None:
+async def test_process_group_barrier_does_not_wait_for_collectives(pg: ProcessGroup) -> None:
     """`ProcessGroup.barrier` waits for the ranks only."""
     slow = pg.allreduce(np.ones(8 * LARGE))
     await pg.barrier()
@@ -123,7 +123,7 @@ async def test_barrier_of_a_group_does_not_wait(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_async_op_in_the_place_of_devices_is_refused(pg: ProcessGroup) -> None:
+async def test_async_op_as_device_ids_is_refused(pg: ProcessGroup) -> None:
     with pytest.raises(TypeError, match="device_ids must be a list of devices or None, not bool; async_op does not"):
         dist.barrier(None, True)  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ WORLDS = (1, 2, 3, 4, 7)
 
 
 @pytest.mark.ranks(*WORLDS)
-async def test_groups_of_every_kind(pg: ProcessGroup) -> None:
+async def test_new_group_supports_every_kind_of_call(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     everybody = await dist.new_group()
     assert await dist.all_reduce(1, group=everybody) == p
@@ -42,7 +42,7 @@ async def test_groups_of_every_kind(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @over(*LINKS[1:])
-async def test_sub_groups_over_every_transport(pg: ProcessGroup) -> None:
+async def test_subgroups_work_over_every_transport(pg: ProcessGroup) -> None:
     current, _ = await dist.new_subgroups(2, timeout=20)
     assert await dist.all_reduce(pg.rank(), group=current) == 1 + 4 * (pg.rank() // 2)
     await dist.broadcast(tensor := np.full(5, pg.rank()), src=pg.rank() // 2 * 2 + 1, group=current)
@@ -114,7 +114,7 @@ async def test_ranks_are_global_in_the_default_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_only_members_make_a_group(pg: ProcessGroup) -> None:
+async def test_only_members_get_a_group(pg: ProcessGroup) -> None:
     r = pg.rank()
     for _ in range(2):
         if r > 0:
@@ -132,7 +132,7 @@ async def test_only_members_make_a_group(pg: ProcessGroup) -> None:
             dist.barrier(group)
 
 
-async def test_a_size_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_world_size_is_taken_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     async def body(pg: ProcessGroup) -> None:
@@ -143,7 +143,7 @@ async def test_a_size_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.ranks(5)
-async def test_subgroups_of_a_group(pg: ProcessGroup) -> None:
+async def test_new_subgroups_divide_a_group(pg: ProcessGroup) -> None:
     upper = await dist.new_group([1, 2, 3, 4])
     if pg.rank() == 0:
         return
@@ -154,7 +154,7 @@ async def test_subgroups_of_a_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_shrinking_a_group_that_is_not_the_default(pg: ProcessGroup) -> None:
+async def test_other_group_than_the_default_can_shrink(pg: ProcessGroup) -> None:
     group = await dist.new_group([0, 1, 2])
     if pg.rank() == 1:
         await group.wait_revoked()
@@ -167,7 +167,7 @@ async def test_shrinking_a_group_that_is_not_the_default(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(4)
-async def test_a_default_group_that_was_shrunk_is_replaced_for_all_tasks(pg: ProcessGroup) -> None:
+async def test_shrunk_default_group_is_replaced_for_all_tasks(pg: ProcessGroup) -> None:
     for excluded in (1, 2):
         world = dist.group.WORLD
         assert world is not None
@@ -180,7 +180,7 @@ async def test_a_default_group_that_was_shrunk_is_replaced_for_all_tasks(pg: Pro
         assert await dist.all_reduce(pg.rank()) == 0 + 2
 
 
-async def test_two_worlds_have_sub_groups_of_their_own() -> None:
+async def test_two_worlds_have_separate_subgroups() -> None:
     async def body(pg: ProcessGroup, stores: list[HashStore]) -> None:
         r = pg.rank()
         async with aiocoll.new_group(store=stores[0], rank=3 - r, world_size=4) as other:
@@ -198,7 +198,7 @@ async def test_two_worlds_have_sub_groups_of_their_own() -> None:
     await store.aclose()
 
 
-async def test_backends_of_a_group_are_compared_by_device_and_not_by_text() -> None:
+async def test_backends_of_a_group_are_compared_by_device() -> None:
     async with HashStore() as store:
         await dist.init_process_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1)
         config = dist.get_backend_config()

@@ -62,7 +62,7 @@ async def all_reduce_coalesced(r: int, p: int) -> None:
 
 @case
 async def coalesced(r: int, p: int) -> None:
-    """Calls with a result of their own are members of a block like all others."""
+    """Include calls with a result of their own, which join a block like all others."""
     async with dist.coalescing_manager():
         works = [dist.all_reduce(r), dist.all_gather_object(objects := [None] * p, r)]
         assert await dist.broadcast_object_list(first := [r]) == [0]
@@ -278,26 +278,26 @@ async def batches(r: int, p: int) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("name", CASES)
-async def test_every_function(pg: ProcessGroup, name: str) -> None:
+async def test_functions_give_the_closed_form(pg: ProcessGroup, name: str) -> None:
     await CASES[name](pg.rank(), pg.size())
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS[1:])
-async def test_every_function_over_every_transport(pg: ProcessGroup) -> None:
+async def test_functions_give_the_closed_form_over_every_transport(pg: ProcessGroup) -> None:
     for each in CASES.values():
         await each(pg.rank(), pg.size())
         await dist.barrier()  # the messages of the next are not for this one
 
 
-def test_functions_that_move_data_are_plain() -> None:
+def test_functions_that_move_data_are_no_coroutines() -> None:
     """They start at the call, so they cannot be coroutines; only what makes or ends a world is one."""
     coroutines = {name for name in dist.__all__ if inspect.iscoroutinefunction(getattr(dist, name))}
     assert coroutines == {"init_process_group", "destroy_process_group", "shrink_group"}
 
 
 @pytest.mark.ranks(2)
-async def test_a_call_starts_before_it_is_awaited(pg: ProcessGroup) -> None:
+async def test_call_starts_before_it_is_awaited(pg: ProcessGroup) -> None:
     works = [dist.all_reduce(filled(1)), dist.broadcast_object_list([pg.rank()], 1), dist.barrier()]
     assert all(isinstance(work, Work) for work in works)
     await pg.drain()
@@ -353,7 +353,7 @@ def refusals(pg: ProcessGroup) -> dict[str, tuple[type[Exception], str, Callable
 
 
 @pytest.mark.ranks(2)
-async def test_what_is_refused(pg: ProcessGroup) -> None:
+async def test_functions_refuse_wrong_arguments(pg: ProcessGroup) -> None:
     for error, words, call in refusals(pg).values():
         with pytest.raises(error, match=words):
             call()
@@ -363,7 +363,7 @@ async def test_what_is_refused(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_batch_is_checked_before_any_of_it_starts(pg: ProcessGroup) -> None:
+async def test_batch_is_checked_before_any_member_starts(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     wrong = [dist.P2POp(dist.isend, filled(0), peer), dist.P2POp(dist.irecv, filled(0), peer, tag=-1)]
     with pytest.raises(ValueError, match="tag"):
@@ -374,7 +374,7 @@ async def test_a_batch_is_checked_before_any_of_it_starts(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_lists_of_tensors_are_checked_before_any_is_gathered(pg: ProcessGroup) -> None:
+async def test_tensor_lists_are_checked_before_the_gather(pg: ProcessGroup) -> None:
     outputs = [[filled(0), filled(0)] for _ in range(2)]
     with pytest.raises(ValueError, match=r"input_tensor_list\[1\]"):
         dist.all_gather_coalesced(outputs, [filled(1), filled(1, 4)])
@@ -403,7 +403,7 @@ async def dry_run(r: int, p: int) -> None:
     await dist.monitored_barrier()
 
 
-async def test_dry_runs() -> None:
+async def test_functions_work_in_dry_runs() -> None:
     await dist.init_process_group("fake", rank=3, world_size=8)
     await dry_run(3, 8)
     current, _ = await dist.new_subgroups(4)
@@ -421,7 +421,7 @@ async def test_dry_runs() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_lists_of_different_lengths(pg: ProcessGroup) -> None:
+async def test_lists_of_different_lengths_are_a_mismatch(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         await dist.broadcast_object_list([1, 2])
         await dist.send_object_list([1], 1)
@@ -435,7 +435,7 @@ async def test_lists_of_different_lengths(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_receive_that_nobody_wants_is_withdrawn(pg: ProcessGroup) -> None:
+async def test_abandoned_receive_is_withdrawn(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         work = dist.recv(filled(0), 1)
         waiting = asyncio.ensure_future(work.join())
@@ -454,7 +454,7 @@ async def test_a_receive_that_nobody_wants_is_withdrawn(pg: ProcessGroup) -> Non
         await dist.send(filled(7), 0)
 
 
-async def test_a_failure_reaches_works_with_a_result_of_their_own() -> None:
+async def test_failure_reaches_works_with_their_own_result() -> None:
     started = asyncio.Event()
 
     async def body(pg: ProcessGroup) -> None:
@@ -476,7 +476,7 @@ async def test_a_failure_reaches_works_with_a_result_of_their_own() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_rank_that_is_not_in_the_group_does_nothing(pg: ProcessGroup) -> None:
+async def test_rank_outside_the_group_does_nothing(pg: ProcessGroup) -> None:
     t = filled(0)
     calls: dict[str, Callable[[], Work[Any]]] = {
         "all_reduce": lambda: dist.all_reduce(t, group=OUTSIDE),

@@ -33,7 +33,7 @@ async def as_ranks(world_size: int, fn: Callable[..., Awaitable[Any]], *args: An
         await store.aclose()
 
 
-async def test_there_is_no_group_before_init() -> None:
+async def test_default_group_requires_init() -> None:
     assert dist.is_available()
     assert not dist.is_initialized()
     assert dist.group.WORLD is None
@@ -53,7 +53,7 @@ async def test_there_is_no_group_before_init() -> None:
         await dist.destroy_process_group()
 
 
-async def test_init_and_destroy() -> None:
+async def test_init_makes_and_destroy_ends_the_default_group() -> None:
     async def rank_of_two(store: HashStore, rank: int) -> None:
         await dist.init_process_group("aio", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30),
                                       group_name="job", device_id="cpu")  # fmt: skip
@@ -80,7 +80,7 @@ async def test_init_and_destroy() -> None:
     assert not dist.is_initialized()
 
 
-async def test_the_first_group_of_a_loop_is_for_tasks_without_one() -> None:
+async def test_first_group_of_a_loop_serves_tasks_without_one() -> None:
     store = HashStore()
 
     async def asks() -> tuple[bool, int]:
@@ -112,7 +112,7 @@ async def test_the_first_group_of_a_loop_is_for_tasks_without_one() -> None:
     await store.aclose()
 
 
-def test_a_loop_that_is_gone_keeps_no_group() -> None:
+def test_ended_loop_keeps_no_group() -> None:
     async def main() -> None:
         store = HashStore()
         await dist.init_process_group(store=store, rank=0, world_size=1)
@@ -164,7 +164,7 @@ async def test_threads_see_the_group_that_replaced_the_default_group() -> None:
     await as_ranks(2, rank)
 
 
-async def test_threads_of_a_process_with_several_ranks_are_told_so() -> None:
+async def test_threads_of_a_process_with_several_ranks_get_a_named_error() -> None:
     async def rank(store: HashStore, number: int) -> tuple[int, int]:
         await dist.init_process_group(store=store, rank=number, world_size=2)
         await dist.barrier()
@@ -181,7 +181,7 @@ async def test_threads_of_a_process_with_several_ranks_are_told_so() -> None:
     assert await as_ranks(2, rank) == [(0, 0), (1, 1)]
 
 
-async def test_threads_with_a_loop_are_ranks_of_their_own() -> None:
+async def test_threads_with_a_loop_are_separate_ranks() -> None:
     async with HashStore() as store:
         await dist.init_process_group(store=store, rank=0, world_size=1)
 
@@ -206,7 +206,7 @@ async def test_init_refuses_what_new_group_refuses() -> None:
     assert not dist.is_initialized()
 
 
-async def test_two_tasks_are_two_ranks_of_two_worlds() -> None:
+async def test_two_tasks_can_be_ranks_of_two_worlds() -> None:
     async def work(store: HashStore, rank: int, size: int, unit: int) -> list[int]:
         await dist.init_process_group(store=store, rank=rank, world_size=size)
         got = []
@@ -223,7 +223,7 @@ async def test_two_tasks_are_two_ranks_of_two_worlds() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_the_block_of_a_group_makes_it_the_default(pg: ProcessGroup) -> None:
+async def test_group_context_makes_it_the_default(pg: ProcessGroup) -> None:
     assert dist.group.WORLD is pg
     async with aiocoll.new_group(store=HashStore(), rank=0, world_size=1) as alone:
         with aiocoll.process_group(alone):
@@ -240,7 +240,7 @@ async def test_the_block_of_a_group_makes_it_the_default(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_the_ranks_of_a_test_have_it_already(pg: ProcessGroup) -> None:
+async def test_ranks_of_a_test_have_a_default_group(pg: ProcessGroup) -> None:
     with pytest.raises(ValueError, match="a default group exists here already"):
         await dist.init_process_group()
     await dist.destroy_process_group()
@@ -285,7 +285,7 @@ async def test_dry_run_has_a_store_of_its_own() -> None:
 
 
 @pytest.mark.slow
-async def test_processes() -> None:
+async def test_default_group_works_in_processes() -> None:
     assert await run_processes(2, init_from_the_environment) == [(0, 2, 0), (1, 2, 1)]
 
 
@@ -321,7 +321,7 @@ async def test_ranks_of_the_default_group_are_global(pg: ProcessGroup) -> None:
         dist.get_group_rank(pg, 0.5)  # type: ignore[arg-type]
 
 
-def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_is_taken_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert dist.get_node_local_rank() == dist.get_node_local_rank(fallback_rank=5) == 3
     monkeypatch.setenv("LOCAL_RANK", "three")
@@ -333,14 +333,14 @@ def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.get_node_local_rank()
 
 
-def test_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_works_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert not dist.is_torchelastic_launched()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert dist.is_torchelastic_launched()
 
 
-async def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_backend_names_are_those_of_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup) -> None:
         assert dist.get_backend() == dist.get_backend(pg) == dist.Backend.AIO
         assert dist.get_backend_config() == "cpu:aio,cuda:aio"
@@ -366,7 +366,7 @@ async def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["gloo", "mpi", "ucc", "xccl"])
-def test_backends_of_other_libraries_are_those_that_were_registered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_backends_of_other_libraries_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     is_there = getattr(dist, f"is_{name}_available")
     assert is_there() is False
     monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, name])
@@ -374,7 +374,7 @@ def test_backends_of_other_libraries_are_those_that_were_registered(name: str, m
     assert is_there() is True
 
 
-async def test_debug_level() -> None:
+async def test_debug_level_is_that_of_torch() -> None:
     async def body(pg: ProcessGroup) -> dist.DebugLevel:
         return dist.get_debug_level()
 
@@ -382,7 +382,7 @@ async def test_debug_level() -> None:
     assert dist.get_debug_level() is dist.DebugLevel.OFF
 
 
-def test_what_complex_numbers_support() -> None:
+def test_complex_numbers_support_the_documented_ops() -> None:
     refused = {"MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR"}
     for name in ("SUM", "AVG", "PRODUCT", *refused):
         assert dist.supports_complex(getattr(dist.ReduceOp, name)) is (name not in refused)

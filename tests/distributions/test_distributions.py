@@ -73,7 +73,7 @@ class TestShelf(StoreContract):
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path in which the distributions are installed."""
+    """Return a folder on the path in which the distributions are installed."""
     folder = tmp_path / "site"
     folder.mkdir()
     for name in NAMES:
@@ -166,7 +166,7 @@ def test_options_refuse_the_name_of_a_plugin_that_is_not_installed() -> None:
 
 
 @pytest.mark.usefixtures("site")
-async def test_ranks_with_different_transports_refuse_each_other(tmp_path: Path) -> None:
+async def test_different_plugin_transports_refuse_each_other(tmp_path: Path) -> None:
     async def rank(number: int) -> None:
         options = GroupOptions(transport="rail" if number else "unix")
         async with new_group(

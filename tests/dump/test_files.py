@@ -19,7 +19,7 @@ write_json(path, {"written": True})
 """
 
 
-def test_what_a_killed_process_of_this_number_left_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_leftover_file_of_a_killed_process_does_not_block_a_dump(tmp_path: Path) -> None:
     path = tmp_path / "dump.json"
     for arguments, code in ((["killed"], 9), ([], 0)):
         done = subprocess.run(

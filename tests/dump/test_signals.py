@@ -27,7 +27,7 @@ async def one_rank(name: str | None = None) -> ProcessGroup:
 
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The signal would end the process, and nobody listens, not even what other tests have left to the collector."""
+    """Restore the default action of the signal, without listeners that other tests left to the garbage collector."""
     replaced(monkeypatch, signal_listeners=WeakSet())
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield
@@ -35,7 +35,7 @@ def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGUSR2, old)
 
 
-async def test_without_a_directory_the_signal_tells_in_words(default: None, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_signal_without_a_directory_logs_a_summary(default: None, capfd: pytest.CaptureFixture[str]) -> None:
     async with await one_rank("one") as one, await one_rank("two"):
         await one.barrier()
         await one.allreduce(1, key="loss")
@@ -44,7 +44,7 @@ async def test_without_a_directory_the_signal_tells_in_words(default: None, capf
         said = capfd.readouterr().err
         one.abort()
     here = r"test_signals\.py"
-    where = "test_without_a_directory_the_signal_tells_in_words"
+    where = "test_signal_without_a_directory_logs_a_summary"
     at = rf"at .*{here}:\d+ in {where}"
     for pattern in (
         rf"group 'one', rank 0 of 1, process {os.getpid()}, open\n  pending: RECV \(any rank, tag 7\) {at}, ",
@@ -56,9 +56,7 @@ async def test_without_a_directory_the_signal_tells_in_words(default: None, capf
         assert re.search(pattern, said), said
 
 
-async def test_the_ranks_of_one_process_tell_whom_they_wait_for(
-    default: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_summary_of_one_process_names_the_awaited_ranks(default: None, capfd: pytest.CaptureFixture[str]) -> None:
     asked, told = [asyncio.Event(), asyncio.Event()], asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -81,7 +79,7 @@ async def test_the_ranks_of_one_process_tell_whom_they_wait_for(
 
 
 @pytest.mark.parametrize("handler", ["ignored", "of the loop", "in C"])
-async def test_what_a_program_has_done_with_the_signal_stays(
+async def test_signal_handler_of_the_program_stays(
     handler: str, default: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     heard: list[int] = []
@@ -107,7 +105,7 @@ async def test_what_a_program_has_done_with_the_signal_stays(
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-async def test_the_words_of_many_operations_are_few(default: None, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_summary_of_many_operations_is_short(default: None, capfd: pytest.CaptureFixture[str]) -> None:
     async with await one_rank() as pg:
         for _ in range(50):
             await pg.barrier()
@@ -120,7 +118,7 @@ async def test_the_words_of_many_operations_are_few(default: None, capfd: pytest
     assert "  and 10 more pending operations\n" in said
 
 
-def test_a_listener_that_was_collected_is_not_waited_for(default: None) -> None:
+def test_collected_listener_is_not_called(default: None) -> None:
     """The handler that the program has put there since is called after ours."""
     heard: list[object] = []
 
@@ -196,7 +194,7 @@ def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> N
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-def test_a_dump_that_fails_does_not_stop_later_ones(default: None) -> None:
+def test_failed_dump_does_not_stop_later_ones(default: None) -> None:
     class Failing:
         def signalled(self) -> str:
             raise OSError("disk full")
@@ -215,7 +213,7 @@ def test_a_dump_that_fails_does_not_stop_later_ones(default: None) -> None:
         signals.unlisten(listener)
 
 
-def test_the_words_of_a_rank_without_group_do_not_nest(default: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_of_a_rank_without_a_group_does_not_nest(default: None, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
 
     def write(fd: int, data: bytes) -> int:

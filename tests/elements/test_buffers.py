@@ -108,7 +108,7 @@ def test_other_layouts_are_staged_in_c_order(layout: Any, dtype: str) -> None:
     assert np.array_equal(x.flatten(), want == 0)
 
 
-def test_staged_ml_dtypes_come_back() -> None:
+def test_staged_ml_dtypes_are_written_back() -> None:
     x = np.ones((3, 4), pytest.importorskip("ml_dtypes").bfloat16)[:, ::2]
     buffer = view(x)
     buffer.array[:] = 0x4000
@@ -134,7 +134,7 @@ def test_misaligned_arrays_are_staged() -> None:
     assert x.tolist() == [1, 2]
 
 
-def test_subclasses() -> None:
+def test_subclass_arrays_are_shared_or_refused() -> None:
     matrix = np.ones((2, 2)).view(type("Mine", (np.ndarray,), {}))
     buffer = view(matrix)
     assert type(buffer.array) is np.ndarray
@@ -192,7 +192,7 @@ def read_only_array() -> np.ndarray:
     [read_only_array(), b"abc", memoryview(b"abc"), Interface(read_only_array()), np.broadcast_to(1.0, (2, 2))],
     ids=["array", "bytes", "memoryview", "interface", "broadcast"],
 )
-def test_read_only_memory(obj: Any) -> None:
+def test_read_only_memory_is_input_only(obj: Any) -> None:
     with pytest.raises(
         ValueError, match=r"outputs\[2\] is read-only, but the result is written to it; pass a writable"
     ):
@@ -200,7 +200,7 @@ def test_read_only_memory(obj: Any) -> None:
     assert view(obj, writable=False).count > 0
 
 
-def test_immutable_arrays_give_a_new_one() -> None:
+def test_immutable_array_gives_a_new_result() -> None:
     x = Immutable(np.array([1.0, 2.0, 3.0]))
     buffer = view(x)
     buffer.array *= 2
@@ -212,7 +212,7 @@ def test_immutable_arrays_give_a_new_one() -> None:
 
 
 @pytest.mark.parametrize("obj", [None, [1, 2], (1, 2), "text", {1: 2}, {1}, 3, 2.5, np.float32(1), object()])
-def test_what_is_not_an_array(obj: Any) -> None:
+def test_object_that_is_no_array_is_refused(obj: Any) -> None:
     with pytest.raises(
         TypeError, match=rf"^inputs must be a NumPy array, a torch tensor, .*, not {type(obj).__name__}$"
     ):
@@ -228,14 +228,14 @@ def test_what_is_not_an_array(obj: Any) -> None:
     ],
     ids=["object", "big-endian", "long double"],
 )
-def test_refused_dtypes(obj: Any, message: str) -> None:
+def test_unsupported_dtype_is_refused(obj: Any, message: str) -> None:
     if isinstance(obj, np.ndarray) and obj.dtype == np.float64:
         pytest.skip("long double is float64 on this platform")
     with pytest.raises(TypeError, match=message):
         view(obj, name="x")
 
 
-def test_dlpack_that_numpy_cannot_take() -> None:
+def test_dlpack_beyond_numpy_is_refused() -> None:
     class Odd(Capsule):
         def __dlpack__(self, **options: Any) -> object:
             raise BufferError("bfloat16 is not for you")
@@ -260,7 +260,7 @@ def test_dlpack_that_numpy_cannot_take() -> None:
         (np.float64(2.5), "float64"),
     ],
 )
-def test_scalars_come_back_as_their_own_type(value: Any, dtype: str) -> None:
+def test_scalar_result_has_the_type_of_the_input(value: Any, dtype: str) -> None:
     assert is_scalar(value)
     buffer = scalar(value)
     assert (buffer.dtype.name, buffer.shape, buffer.count, buffer.array.shape) == (dtype, (), 1, (1,))
@@ -271,7 +271,7 @@ def test_scalars_come_back_as_their_own_type(value: Any, dtype: str) -> None:
     assert type(buffer.finish()) is type(value)
 
 
-def test_bfloat16_scalar() -> None:
+def test_bfloat16_scalar_is_returned_as_bfloat16() -> None:
     value = pytest.importorskip("ml_dtypes").bfloat16(1.0)
     buffer = scalar(value)
     assert buffer.array.tolist() == [0x3F80]
@@ -281,19 +281,19 @@ def test_bfloat16_scalar() -> None:
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**30])
-def test_big_ints(value: int) -> None:
+def test_int_beyond_64_bits_is_refused(value: int) -> None:
     with pytest.raises(OverflowError, match=f"the int {value} does not fit in int64; pass an array of another dtype"):
         scalar(value)
 
 
 @pytest.mark.parametrize("value", [None, "3", [3], np.ones(1)])
-def test_what_is_not_a_number(value: Any) -> None:
+def test_object_that_is_no_number_is_refused(value: Any) -> None:
     assert not is_scalar(value)
     with pytest.raises(TypeError, match=f"expected a number, not {type(value).__name__}"):
         scalar(value)
 
 
-def test_scalars_of_other_dtypes() -> None:
+def test_scalar_of_another_dtype_is_refused() -> None:
     buffer = scalar(np.datetime64("2020-01-01"))
     assert (buffer.dtype.name, buffer.count, buffer.nbytes, buffer.shape) == ("<M8[D]", 1, 8, ())
     buffer.array.view("M8[D]")[:] = np.datetime64("2021-02-03")
@@ -302,7 +302,7 @@ def test_scalars_of_other_dtypes() -> None:
         scalar(np.longdouble(1))
 
 
-def test_overlaps() -> None:
+def test_overlapping_buffers_are_detected() -> None:
     x = np.zeros(10)
     assert overlaps(x, x)
     assert overlaps(x[:6], x[5:])
@@ -313,7 +313,7 @@ def test_overlaps() -> None:
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("count", [0, 3])
-def test_byte_view(dtype: str, count: int) -> None:
+def test_byte_view_shares_the_memory(dtype: str, count: int) -> None:
     x = np.zeros(count, dtype)
     memory = byte_view(x)
     assert (memory.format, memory.ndim, memory.nbytes, len(memory)) == ("B", 1, x.nbytes, x.nbytes)
@@ -323,7 +323,7 @@ def test_byte_view(dtype: str, count: int) -> None:
         assert x.any()
 
 
-def test_a_buffer_keeps_the_callers_object_alive() -> None:
+def test_buffer_keeps_the_callers_object_alive() -> None:
     buffer = view(bytearray(b"\5"))
     assert isinstance(buffer, Buffer)
     assert buffer.array.tolist() == [5]
@@ -374,7 +374,7 @@ APART: dict[str, Callable[[], np.ndarray]] = {
 
 
 @each("kind", APART)
-def test_outputs_whose_elements_lie_apart_are_written(kind: str) -> None:
+def test_outputs_with_gaps_between_elements_are_written(kind: str) -> None:
     array = APART[kind]()
     buffer = view(array)
     buffer.array[:] = np.arange(buffer.count)
@@ -383,7 +383,7 @@ def test_outputs_whose_elements_lie_apart_are_written(kind: str) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(-6, 6)), max_size=3), st.sampled_from([1, 2, 4]))
-def test_sharing_of_memory_is_found_exactly(axes: list[tuple[int, int]], itemsize: int) -> None:
+def test_shared_memory_of_arrays_is_found_exactly(axes: list[tuple[int, int]], itemsize: int) -> None:
     shape, strides = [length for length, _ in axes], [stride for _, stride in axes]
     starts = [0]
     for length, stride in axes:

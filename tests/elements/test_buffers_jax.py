@@ -44,7 +44,7 @@ def of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *NARROW, *INTEGERS])
-def test_a_new_array_is_the_result(name: str, of: Callable[[Any], Any]) -> None:
+def test_jax_result_is_a_new_array(name: str, of: Callable[[Any], Any]) -> None:
     x = of(np.arange(6).reshape(2, 3).astype(name))
     buffer = view(x)
     assert (buffer.dtype.name, buffer.shape, buffer.count) == (name, (2, 3), 6)
@@ -57,20 +57,20 @@ def test_a_new_array_is_the_result(name: str, of: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *NARROW, *INTEGERS])
-def test_what_is_only_read_is_not_copied(name: str, of: Callable[[Any], Any]) -> None:
+def test_jax_input_is_not_copied(name: str, of: Callable[[Any], Any]) -> None:
     x = of(np.arange(6).astype(name))
     assert np.shares_memory(view(x, writable=False).array, np.asarray(x))
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3b11fnuz", "float4_e2m1fn"])
-def test_dtypes_that_do_not_travel(name: str, of: Callable[[Any], Any]) -> None:
+def test_unsupported_jax_dtype_is_refused(name: str, of: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"x: dtype {name} is not supported; use one of bool, int8, "):
         view(of(np.ones(3, name)), name="x")
 
 
 @pytest.mark.ranks(3)
 @over("memory", "shm")
-async def test_calls(pg: Any, of: Callable[[Any], Any]) -> None:
+async def test_jax_arrays_work_in_calls(pg: Any, of: Callable[[Any], Any]) -> None:
     mine = of(np.full(3, 2.0 ** pg.rank(), "bfloat16"))
     total = await pg.allreduce(mine)
     assert type(total) is type(mine)
@@ -89,7 +89,7 @@ async def test_calls(pg: Any, of: Callable[[Any], Any]) -> None:
         assert np.asarray(await pg.recv(mine, 0)).tolist() == [1.0] * 3
 
 
-def test_an_array_that_does_not_convert_itself() -> None:
+def test_jax_array_without_conversion_is_refused() -> None:
     class Traced(JaxArray):
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
             raise TypeError("it was traced by jit")

@@ -55,7 +55,7 @@ def test_other_layouts_are_staged(torch: Any, name: str) -> None:
     assert tensor.to(torch.float32).tolist() == [[5, 2], [4, 1], [3, 0]]
 
 
-def test_a_column_that_requires_grad(torch: Any) -> None:
+def test_column_that_requires_grad_is_staged(torch: Any) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     buffer = view(parameter[:, 1])
     buffer.array[:] = 1
@@ -63,7 +63,7 @@ def test_a_column_that_requires_grad(torch: Any) -> None:
     assert parameter.tolist() == [[0, 1], [0, 1]]
 
 
-def test_conjugated_and_negated_views(torch: Any) -> None:
+def test_conjugated_and_negated_views_are_resolved(torch: Any) -> None:
     tensor = torch.tensor([1 + 2j, 3 - 1j])
     buffer = view(tensor.conj())
     assert buffer.array.tolist() == [1 - 2j, 3 + 1j]
@@ -73,14 +73,14 @@ def test_conjugated_and_negated_views(torch: Any) -> None:
     assert view(tensor.conj().imag, writable=False).array.tolist() == [1, 2]
 
 
-def test_expanded_tensors(torch: Any) -> None:
+def test_expanded_tensor_is_input_only(torch: Any) -> None:
     tensor = torch.ones(1).expand(4)
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
     assert view(tensor, writable=False).array.tolist() == [1, 1, 1, 1]
 
 
-def test_windows_that_overlap(torch: Any) -> None:
+def test_overlapping_windows_are_input_only(torch: Any) -> None:
     tensor = torch.arange(4.0).unfold(0, 2, 1)
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
@@ -113,7 +113,7 @@ def test_tensors_without_memory_of_their_own_are_refused(torch: Any) -> None:
             view(tensor, name="x")
 
 
-def test_refused_tensors(torch: Any) -> None:
+def test_unsupported_tensor_is_refused(torch: Any) -> None:
     with pytest.raises(TypeError, match=r"x must be a dense tensor on the CPU or on CUDA, not torch.strided on meta"):
         view(torch.ones(2, device="meta"), name="x")
     with pytest.raises(TypeError, match=r"x must be a dense tensor on the CPU or on CUDA, not torch.sparse_coo on cpu"):

@@ -98,7 +98,7 @@ def test_other_layouts_of_cupy_are_copied_on_the_callers_stream(cupy: Cupy, layo
     assert np.array_equal(host.flatten(), want + 1)
 
 
-def test_a_copy_goes_back_once_on_the_stream_it_is_put_on(cupy: Cupy) -> None:
+def test_staged_copy_is_written_back_once_on_its_stream(cupy: Cupy) -> None:
     host = np.zeros((3, 2), "float32").T
     buffer = view(cupy.ndarray(host))
     buffer.array.keep[1].host[...] = 1
@@ -112,7 +112,7 @@ def test_a_copy_goes_back_once_on_the_stream_it_is_put_on(cupy: Cupy) -> None:
     assert cupy.enqueued == [("dense", 0, 0), ("copy", 0, 0x90)]
 
 
-def test_a_copy_of_input_does_not_go_back(cupy: Cupy) -> None:
+def test_staged_input_is_not_written_back(cupy: Cupy) -> None:
     x = cupy.ndarray(np.arange(6)[::2])
     buffer = view(x, writable=False)
     assert buffer.writeback is None
@@ -128,12 +128,12 @@ def test_broadcast_arrays_of_cupy_are_only_read(cupy: Cupy) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_arrays_of_cupy_without_elements(cupy: Cupy, shape: tuple[int, ...]) -> None:
+def test_empty_cupy_array_is_accepted(cupy: Cupy, shape: tuple[int, ...]) -> None:
     buffer = view(cupy.ndarray(np.empty(shape, "float32")))
     assert (buffer.array.ptr, buffer.count, buffer.nbytes, buffer.shape) == (0, 0, 0, shape)
 
 
-def test_dtypes_that_cannot_be_exchanged(cupy: Cupy, torch: Torch) -> None:
+def test_unsupported_device_dtype_is_refused(cupy: Cupy, torch: Torch) -> None:
     for x in (
         cupy.ndarray(np.zeros(2, "longdouble")),
         torch.Tensor(np.zeros(2), "complex32"),
@@ -194,19 +194,19 @@ def test_conjugated_tensors_are_resolved(torch: Torch) -> None:
     assert host.tolist() == [2 + 4j, 6 - 8j]
 
 
-def test_inputs_of_tensors_do_not_come_back(torch: Torch) -> None:
+def test_staged_input_tensor_is_not_written_back(torch: Torch) -> None:
     tensor = torch.Tensor(np.broadcast_to(np.float32(3), (2, 3)), "float32")
     assert view(tensor, writable=False).writeback is None
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
 
 
-def test_tensors_without_elements(torch: Torch) -> None:
+def test_empty_device_tensor_is_accepted(torch: Torch) -> None:
     buffer = view(torch.Tensor(np.empty((3, 0), "float32").T, "float32"))
     assert (buffer.array.ptr, buffer.count, buffer.writeback) == (0, 0, None)
 
 
-def test_sparse_tensors_have_to_be_on_the_cpu(torch: Torch) -> None:
+def test_sparse_device_tensor_is_refused(torch: Torch) -> None:
     with pytest.raises(TypeError, match=r"x is torch.sparse_coo on a CUDA device: sparse tensors must be on") as got:
         view(torch.Tensor(np.ones(2), "float64", layout=torch.sparse_coo), name="x")
     assert type(got.value) is TypeError
@@ -217,7 +217,7 @@ def test_sparse_tensors_have_to_be_on_the_cpu(torch: Torch) -> None:
 
 @pytest.mark.parametrize(("said", "stream"), [("left out", 0), (None, 0), (1, 1), (2, 2), (0x70, 0x70)])
 @pytest.mark.parametrize("version", [2, 3])
-def test_arrays_by_their_interface(version: int, said: Any, stream: int) -> None:
+def test_array_with_a_cuda_interface_is_shared(version: int, said: Any, stream: int) -> None:
     host = np.ones((2, 3), "float16")
     x = Interface(host, 1, stream=said, version=version, strides=None)
     buffer = view(x)
@@ -229,7 +229,7 @@ def test_arrays_by_their_interface(version: int, said: Any, stream: int) -> None
 
 
 @pytest.mark.parametrize("name", CARRIERS)
-def test_an_interface_that_knows_only_the_width(name: str) -> None:
+def test_interface_with_an_itemsize_only_is_accepted(name: str) -> None:
     host = np.ones(3, CARRIERS[name])
     x = Interface(host, typestr=f"<V{host.itemsize}")
     x.dtype = SimpleNamespace(name=name)
@@ -241,7 +241,7 @@ def test_an_interface_that_knows_only_the_width(name: str) -> None:
             view(x, name="x")
 
 
-def test_an_interface_that_says_no_device() -> None:
+def test_interface_without_a_device_is_accepted() -> None:
     assert view(Interface(np.ones(2), None)).array.device == UNKNOWN
     x = Interface(np.ones(2))
     x.__dlpack_device__ = lambda: (13, 0)  # managed memory
@@ -261,7 +261,9 @@ def test_an_interface_that_says_no_device() -> None:
         ((3,), (0,), False),
     ],
 )
-def test_strides_of_an_interface(shape: tuple[int, ...], strides: tuple[int, ...], fits: bool) -> None:
+def test_interface_with_noncontiguous_strides_is_refused(
+    shape: tuple[int, ...], strides: tuple[int, ...], fits: bool
+) -> None:
     x = Interface(np.ones(6), shape=shape, strides=strides)
     if fits:
         buffer = view(x)
@@ -285,12 +287,12 @@ def test_strides_of_an_interface(shape: tuple[int, ...], strides: tuple[int, ...
         ({"data": (1, 2, 3)}, TypeError, "x: its __cuda_array_interface__ is not complete: ValueError"),
     ],
 )
-def test_interfaces_that_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_interface_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         view(Interface(np.ones(2), **changes), name="x")
 
 
-def test_what_is_read_only_can_be_read() -> None:
+def test_read_only_device_array_is_input_only() -> None:
     assert view(Interface(np.ones(2), data=(64, True)), writable=False).array.ptr == 64
 
 
@@ -310,7 +312,7 @@ class Capsule:
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-def test_dlpack_is_taken_by_a_library_that_is_loaded(
+def test_dlpack_is_imported_by_a_loaded_library(
     library: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
@@ -323,7 +325,7 @@ def test_dlpack_is_taken_by_a_library_that_is_loaded(
         view(Capsule(np.ones(2), fail=True), name="x")
 
 
-def test_dlpack_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dlpack_without_a_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with pytest.raises(
@@ -334,7 +336,7 @@ def test_dlpack_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         view(SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (7, 0)), name="x")
 
 
-def test_arrays_on_rocm_are_refused_by_that_name(torch: Torch) -> None:
+def test_rocm_array_is_refused_with_that_name(torch: Torch) -> None:
     torch.version.hip = "6.3"
     with pytest.raises(TypeError, match=r"x is a torch tensor on a ROCm device, and ROCm is not supported; .*x.cpu"):
         view(torch.Tensor(np.ones(2), "float64"), name="x")
@@ -343,7 +345,7 @@ def test_arrays_on_rocm_are_refused_by_that_name(torch: Torch) -> None:
 
 
 @pytest.mark.parametrize("make", [Interface, Capsule])
-def test_arrays_of_jax_are_only_read(make: Any, cupy: Cupy) -> None:
+def test_jax_device_arrays_are_input_only(make: Any, cupy: Cupy) -> None:
     kind = type("ArrayImpl", (make,), {"__module__": "jaxlib._jax"})
     assert view(kind(np.ones(2)), writable=False).count == 2
     with pytest.raises(ValueError, match="x is read-only, but the result is written to it; pass a writable copy"):
@@ -357,7 +359,7 @@ def array(ptr: int, size: int, device: int = 0) -> DeviceArray:
     return CudaArray(ptr, size, FLOAT32, device, 0, None)
 
 
-def test_parts_share_memory() -> None:
+def test_parts_of_a_device_array_share_its_memory() -> None:
     whole = CudaArray(0x100, 10, FLOAT32, 1, 0x70, "kept")
     part = whole[3:7]
     assert (part.ptr, part.size, part.nbytes, len(part)) == (0x10C, 4, 16, 4)
@@ -369,13 +371,13 @@ def test_parts_share_memory() -> None:
         whole[::2]
 
 
-def test_numpy_cannot_read_it() -> None:
+def test_device_array_cannot_be_read_by_numpy() -> None:
     for read in (np.asarray, np.copy, lambda x: np.add(x, 1)):
         with pytest.raises(TypeError, match="the memory of a CUDA device cannot be read as a NumPy array"):
             read(array(0x100, 4))
 
 
-def test_overlaps_of_device_arrays() -> None:
+def test_overlapping_device_arrays_are_detected() -> None:
     x = array(0x100, 8)
     assert overlaps(x, x)
     assert overlaps(x[:5], x[4:])
@@ -389,7 +391,7 @@ def test_overlaps_of_device_arrays() -> None:
     assert clash([*many, x[3:4]]) == (3, 8)
 
 
-def test_places(cupy: Cupy) -> None:
+def test_arrays_on_different_devices_are_refused(cupy: Cupy) -> None:
     host, first = view(np.ones(2)), view(cupy.ndarray(np.ones(2)))
     second, somewhere = view(cupy.ndarray(np.ones(2), 1)), view(Interface(np.ones(2), None))
     same_place(host, "a", host, "b")
@@ -406,7 +408,7 @@ def test_places(cupy: Cupy) -> None:
             same_place(a, "a", b, "b", rank)
 
 
-def test_new_arrays_like_others(cupy: Cupy, torch: Torch) -> None:
+def test_new_device_array_is_like_its_model(cupy: Cupy, torch: Torch) -> None:
     made = empty_like(view(np.ones((2, 3), "float16")))
     assert (made.shape, made.dtype) == ((2, 3), "float16")
     made = empty_like(view(cupy.ndarray(np.ones((2, 3), "float16"), 1)))
@@ -423,7 +425,7 @@ def test_new_arrays_like_others(cupy: Cupy, torch: Torch) -> None:
 
 @pytest.mark.parametrize("layout", ["dense", "strided"])
 @pytest.mark.parametrize("kind", ["numpy", "cupy", "torch", "immutable"])
-def test_arrays_are_overwritten(kind: str, layout: str, cupy: Cupy, torch: Torch) -> None:
+def test_device_arrays_are_overwritten(kind: str, layout: str, cupy: Cupy, torch: Torch) -> None:
     host = np.zeros((2, 3), "float32") if layout == "dense" else np.zeros((3, 2), "float32").T
     array: Any = {
         "numpy": lambda: host,
@@ -440,7 +442,7 @@ def test_arrays_are_overwritten(kind: str, layout: str, cupy: Cupy, torch: Torch
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cupy", "torch"])
-def test_new_memory_in_place_of_a_buffer(kind: str, cupy: Cupy, torch: Torch) -> None:
+def test_buffer_can_get_new_memory(kind: str, cupy: Cupy, torch: Torch) -> None:
     host = np.zeros((3, 2), "float32").T
     x = {"numpy": host, "cupy": cupy.ndarray(host), "torch": torch.Tensor(host, "float32", requires_grad=True)}[kind]
     given = view(x)
@@ -453,7 +455,7 @@ def test_new_memory_in_place_of_a_buffer(kind: str, cupy: Cupy, torch: Torch) ->
     assert host.flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_put_back_forgets_what_it_copied() -> None:
+def test_put_back_drops_its_copies() -> None:
     done: list[int] = []
     back = PutBack(done.append, 3, "result")
     assert back() == "result"

@@ -53,5 +53,5 @@ def test_parts_are_shared(cupy: Any) -> None:
     assert view(x[4:]).array.ptr == 0
 
 
-def test_cupy_takes_our_streams(cupy: Any) -> None:
+def test_cupy_accepts_streams_of_aiocoll(cupy: Any) -> None:
     assert cupy.cuda.Stream.from_external(_ForeignStream(0x70)).ptr == 0x70

@@ -22,7 +22,7 @@ NAMES = [by_code(code).name for code in range(1, 20)]
 
 @pytest.fixture
 def streams() -> list[int]:
-    """The streams on which copies went back."""
+    """Return the streams of the copies to the device."""
     return []
 
 
@@ -72,7 +72,7 @@ def test_parameters_are_detached(torch: Any, streams: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "int16", "complex64", "float8_e5m2"])
-def test_other_layouts_go_back(torch: Any, streams: list[int], name: str) -> None:
+def test_other_layouts_are_written_back(torch: Any, streams: list[int], name: str) -> None:
     whole = torch.zeros(4, 6).to(getattr(torch, name))
     part = whole[:, ::2]
     array = look(torch, part)
@@ -111,7 +111,7 @@ def test_sparse_tensors_are_refused(torch: Any) -> None:
         look(torch, torch.eye(3).to_sparse())
 
 
-def test_new_tensors_like_others(torch: Any) -> None:
+def test_new_tensor_is_like_its_model(torch: Any) -> None:
     tensor = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True).detach().T.requires_grad_()
     made = TORCH.empty_like(tensor)
     assert (made.shape, made.dtype, made.is_contiguous(), made.requires_grad) == ((2, 3), torch.bfloat16, True, False)

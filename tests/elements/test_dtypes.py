@@ -86,13 +86,13 @@ def test_wire_codes_never_change() -> None:
 
 
 @each("code", [0, 24, 255, -1])
-def test_unknown_code(code: int) -> None:
+def test_unknown_wire_code_is_refused(code: int) -> None:
     with pytest.raises(ValueError, match=f"dtype code {code} is unknown; codes go from 1 to 23"):
         dtypes.by_code(code)
 
 
 @each("name", NATIVE)
-def test_native_types(name: str) -> None:
+def test_native_dtypes_map_to_numpy(name: str) -> None:
     dtype = dtypes.of_numpy(np.dtype(name))
     assert dtype is dtypes.by_name(name)
     assert dtype.name == name
@@ -113,7 +113,7 @@ def test_longlong_is_int64() -> None:
     assert dtypes.of_numpy(np.dtype(np.longlong)) is dtypes.by_name("int64")
 
 
-def test_there_is_one_instance_per_type() -> None:
+def test_element_type_has_one_instance() -> None:
     dtype = dtypes.by_name("float32")
     assert pickle.loads(pickle.dumps(dtype)) is dtype
     assert copy.deepcopy(dtype) is dtype
@@ -150,18 +150,18 @@ def test_conversions_need_no_ml_dtypes(name: str, monkeypatch: pytest.MonkeyPatc
         (np.clongdouble, "is not supported; use one of bool, int8"),
     ],
 )
-def test_refused_dtypes(dtype: object, message: str) -> None:
+def test_unsupported_dtype_is_refused(dtype: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         dtypes.of_numpy(np.dtype(dtype))
 
 
-def test_unknown_name() -> None:
+def test_unknown_dtype_name_is_refused() -> None:
     with pytest.raises(TypeError, match="dtype 'float8' is not supported; use one of bool, "):
         dtypes.by_name("float8")
 
 
 @each("name", HALF)
-def test_up_is_exact_for_every_code(name: str) -> None:
+def test_upcast_is_exact_for_every_code(name: str) -> None:
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     got, want = up(name, codes), codes.view(extension(name)).astype(np.float32)
     np.testing.assert_array_equal(got, want)
@@ -169,7 +169,7 @@ def test_up_is_exact_for_every_code(name: str) -> None:
 
 
 @each("name", HALF)
-def test_up_then_down_gives_every_code_back(name: str) -> None:
+def test_downcast_of_an_upcast_gives_every_code_back(name: str) -> None:
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     values = up(name, codes)
     back, number = down(name, values), ~np.isnan(values)
@@ -201,7 +201,7 @@ def rounding_cases(name: str) -> dict[str, np.ndarray]:
 
 
 @each("name", HALF)
-def test_down_rounds_like_the_reference(name: str) -> None:
+def test_downcast_rounds_like_the_reference(name: str) -> None:
     for case, values in rounding_cases(name).items():
         # The short arrays take float16's other path.
         for part in (values, values[:100], values[-5000:]):
@@ -210,7 +210,7 @@ def test_down_rounds_like_the_reference(name: str) -> None:
             assert np.array_equal(down(name, part), want), case
 
 
-def test_bfloat16_ties_to_even_and_nan_by_hand() -> None:
+def test_bfloat16_downcast_rounds_ties_to_even_and_keeps_nan() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F7FFFFF, 0x7F800001], np.uint32)
     assert [hex(code) for code in down("bfloat16", bits.view(np.float32))] == [
         "0x3f80",  # half way, down to even
@@ -232,14 +232,14 @@ def test_bfloat16_ties_to_even_and_nan_by_hand() -> None:
         ("float8_e5m2fnuz", [0x63, 0x80, 0x80, 0x80, 0x00]),
     ],
 )
-def test_float8_overflow_by_hand(name: str, codes: list[int]) -> None:
+def test_float8_downcast_overflows_as_specified(name: str, codes: list[int]) -> None:
     values = np.array([448.0, 1e6, np.nan, -np.inf, -0.0], np.float32)
     assert down(name, values).tolist() == codes
 
 
 @each("name", HALF)
 @each("count", [0, 1, 20_000])
-def test_down_leaves_its_source_alone(name: str, count: int) -> None:
+def test_downcast_does_not_change_its_source(name: str, count: int) -> None:
     values = np.linspace(-3.0, 3.0, count, dtype=np.float32)
     kept = values.copy()
     down(name, values)

@@ -69,7 +69,7 @@ def closed_form(name: str, world_size: int, pattern: np.ndarray) -> np.ndarray:
 @each("count", COUNTS)
 @each("world_size", [1, 2, 3])
 @each(("name", "dtype_name"), PAIRS)
-def test_fold(name: str, dtype_name: str, world_size: int, count: int) -> None:
+def test_fold_gives_the_closed_form(name: str, dtype_name: str, world_size: int, count: int) -> None:
     dtype = by_name(dtype_name)
     inputs, pattern = ranks(dtype, world_size, count)
     want = closed_form(name, world_size, pattern)
@@ -88,7 +88,7 @@ def test_fold(name: str, dtype_name: str, world_size: int, count: int) -> None:
 
 @each("count", COUNTS)
 @each(("name", "dtype_name"), PAIRS)
-def test_combine_into_new_left_and_right(name: str, dtype_name: str, count: int) -> None:
+def test_combine_writes_to_a_new_left_or_right_array(name: str, dtype_name: str, count: int) -> None:
     dtype = by_name(dtype_name)
     (left, right), pattern = ranks(dtype, 2, count)
     want = closed_form("SUM" if name == "AVG" else name, 2, pattern)
@@ -108,7 +108,7 @@ def test_native_combine_is_the_ufunc_itself(name: str, ufunc: np.ufunc) -> None:
 
 
 @each("dtype_name", [*SIGNED, *UNSIGNED])
-def test_bit_ops(dtype_name: str) -> None:
+def test_bit_ops_give_the_closed_form(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     inputs = [encode(dtype, [0b1100, 7, 0]), encode(dtype, [0b1010, 7, 1]), encode(dtype, [0b1001, 7, 2])]
     out = np.empty(3, dtype.storage)
@@ -129,7 +129,7 @@ def test_bit_ops(dtype_name: str) -> None:
         ("BXOR", [False, True, True, False]),
     ],
 )
-def test_bool(name: str, want: list[bool]) -> None:
+def test_bool_reductions_are_logical(name: str, want: list[bool]) -> None:
     out = np.empty(4, np.bool_)
     made = kernel(getattr(ReduceOp, name), by_name("bool"), 2)
     made.fold([np.array([False, False, True, True]), np.array([False, True, False, True])], out)
@@ -162,7 +162,7 @@ def test_integer_average_truncates_toward_zero(dtype_name: str, world_size: int)
 
 
 @each("dtype_name", [*FLOATS, *COMPLEX, *HALF])
-def test_finalize_of_a_float_average(dtype_name: str) -> None:
+def test_float_average_is_divided_at_the_end(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     x = encode(dtype, [3.0, -6.0, 0.75])
     finalize = kernel(ReduceOp.AVG, dtype, 3).finalize
@@ -173,7 +173,7 @@ def test_finalize_of_a_float_average(dtype_name: str) -> None:
 
 @each("world_size", [1, 2, 3, 7, 64, 1000])
 @each("dtype_name", [*FLOATS, *COMPLEX])
-def test_a_float_average_is_the_quotient_to_the_last_bit(dtype_name: str, world_size: int) -> None:
+def test_float_average_is_the_exactly_rounded_quotient(dtype_name: str, world_size: int) -> None:
     dtype = by_name(dtype_name)
     real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
     bits = np.random.default_rng(7).bytes(4096 * real.itemsize)
@@ -190,7 +190,7 @@ def test_a_float_average_is_the_quotient_to_the_last_bit(dtype_name: str, world_
 
 
 @each("name", ["SUM", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"])
-def test_only_average_has_a_last_touch(name: str) -> None:
+def test_average_is_the_only_op_with_a_finalizer(name: str) -> None:
     op = ReduceOp.PREMUL_SUM(2) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
     made = kernel(op, by_name("float32"), 2)
     assert made.finalize is None
@@ -199,7 +199,7 @@ def test_only_average_has_a_last_touch(name: str) -> None:
 
 @each("count", COUNTS)
 @each("dtype_name", [*FLOATS, *COMPLEX, *HALF])
-def test_premul_sum(dtype_name: str, count: int) -> None:
+def test_premul_sum_multiplies_before_the_sum(dtype_name: str, count: int) -> None:
     dtype = by_name(dtype_name)
     inputs, pattern = ranks(dtype, 2, count)
     for rank, factor in enumerate((0.5, np.float32(-2))):
@@ -210,7 +210,7 @@ def test_premul_sum(dtype_name: str, count: int) -> None:
     assert np.array_equal(decode(dtype, inputs[0]), 0.5 * (pattern + 1) - 2 * (pattern + 2))
 
 
-def test_premul_sum_by_a_complex_factor() -> None:
+def test_premul_sum_accepts_a_complex_factor() -> None:
     prescale = kernel(ReduceOp.PREMUL_SUM(2j), by_name("complex64"), 2).prescale
     assert prescale is not None
     out = np.empty(2, np.complex64)
@@ -220,7 +220,7 @@ def test_premul_sum_by_a_complex_factor() -> None:
 
 @each("name", ["MIN", "MAX"])
 @each("dtype_name", [*FLOATS, *HALF])
-def test_nan_goes_through_min_and_max(name: str, dtype_name: str) -> None:
+def test_nan_propagates_through_min_and_max(name: str, dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     numbers, nans = np.arange(33.0) / 2, np.full(33, np.nan)
     made = kernel(getattr(ReduceOp, name), dtype, 2)
@@ -232,7 +232,7 @@ def test_nan_goes_through_min_and_max(name: str, dtype_name: str) -> None:
 
 @each("name", ["MIN", "MAX"])
 @each("dtype_name", [*FLOATS, *HALF])
-def test_zeros_of_both_signs_compare_the_same_everywhere(name: str, dtype_name: str) -> None:
+def test_signed_zeros_compare_equally_at_any_place(name: str, dtype_name: str) -> None:
     """Several ranks may compute the same element at different places of a vector."""
     dtype = by_name(dtype_name)
     made = kernel(getattr(ReduceOp, name), dtype, 2)
@@ -254,7 +254,7 @@ def test_zeros_of_both_signs_compare_the_same_everywhere(name: str, dtype_name: 
         ("float8_e5m2", 8.0, 1.0, 10.0),
     ],
 )
-def test_half_sums_round_once(dtype_name: str, big: float, small: float, want: float) -> None:
+def test_half_sum_is_rounded_once(dtype_name: str, big: float, small: float, want: float) -> None:
     dtype = by_name(dtype_name)
     made = kernel(ReduceOp.SUM, dtype, 3)
     inputs = [encode(dtype, [big]), encode(dtype, [small]), encode(dtype, [small])]
@@ -266,7 +266,7 @@ def test_half_sums_round_once(dtype_name: str, big: float, small: float, want: f
     assert decode(dtype, out).tolist() == [big]
 
 
-def test_half_average_does_not_overflow_on_the_way() -> None:
+def test_half_average_does_not_overflow_before_the_division() -> None:
     dtype = by_name("float16")
     out = np.empty(20_000, np.float16)
     kernel(ReduceOp.AVG, dtype, 2).fold([np.full(20_000, 60000, np.float16)] * 2, out)
@@ -296,7 +296,7 @@ def subtract_from_twice(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dtype_name", ["int32", "float64", "complex64", "float16", "bfloat16"])
-def test_custom_folds_in_rank_order_whatever_out_is(dtype_name: str) -> None:
+def test_custom_op_folds_in_rank_order_for_any_output(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     if dtype_name == "bfloat16":
         pytest.importorskip("ml_dtypes")
@@ -313,7 +313,7 @@ def test_custom_folds_in_rank_order_whatever_out_is(dtype_name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype_name", ["float32", "float16", "bool", "bfloat16", "float8_e5m2"])
-def test_custom_sees_the_users_dtype(dtype_name: str) -> None:
+def test_custom_op_gets_the_users_dtype(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     if dtype_name in ("bfloat16", "float8_e5m2"):
         pytest.importorskip("ml_dtypes")
@@ -329,13 +329,13 @@ def test_custom_sees_the_users_dtype(dtype_name: str) -> None:
     assert np.array_equal(out, right)
 
 
-def test_a_ufunc_is_a_custom_op() -> None:
+def test_ufunc_can_be_a_custom_op() -> None:
     out = np.empty(1)
     kernel(ReduceOp.custom(np.hypot), by_name("float64"), 2).fold([np.array([3.0]), np.array([4.0])], out)
     assert out.tolist() == [5.0]
 
 
-def test_custom_that_returns_instead_of_writing() -> None:
+def test_custom_op_may_return_its_result() -> None:
     made = kernel(ReduceOp.custom(lambda a, b, out: a + b, name="plus"), by_name("float64"), 2)
     with pytest.raises(
         TypeError, match=r"op 'plus': f\(a, b, out\) must write its result to out and return None, not ndarray"
@@ -343,7 +343,7 @@ def test_custom_that_returns_instead_of_writing() -> None:
         made.combine(np.ones(1), np.ones(1), np.ones(1))
 
 
-def test_custom_on_bfloat16_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_op_on_bfloat16_requires_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(dtype: DType) -> np.dtype:
         raise BackendUnavailableError(f"arrays of {dtype.name} need ml_dtypes: pip install ml_dtypes")
 

@@ -52,7 +52,7 @@ def take_left(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 @each("name", BUILTIN)
-def test_constants(name: str) -> None:
+def test_reduce_op_constants_are_distinct_and_picklable(name: str) -> None:
     op = getattr(ReduceOp, name)
     assert op.name == op.wire_name == name
     assert repr(op) == f"ReduceOp.{name}"
@@ -72,7 +72,7 @@ def test_constants(name: str) -> None:
         (np.array([[1.5]]), 1.5),
     ],
 )
-def test_premul_sum(factor: object, kept: complex) -> None:
+def test_premul_sum_has_its_factor(factor: object, kept: complex) -> None:
     op = ReduceOp.PREMUL_SUM(factor)
     assert op.factor == kept
     assert op.wire_name == "PREMUL_SUM"
@@ -80,17 +80,17 @@ def test_premul_sum(factor: object, kept: complex) -> None:
 
 
 @each("factor", ["2", None, [2.0], True, np.array("x"), np.True_])
-def test_premul_sum_of_no_number(factor: object) -> None:
+def test_premul_sum_refuses_a_factor_that_is_no_number(factor: object) -> None:
     with pytest.raises(TypeError, match="factor must be a real or complex number, not"):
         ReduceOp.PREMUL_SUM(factor)
 
 
-def test_premul_sum_of_many_numbers() -> None:
+def test_premul_sum_refuses_an_array_of_factors() -> None:
     with pytest.raises(ValueError, match="factor must be a number or an array of one element"):
         ReduceOp.PREMUL_SUM(np.ones(2))
 
 
-def test_custom_is_named_after_its_function() -> None:
+def test_custom_op_is_named_after_its_function() -> None:
     op = ReduceOp.custom(take_left, commutative=False)
     assert (op.name, op.wire_name, op.commutative) == ("take_left", "custom:take_left in rank order", False)
     assert repr(op) == "ReduceOp.custom(take_left)"
@@ -99,21 +99,21 @@ def test_custom_is_named_after_its_function() -> None:
     assert op != ReduceOp.custom(take_left)
 
 
-def test_custom_called_sum_is_not_sum() -> None:
+def test_custom_op_named_sum_differs_from_sum() -> None:
     op = ReduceOp.custom(take_left, name="SUM")
     assert op != ReduceOp.SUM
     assert op.wire_name != ReduceOp.SUM.wire_name
     assert kernel(op, by_name("float32"), 2).combine is not np.add
 
 
-def test_custom_of_no_function() -> None:
+def test_custom_op_requires_a_function() -> None:
     with pytest.raises(TypeError, match=r"f must be a function f\(a, b, out\), not int"):
         ReduceOp.custom(3)
 
 
 @each("name", list(ALLOWED))
 @each("dtype", ["bool", *INTEGERS, *FLOATS, *COMPLEX])
-def test_defined_pairs(name: str, dtype: str) -> None:
+def test_op_is_defined_on_the_documented_dtypes(name: str, dtype: str) -> None:
     if dtype in ALLOWED[name]:
         assert isinstance(kernel(make(name), by_name(dtype), 3), Kernel)
     else:
@@ -121,7 +121,7 @@ def test_defined_pairs(name: str, dtype: str) -> None:
             kernel(make(name), by_name(dtype), 3)
 
 
-def test_refusal_lists_what_is_allowed() -> None:
+def test_refused_op_lists_the_allowed_ones() -> None:
     with pytest.raises(
         TypeError, match="op BAND is not defined on float16; it accepts bool, signed integers, unsigned"
     ):
@@ -129,18 +129,18 @@ def test_refusal_lists_what_is_allowed() -> None:
 
 
 @each("dtype", ["float64", "bfloat16"])
-def test_complex_factor_on_a_real_tensor(dtype: str) -> None:
+def test_complex_factor_on_a_real_tensor_is_refused(dtype: str) -> None:
     with pytest.raises(TypeError, match=rf"op PREMUL_SUM: the factor 2j is complex, but the array is {dtype}"):
         kernel(ReduceOp.PREMUL_SUM(2j), by_name(dtype), 2)
     assert kernel(ReduceOp.PREMUL_SUM(2 + 0j), by_name(dtype), 2).prescale is not None
 
 
-def test_op_of_another_kind() -> None:
+def test_op_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match=r"op must be a ReduceOp, such as ReduceOp.SUM, not str"):
         kernel("SUM", by_name("float32"), 2)
 
 
-def test_kernels_are_cached_but_custom_ones_are_not() -> None:
+def test_kernels_are_cached_except_custom_ones() -> None:
     dtype = by_name("int32")
     assert kernel(ReduceOp.AVG, dtype, 4) is kernel(ReduceOp.AVG, dtype, 4)
     assert kernel(ReduceOp.AVG, dtype, 4) is not kernel(ReduceOp.AVG, dtype, 5)
@@ -163,12 +163,12 @@ def test_kernels_are_cached_but_custom_ones_are_not() -> None:
         ("LXOR", "float16", False, True),
     ],
 )
-def test_what_the_engine_may_do(name: str, dtype: str, ordered: bool, portable: bool) -> None:
+def test_kernel_is_ordered_and_portable_as_documented(name: str, dtype: str, ordered: bool, portable: bool) -> None:
     made = kernel(make(name), by_name(dtype), 2)
     assert (made.ordered, made.portable) == (ordered, portable)
 
 
 @each("commutative", [True, False])
-def test_custom_is_ordered_unless_commutative(commutative: bool) -> None:
+def test_custom_op_is_ordered_unless_commutative(commutative: bool) -> None:
     made = kernel(ReduceOp.custom(take_left, commutative=commutative), by_name("float32"), 2)
     assert (made.ordered, made.portable) == (not commutative, False)

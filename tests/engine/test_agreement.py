@@ -93,13 +93,13 @@ class Alone:
             handle.cancel()
 
 
-async def test_the_first_vote_makes_the_coordinator_ask_all_others() -> None:
+async def test_coordinator_requests_all_votes_after_the_first_vote() -> None:
     alone = Alone(0, 4)
     assert alone.vote(2, 0, exclude=[]) == [(1, "ask", 0), (3, "ask", 0), (2, "ask", 0)]
     alone.close()
 
 
-async def test_a_coordinator_whose_program_has_not_called_counts_its_own_promise() -> None:
+async def test_coordinator_counts_its_own_promise_before_its_program_calls() -> None:
     """Of three ranks two have promised then, so the only one that goes on need not wait for the third."""
     alone = Alone(0, 3)
     said = alone.vote(1, 0, exclude=[0, 2])
@@ -108,7 +108,7 @@ async def test_a_coordinator_whose_program_has_not_called_counts_its_own_promise
     alone.close()
 
 
-async def test_who_votes_is_heard_again() -> None:
+async def test_voter_marked_dead_is_alive_after_its_vote() -> None:
     alone = Alone(0, 3)
     alone.dead[2] = "stopped", "it was silent"
     alone.vote(2, 0, exclude=[])
@@ -117,7 +117,7 @@ async def test_who_votes_is_heard_again() -> None:
 
 
 @pytest.mark.parametrize("ballot", [0, 3])
-async def test_who_votes_for_less_than_the_coordinator_has_promised_hears_what_that_is(ballot: int) -> None:
+async def test_voter_of_an_older_ballot_gets_the_promised_ballot(ballot: int) -> None:
     alone = Alone(0, 3)
     alone.vote(2, 3, exclude=[])
     assert alone.hear(1, "ask", ballot=4) == [(1, "vote", 4)]
@@ -125,7 +125,7 @@ async def test_who_votes_for_less_than_the_coordinator_has_promised_hears_what_t
     alone.close()
 
 
-async def test_what_was_proposed_in_a_ballot_that_is_past_is_not_said_again() -> None:
+async def test_proposal_of_a_past_ballot_is_not_repeated() -> None:
     alone = Alone(0, 3)
     alone.vote(1, 3, exclude=[0])
     assert (2, "propose", 3) in alone.vote(2, 3, exclude=[0])
@@ -134,7 +134,7 @@ async def test_what_was_proposed_in_a_ballot_that_is_past_is_not_said_again() ->
     alone.close()
 
 
-async def test_the_acceptance_that_is_still_missing_decides() -> None:
+async def test_last_missing_acceptance_decides_the_ballot() -> None:
     alone = Alone(0, 3)
     alone.vote(1, 0, exclude=[0])
     assert (2, "propose", 0) in alone.vote(2, 0, exclude=[0])
@@ -144,7 +144,7 @@ async def test_the_acceptance_that_is_still_missing_decides() -> None:
     alone.close()
 
 
-async def test_two_groups_that_one_could_have_grown_to_are_none_at_once() -> None:
+async def test_votes_for_two_grown_groups_are_refused_at_once() -> None:
     alone = Alone(0, 3)
     alone.vote(1, 0, grown="one")
     assert alone.vote(2, 0, grown="one") == [(2, "ask", 0)]
@@ -153,7 +153,7 @@ async def test_two_groups_that_one_could_have_grown_to_are_none_at_once() -> Non
 
 
 @pytest.mark.parametrize("answer", ["ask", "propose"])
-async def test_a_coordinator_that_has_said_anything_is_not_passed_over(answer: str) -> None:
+async def test_coordinator_that_has_sent_a_message_is_not_skipped(answer: str) -> None:
     alone = Alone(2, 3)
     waiting = asyncio.create_task(alone.agreement.shrink((), (), NOTHING))
     await asyncio.sleep(0)

@@ -35,7 +35,7 @@ def line_of(text: str) -> int:
     return line
 
 
-def test_lines_of_the_users_follow_where_the_thread_is() -> None:
+def test_blocked_place_is_followed_by_the_users_lines() -> None:
     def outer(look: Any) -> None:
         inner(look)
 
@@ -48,7 +48,7 @@ def test_lines_of_the_users_follow_where_the_thread_is() -> None:
     assert third.endswith(" in frame_in")
 
 
-def test_an_import_names_the_line_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_import_names_the_importing_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two are the frames of importlib, five of them."""
     module = "import sys\nfrom aiocoll.engine.failure.blocked import place\ntold = place(sys._getframe(0))\n"
     (tmp_path / "slow_to_load.py").write_text(module)
@@ -69,7 +69,7 @@ def test_an_import_names_the_line_that_imports(tmp_path: Path, monkeypatch: pyte
     assert second == f"{__file__}:{line_of('import slow_to_load')} in load"
 
 
-def test_a_program_that_was_installed_names_what_there_is(tmp_path: Path) -> None:
+def test_blocked_installed_program_names_its_own_lines(tmp_path: Path) -> None:
     source = "def run(look):\n    look()\n"
     scope: dict[str, Any] = {}
     exec(compile(source, str(tmp_path / "site-packages" / "theirs.py"), "exec"), scope)
@@ -79,11 +79,11 @@ def test_a_program_that_was_installed_names_what_there_is(tmp_path: Path) -> Non
     assert second.endswith(" in frame_in")
 
 
-def test_no_frame_is_an_unknown_place() -> None:
+def test_missing_frame_is_an_unknown_place() -> None:
     assert place(None) == "an unknown place"
 
 
-async def test_the_warning_has_the_users_line(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+async def test_blocked_loop_warning_names_the_users_line(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     """The loop waits three calls deep in the standard library."""
     limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
@@ -96,14 +96,12 @@ async def test_the_warning_has_the_users_line(limits: Limits, caplog: pytest.Log
         watch.stop()
     (text,) = [each.getMessage() for each in caplog.records if "has been blocked" in each.getMessage()]
     waiting = "concurrent.futures.wait([concurrent.futures.Future()], timeout=5 * watchdog.BLOCKED_AFTER)"
-    where = f"{__file__}:{line_of(waiting)} in test_the_warning_has_the_users_line"
+    where = f"{__file__}:{line_of(waiting)} in test_blocked_loop_warning_names_the_users_line"
     assert "threading.py:" in text
     assert f"in wait, called from {where}" in text
 
 
-async def test_a_line_that_blocks_again_and_again_is_logged_once(
-    limits: Limits, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_repeatedly_blocking_line_is_logged_once(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     never: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -126,7 +124,7 @@ async def test_a_line_that_blocks_again_and_again_is_logged_once(
     assert sum("runs again" in text for text in said) <= 2, "of blocks that were logged"
 
 
-def test_the_line_of_a_block_is_the_users_innermost_one(tmp_path: Path) -> None:
+def test_blocked_line_is_the_innermost_one_of_the_user(tmp_path: Path) -> None:
     installed: dict[str, Any] = {}
     exec(compile("def run(look):\n    look()\n", str(tmp_path / "site-packages" / "theirs.py"), "exec"), installed)
 

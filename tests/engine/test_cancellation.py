@@ -114,7 +114,7 @@ async def at_every_step(pg: ProcessGroup, call: Call, n: int, seconds: float) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, LATENCY / 2], ids=["turns", "latency"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_collective_goes_on_whenever_its_await_is_cancelled(name: str, seconds: float) -> None:
+def test_collective_continues_after_its_await_is_cancelled(name: str, seconds: float) -> None:
     async def rank(pg: ProcessGroup) -> None:
         for n in COUNTS:
             await at_every_step(pg, CALLS[name], n, seconds)
@@ -126,7 +126,7 @@ def test_a_collective_goes_on_whenever_its_await_is_cancelled(name: str, seconds
 @pytest.mark.parametrize("n", COUNTS)
 @pytest.mark.ranks(SIZE)
 @over("unix")
-async def test_over_sockets_too(pg: ProcessGroup, n: int) -> None:
+async def test_collective_over_sockets_continues_after_its_await_is_cancelled(pg: ProcessGroup, n: int) -> None:
     for name in CALLS:
         if name != "keyed":
             await at_every_step(pg, CALLS[name], n, 0)
@@ -167,7 +167,7 @@ async def send_all(pg: ProcessGroup, n: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("n", COUNTS)
 @RUNNERS
-def test_a_receive_is_taken_back_or_gets_its_message(run: Runner, n: int) -> None:
+def test_cancelled_receive_is_withdrawn_or_gets_its_message(run: Runner, n: int) -> None:
     async def rank(pg: ProcessGroup, seconds: float) -> None:
         if pg.rank() == 0:
             await send_all(pg, n, seconds)
@@ -195,7 +195,7 @@ def test_a_receive_is_taken_back_or_gets_its_message(run: Runner, n: int) -> Non
 
 
 @RUNNERS
-def test_objects_and_batches_are_taken_back_alike(run: Runner) -> None:
+def test_cancelled_object_and_batch_receives_are_withdrawn(run: Runner) -> None:
     async def rank(pg: ProcessGroup, seconds: float) -> None:
         if pg.rank() == 0:
             for number in range(MESSAGES):
@@ -236,7 +236,7 @@ def test_objects_and_batches_are_taken_back_alike(run: Runner) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", range(8))
 @RUNNERS
-def test_incoming_loses_no_message(run: Runner, steps: int) -> None:
+def test_cancelled_incoming_loses_no_message(run: Runner, steps: int) -> None:
     """A thousand messages of two lengths, taken by a task that is cancelled at a step, again and again."""
 
     async def rank(pg: ProcessGroup, seconds: float) -> None:
@@ -265,7 +265,7 @@ def test_incoming_loses_no_message(run: Runner, steps: int) -> None:
     run(rank)
 
 
-def test_several_tasks_share_what_comes_in() -> None:
+def test_incoming_messages_are_shared_by_several_tasks() -> None:
     size, messages = 4, 100
 
     async def rank(pg: ProcessGroup) -> None:

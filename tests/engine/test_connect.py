@@ -16,7 +16,9 @@ from ..ranks import run_ranks
 
 
 @pytest.mark.parametrize("lives", [True, False])
-async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+async def test_silent_rank_is_dialled_again_while_its_process_lives(
+    lives: bool, monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
     limits(connect_again=0.0)
     dials: list[int] = []
 
@@ -42,7 +44,7 @@ async def test_a_rank_that_does_not_answer(lives: bool, monkeypatch: pytest.Monk
     assert dials == ([0] * 3 if lives else [0])
 
 
-async def test_a_dial_ends_with_the_rank_that_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dial_ends_when_its_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     dialling = asyncio.Event()
 
     async def unanswered(*args: Any) -> Any:

@@ -22,7 +22,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_disagreement_is_found_within_a_second_of_the_last_call() -> None:
+def test_mismatch_is_found_within_a_second_of_the_last_call() -> None:
     """Both wait for the other one's broadcast, so no data tells."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -35,7 +35,7 @@ def test_disagreement_is_found_within_a_second_of_the_last_call() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0.01, 0.2, 3.0, 100.0])
-def test_a_timeout_is_kept_to_the_report_period(timeout: float) -> None:
+def test_timeout_is_accurate_to_the_report_period(timeout: float) -> None:
     async def rank(pg: ProcessGroup) -> None:
         started = now()
         if pg.rank() == 2:
@@ -51,7 +51,7 @@ def test_a_timeout_is_kept_to_the_report_period(timeout: float) -> None:
 
 
 @pytest.mark.slow
-def test_the_oldest_of_many_expires_first() -> None:
+def test_timeout_of_the_oldest_call_expires_first() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():
             await pg.wait_revoked()
@@ -66,7 +66,7 @@ def test_the_oldest_of_many_expires_first() -> None:
     run_virtual(2, rank)
 
 
-def test_who_is_missing_is_logged_before_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_rank_is_logged_before_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 1:
@@ -87,7 +87,7 @@ def test_who_is_missing_is_logged_before_the_timeout(caplog: pytest.LogCaptureFi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_any_latency_gives_the_same_results(seed: int) -> None:
+def test_results_are_the_same_for_any_latency(seed: int) -> None:
     """Frames of different links overtake each other in a different way with each seed."""
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
@@ -122,7 +122,7 @@ def test_any_latency_gives_the_same_results(seed: int) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_timeouts_of_less_than_a_millisecond(pg: ProcessGroup) -> None:
+async def test_timeout_below_a_millisecond_expires(pg: ProcessGroup) -> None:
     """The timers of uvloop do not tell when they go off, then."""
     works = [pg.recv(np.zeros(1), 1 - pg.rank(), timeout=1e-4) for _ in range(2)]
     for work in works:

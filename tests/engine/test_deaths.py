@@ -17,7 +17,7 @@ from .test_shrink import Job, now
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-def test_every_rank_hears_of_it_in_every_group(world_size: int) -> None:
+def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None:
     """In a group of two there is nobody who could tell it, but those who are in other groups."""
     for victim in range(world_size):
         job = Job()
@@ -49,7 +49,7 @@ def test_every_rank_hears_of_it_in_every_group(world_size: int) -> None:
         assert job.run(world_size, body, linked=False) == expected
 
 
-def test_what_is_done_about_it_raises_nothing_of_its_own() -> None:
+def test_handling_of_a_death_raises_no_exceptions() -> None:
     """An exception in a callback would only be logged."""
     job = Job()
     told: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ def test_what_is_done_about_it_raises_nothing_of_its_own() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_nobody_looks_at_processes_after_the_end(pg: ProcessGroup) -> None:
+async def test_process_check_does_nothing_after_shutdown(pg: ProcessGroup) -> None:
     """A rank may be about to shrink its group when its program closes that."""
     failure_detector = comm_of(pg).endpoint.failure_detector
     failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))

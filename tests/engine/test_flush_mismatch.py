@@ -122,7 +122,7 @@ async def refused(pg: ProcessGroup, most: Record, one: Record, odd: int, text: s
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_record_other_calls(name: str, transport: str) -> None:
+def test_blocks_with_different_calls_are_a_mismatch(name: str, transport: str) -> None:
     most, one, text = CASES[name]
     for world_size, odd in ((2, 1), (3, 0)):
         run_steadily(run_ranks(world_size, refused, most, one, odd, text, transport=transport))
@@ -131,7 +131,7 @@ def test_ranks_that_record_other_calls(name: str, transport: str) -> None:
 @pytest.mark.ranks(3)
 @over(*LINKS)
 @pytest.mark.parametrize("which", [0, 1])
-async def test_one_rank_coalesces_and_the_others_do_not(pg: ProcessGroup, which: int) -> None:
+async def test_block_and_plain_calls_are_a_mismatch(pg: ProcessGroup, which: int) -> None:
     tensors = [x() for _ in range(3)]
     with pytest.raises(CollectiveMismatchError) as caught:  # noqa: PT012
         if pg.rank() == which:
@@ -150,7 +150,7 @@ async def test_one_rank_coalesces_and_the_others_do_not(pg: ProcessGroup, which:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_no_array_is_touched(transport: str) -> None:
+async def test_mismatched_block_changes_no_array(transport: str) -> None:
     arrays: list[Any] = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -170,7 +170,7 @@ async def test_no_array_is_touched(transport: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_flushes_at_other_places_are_a_mismatch(pg: ProcessGroup) -> None:
+async def test_block_flushed_at_different_calls_is_a_mismatch(pg: ProcessGroup) -> None:
     with pytest.raises(CollectiveMismatchError, match="member 1 is"):  # noqa: PT012
         async with pg.coalescing():
             first = pg.allreduce(x())
@@ -187,7 +187,7 @@ def member(count: int, op: str = "ALLREDUCE") -> Signature:
     return Signature(op, "float32", (count,), None, "SUM")
 
 
-def test_a_long_list_is_told_as_far_as_there_is_room() -> None:
+def test_long_member_list_is_reported_up_to_its_limit() -> None:
     """Of the rest it is known that it differs, and not where."""
     first = [member(number) for number in range(5000)]
     second = [*first[:-1], member(3)]
@@ -200,13 +200,13 @@ def test_a_long_list_is_told_as_far_as_there_is_room() -> None:
     assert "the messages they exchange" in str(mismatch("g", one, told(1, *first)))
 
 
-def test_equal_members_that_follow_each_other_take_the_room_of_one() -> None:
+def test_consecutive_equal_members_are_reported_as_one() -> None:
     one, two = told(0, *[member(1)] * 100_000), told(1, *[member(1)] * 99_999, member(2))
     assert len(repr(one)) < 500
     text = str(mismatch("g", one, two))
     assert "member 99999 is ALLREDUCE(dtype=float32, counts=[1], reduce op=SUM) on rank 0, ALLREDUCE(" in text
 
 
-def test_three_members_are_named_at_most() -> None:
+def test_mismatch_names_at_most_three_members() -> None:
     text = str(mismatch("g", told(0, *[member(1)] * 9), told(1, *[member(2)] * 9)))
     assert text.count("on rank 0, ") == 3

@@ -32,7 +32,7 @@ async def all_links(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
-def test_what_a_rank_has_sent_arrives_though_it_has_left(ends: bool, world_size: int, count: int) -> None:
+def test_data_sent_before_the_goodbye_arrives(ends: bool, world_size: int, count: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await all_links(pg)
         part: Any = pg if ends else await pg.split_group(range(world_size))
@@ -50,7 +50,7 @@ def test_what_a_rank_has_sent_arrives_though_it_has_left(ends: bool, world_size:
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 
-def test_group_made_after_its_peer_has_ended_gets_what_that_has_sent() -> None:
+def test_group_made_after_its_peer_has_ended_gets_the_sent_data() -> None:
     """The end of a rank comes on the control link, perhaps long before its last frames."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -70,7 +70,7 @@ def test_group_made_after_its_peer_has_ended_gets_what_that_has_sent() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-def test_who_has_its_result_may_leave_at_once(world_size: int) -> None:
+def test_rank_with_its_result_may_leave_at_once(world_size: int) -> None:
     """The last messages of a collective are on their way when the ranks that have sent them are done with it."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -92,7 +92,7 @@ def test_who_has_its_result_may_leave_at_once(world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
-def test_who_waits_for_a_rank_that_has_left_is_told_behind_its_data(ends: bool, world_size: int) -> None:
+def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, world_size: int) -> None:
     """One message has been sent, two are wanted: the first arrives, the second fails, whatever comes first."""
 
     async def rank(pg: ProcessGroup) -> None:

@@ -125,7 +125,9 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("count", [7 * FITS, LARGE])
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("kind", CALLS)
-async def test_results(kind: str, world_size: int, count: int, references: list[int]) -> None:
+async def test_reading_in_place_gives_the_closed_form_results(
+    kind: str, world_size: int, count: int, references: list[int]
+) -> None:
     """Of plain calls, keyed ones and sub-groups, several at a time."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -144,7 +146,7 @@ async def test_results(kind: str, world_size: int, count: int, references: list[
     await run_ranks(world_size, rank, options=SHM)
 
 
-async def test_results_of_processes() -> None:
+async def test_reading_in_place_gives_the_same_results_in_processes() -> None:
     assert await run_processes(3, _in_a_process, options=SHM) == [{ProgramExecutor}] * 3
 
 
@@ -158,7 +160,7 @@ async def _in_a_process(pg: ProcessGroup) -> set[Any]:
 
 @pytest.mark.parametrize("shift", range(3))
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_messages_of_some_ranks_are_small(world_size: int, shift: int) -> None:
+async def test_alltoall_with_small_and_large_blocks_gives_the_closed_form(world_size: int, shift: int) -> None:
     sizes = [0, 1, FITS, FITS + 1, LARGE, FITS - 1, 3 * FITS][:world_size]
     counts = [*sizes[shift % world_size :], *sizes[: shift % world_size]]
 
@@ -182,7 +184,7 @@ async def test_messages_of_some_ranks_are_small(world_size: int, shift: int) -> 
 
 @pytest.mark.parametrize("kept", ["always", "at times"])
 @pytest.mark.parametrize("kind", CALLS)
-async def test_without_space_for_a_reference_payloads_go_in_frames(
+async def test_payload_goes_in_frames_without_space_for_a_reference(
     kind: str, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
@@ -203,7 +205,7 @@ async def test_without_space_for_a_reference_payloads_go_in_frames(
 
 
 @pytest.mark.parametrize("kind", CALLS)
-async def test_memory_that_cannot_be_shown_goes_in_frames(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreadable_memory_goes_in_frames(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
         always(pg)
         for _ in range(2):
@@ -215,7 +217,7 @@ async def test_memory_that_cannot_be_shown_goes_in_frames(kind: str, monkeypatch
 
 @pytest.mark.ranks(3)
 @over("shm")
-async def test_elements_that_do_not_fill_a_piece(pg: ProcessGroup) -> None:
+async def test_elements_larger_than_the_rest_of_a_piece_stay_whole(pg: ProcessGroup) -> None:
     """Structures of 24 bytes, and pairs of 12: a piece that is reduced has whole ones."""
     three = np.dtype([("a", "f8"), ("b", "f8"), ("c", "i8")])
     pair = np.dtype([("value", "f8"), ("index", "i4")])
@@ -237,7 +239,7 @@ async def test_elements_that_do_not_fill_a_piece(pg: ProcessGroup) -> None:
 )
 @pytest.mark.ranks(3)
 @over("shm")
-async def test_other_ops(pg: ProcessGroup, op: ReduceOp) -> None:
+async def test_reading_in_place_supports_all_ops(pg: ProcessGroup, op: ReduceOp) -> None:
     always(pg)
     tensor = np.full(LARGE, pg.rank() + 1.0)
     await pg.allreduce(tensor, op)
@@ -248,7 +250,7 @@ async def test_other_ops(pg: ProcessGroup, op: ReduceOp) -> None:
 
 
 @pytest.mark.parametrize("forbidding", [None, 0, 1])
-async def test_all_ranks_decide_alike(forbidding: int | None) -> None:
+async def test_ranks_read_in_place_only_if_all_of_them_do(forbidding: int | None) -> None:
     """Where one rank does not want it, none takes a program that pays only if all do."""
 
     async def rank(number: int) -> None:
@@ -278,12 +280,12 @@ async def test_all_ranks_decide_alike(forbidding: int | None) -> None:
         ("reduce_scatter", True, 4, 3),
     ],
 )
-def test_limits(kind: str, reduces: bool, size: int, limit: int) -> None:
+def test_reading_in_place_starts_at_the_limit_of_its_kind(kind: str, reduces: bool, size: int, limit: int) -> None:
     assert SingleCopy(1, 2, 3).limit(kind, size, reduces=reduces) == limit
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "scatter", "alltoall"])
-async def test_below_the_limit_nothing_is_referenced(kind: str, references: list[int]) -> None:
+async def test_message_below_the_limit_uses_no_reference(kind: str, references: list[int]) -> None:
     async def rank(pg: ProcessGroup, limit: int) -> None:
         without_accelerator(pg)
         comm = comm_of(pg)
@@ -306,7 +308,7 @@ WAYS = ("in place", "through queues")
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CALLS)
-async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(kind: str, way: str) -> None:
+async def test_aborted_call_never_shows_later_contents_of_its_array(kind: str, way: str) -> None:
     """Rank 0 aborts, and overwrites what it has given, at every moment of a call. Other groups of the link go on."""
     count = 64 * SEGMENT // 8
     outcomes = set()
@@ -353,7 +355,7 @@ async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(kind
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_a_timeout_names_who_has_not_read(pg: ProcessGroup) -> None:
+async def test_timeout_names_the_rank_that_has_not_read(pg: ProcessGroup) -> None:
     always(pg)
     await CALLS["allreduce"](pg, LARGE)
     if pg.rank() == 0:
@@ -408,7 +410,7 @@ MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGrou
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MISMATCHES)
-async def test_calls_that_do_not_match(name: str, way: str) -> None:
+async def test_mismatched_calls_are_found_within_a_second(name: str, way: str) -> None:
     """All find out, within a second, but for those that were done before."""
 
     async def rank(pg: ProcessGroup, swapped: bool) -> None:
@@ -426,7 +428,7 @@ async def test_calls_that_do_not_match(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["more", "a place"])
-async def test_nothing_is_read_of_a_message_whose_ends_differ(given: str) -> None:
+async def test_mismatched_message_is_not_read(given: str) -> None:
     """Not what its receiver has room for, nor what bytes of a small one would point to, if they were a place."""
 
     async def rank(pg: ProcessGroup) -> None:

@@ -274,15 +274,15 @@ def find(case: Case, place: tuple[int, int], terms: tuple[Any, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
-def test_it_is_found_on_every_rank(number: int) -> None:
-    """In every place, on terms that take turns; `test_it_is_always_found_on_every_rank` has all of them."""
+def test_mismatch_is_found_on_every_rank(number: int) -> None:
+    """Every place with alternating terms; `test_mismatch_is_found_on_every_rank_in_all_places_and_terms` has all."""
     for index, place in enumerate(PLACES):
         find(TABLE[number], place, TERMS[(number + index) % len(TERMS)])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_it_is_always_found_on_every_rank(case: Case) -> None:
+def test_mismatch_is_found_on_every_rank_in_all_places_and_terms(case: Case) -> None:
     for place, terms in product(PLACES, TERMS):
         find(case, place, terms)
 
@@ -298,7 +298,7 @@ def limits(kind: str, world_size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", SIZED)
-def test_sizes_that_choose_different_schedules(kind: str) -> None:
+def test_sizes_with_different_schedules_are_a_mismatch(kind: str) -> None:
     for world_size, odd in ((2, 0), (3, 1), (4, 3)):
         share = world_size if kind in ("allgather", "reduce_scatter") else 1
         for limit in limits(kind, world_size):
@@ -308,14 +308,14 @@ def test_sizes_that_choose_different_schedules(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "odd"), [("allreduce", 0), ("barrier", 7), ("alltoall_object", 15)])
-def test_one_of_sixteen_fails_all(kind: str, odd: int) -> None:
+def test_mismatch_of_one_rank_fails_all_sixteen(kind: str, odd: int) -> None:
     case = Case(kind, "op", KINDS[kind], KINDS["broadcast"])
     for latency in (None, LATENCY):
         run(case, 16, odd, DELAYS["odd-late"], latency)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whichever_ranks_notice_first_all_hear_the_same(seed: int) -> None:
+def test_mismatch_report_is_the_same_on_all_ranks(seed: int) -> None:
     """Three parties, so several pairs notice at the same time."""
 
     async def rank(pg: ProcessGroup) -> str:
@@ -373,7 +373,9 @@ async def misfit(pg: ProcessGroup, send: Call, receive: Call, fields: str, delay
 @pytest.mark.parametrize("delay", [0.0, 10.0], ids=["together", "sender-late"])
 @pytest.mark.parametrize("latency", [None, LATENCY], ids=["next-turn", "links"])
 @pytest.mark.parametrize(("send", "receive", "fields"), P2P_TABLE)
-def test_a_message_that_does_not_fit(send: Call, receive: Call, fields: str, latency: Any, delay: float) -> None:
+def test_message_of_another_size_is_a_mismatch_on_both_ends(
+    send: Call, receive: Call, fields: str, latency: Any, delay: float
+) -> None:
     assert len(set(run_virtual(3, misfit, send, receive, fields, delay, latency=latency))) == 1
 
 
@@ -386,7 +388,7 @@ def test_a_message_that_does_not_fit(send: Call, receive: Call, fields: str, lat
     ],
     ids=["recv", "recv_anysource", "send"],
 )
-def test_a_rank_that_sends_or_receives_instead_is_named(call: Any, named: str) -> None:
+def test_timeout_names_a_rank_that_sends_or_receives_instead(call: Any, named: str) -> None:
     """No error before the timeout: another task of either rank may be about to do its part."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -404,7 +406,7 @@ def test_a_rank_that_sends_or_receives_instead_is_named(call: Any, named: str) -
 # -- what must not stand in the way
 
 
-def test_a_coordinator_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_coordinator_does_not_delay_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     def handle(original: Any, stalls: StallInspector, *told: Any) -> None:
         if group_of(stalls).rank != 0:
             original(stalls, *told)
@@ -423,7 +425,7 @@ def test_a_coordinator_that_is_silent_is_not_waited_for(monkeypatch: pytest.Monk
     run_virtual(3, rank, latency=LATENCY)
 
 
-def test_a_rank_that_answers_again_is_not_slow_since_the_coordinator_hears_it_late(
+def test_answering_rank_is_not_slow_because_of_late_news_at_the_coordinator(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 0 hears nothing for three seconds; then rank 2, whom it answers at once, hears of it from rank 1."""
@@ -472,9 +474,7 @@ def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     return [each.getMessage().partition("rank 3: ")[2] for each in caplog.records if "rank 3: " in each.getMessage()]
 
 
-def test_ranks_that_are_slow_at_once_are_in_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slow_ranks_share_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     slow, *more = slow_warnings(monkeypatch, caplog, lambda rank, now: 7.0 if rank in (1, 2) and now < 7.0 else None)
     assert re.fullmatch(r"(rank [12] is slow: it has not answered for 1.0 s; ){2}BARRIER.* waits for it", slow), slow
     assert more == ["rank 1 answers again", "rank 2 answers again"]
@@ -490,7 +490,7 @@ def test_rank_that_is_slow_again_soon_is_not_logged_again(
     assert [re.sub(r": it .*", "", text) for text in said] == ["rank 1 is slow", "rank 1 answers again"]
 
 
-def test_the_next_rank_coordinates_when_the_lowest_has_left() -> None:
+def test_next_rank_coordinates_after_the_lowest_has_left() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             await asyncio.sleep(10)
@@ -507,7 +507,7 @@ def test_the_next_rank_coordinates_when_the_lowest_has_left() -> None:
     run_virtual(3, rank, latency=LATENCY)
 
 
-def test_receives_that_wait_for_long_do_not_hide_a_collective() -> None:
+def test_long_receives_do_not_hide_a_mismatched_collective() -> None:
     async def rank(pg: ProcessGroup) -> None:
         receives = [pg.recv(np.zeros(1), 1 - pg.rank(), tag) for tag in range(200)]
         with pytest.raises(CollectiveMismatchError, match=r"root=1.*root=0"):
@@ -518,7 +518,7 @@ def test_receives_that_wait_for_long_do_not_hide_a_collective() -> None:
     run_virtual(2, rank, latency=LATENCY)
 
 
-def test_a_call_forgotten_long_ago_is_still_a_disagreement() -> None:
+def test_call_older_than_the_history_is_still_a_mismatch() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             works = [pg.broadcast(np.zeros(1), 0) for _ in range(1500)]
@@ -532,7 +532,7 @@ def test_a_call_forgotten_long_ago_is_still_a_disagreement() -> None:
     run_virtual(2, rank, latency=LATENCY)
 
 
-def test_a_late_message_for_a_keyed_call_that_has_ended() -> None:
+def test_late_message_for_a_finished_keyed_call_is_a_mismatch() -> None:
     """The root of a gather that expects nothing is done at once."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -547,7 +547,7 @@ def test_a_late_message_for_a_keyed_call_that_has_ended() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_what_a_rank_sends_to_itself_must_fit_too(pg: ProcessGroup) -> None:
+async def test_block_for_the_own_rank_of_another_size_is_refused(pg: ProcessGroup) -> None:
     outputs = [np.zeros(3), np.zeros(3)]
     outputs[pg.rank()] = np.zeros(2)
     with pytest.raises(ValueError, match=rf"output part of rank {pg.rank()} has 2 elements, the input part has 3"):
@@ -557,7 +557,7 @@ async def test_what_a_rank_sends_to_itself_must_fit_too(pg: ProcessGroup) -> Non
     await pg.barrier()
 
 
-def test_factors_may_differ() -> None:
+def test_premul_factors_may_differ_between_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         assert await pg.allreduce(1.0, ReduceOp.PREMUL_SUM(pg.rank() + 1.0)) == 6
 

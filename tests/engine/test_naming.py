@@ -20,7 +20,7 @@ LATENCY = (0.0005, 0.002)
 
 @pytest.mark.parametrize("timeout", [0.05, 0.2, 0.6, 3.0, 100.0])
 @pytest.mark.parametrize("missing", [{0}, {2}, {0, 1}, {3, 1}])
-def test_all_who_wait_name_the_same_ranks(missing: set[int], timeout: float) -> None:
+def test_waiting_ranks_name_the_same_missing_ranks(missing: set[int], timeout: float) -> None:
     """Also when the lowest rank, which is asked first, is one of them."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -41,7 +41,7 @@ def test_all_who_wait_name_the_same_ranks(missing: set[int], timeout: float) -> 
     run_virtual(4, rank, latency=LATENCY)
 
 
-def test_a_keyed_operation_is_named_by_its_key() -> None:
+def test_keyed_operation_is_named_by_its_key() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             await asyncio.sleep(0.5)
@@ -60,7 +60,7 @@ def test_a_keyed_operation_is_named_by_its_key() -> None:
     run_virtual(3, rank, latency=LATENCY)
 
 
-def test_a_rank_that_has_done_nothing_is_named_too() -> None:
+def test_rank_without_operations_is_named_as_missing() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             await pg.wait_revoked()
@@ -71,7 +71,7 @@ def test_a_rank_that_has_done_nothing_is_named_too() -> None:
     run_virtual(3, rank)
 
 
-def test_what_is_said_of_a_rank_is_not_older_than_the_last_report() -> None:
+def test_reported_operation_of_a_rank_is_no_older_than_its_last_report() -> None:
     """Rank 1 goes on with other operations after it has been asked for the first time."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -93,7 +93,7 @@ def test_what_is_said_of_a_rank_is_not_older_than_the_last_report() -> None:
     run_virtual(3, rank)
 
 
-def test_waiting_takes_messages_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stall_reports_take_messages_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """All report, and the coordinator asks and answers all; not all of them because of each of them."""
     told = 0
 
@@ -113,7 +113,7 @@ def test_waiting_takes_messages_in_proportion_to_the_ranks(monkeypatch: pytest.M
     assert 32 * 10 <= told <= 32 * 11 * 6
 
 
-def test_a_late_rank_ends_the_warnings(caplog: pytest.LogCaptureFixture) -> None:
+def test_late_rank_is_named_once_per_waiting_rank_and_operation(caplog: pytest.LogCaptureFixture) -> None:
     """One warning per operation, from each rank that waits."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -131,7 +131,7 @@ def test_a_late_rank_ends_the_warnings(caplog: pytest.LogCaptureFixture) -> None
         assert all(f"it waits for rank {late} (" in text for text in found)
 
 
-def test_a_message_that_waits_says_for_what(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_message_names_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody is asked about it: only its two ends know of it."""
 
     async def rank(pg: ProcessGroup) -> None:

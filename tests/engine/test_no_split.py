@@ -198,7 +198,7 @@ FAILED = [17391, 19108]
     [range(FEW), FAILED, pytest.param(range(FEW, MANY), marks=pytest.mark.soak)],
     ids=["few", "failed once", "many"],
 )
-def test_two_parts_of_a_job_never_both_go_on(seeds: Sequence[int]) -> None:
+def test_two_parts_of_a_job_never_both_continue(seeds: Sequence[int]) -> None:
     went_on = 0
     for seed in seeds:
         trial = Trial(seed)
@@ -207,7 +207,7 @@ def test_two_parts_of_a_job_never_both_go_on(seeds: Sequence[int]) -> None:
     assert went_on >= 0.8 * len(seeds)  # it is not safe by never going on
 
 
-def test_the_dead_are_counted_while_a_living_rank_is_missing() -> None:
+def test_dead_ranks_count_in_the_quorum_while_a_living_rank_is_missing() -> None:
     """Ranks 0 to 2 go on without 3 and 4, which are cut off; then 0 and 1 die. Most of the living are 3 and 4 now."""
     hosts = Hosts([0, 0, 1, 0, 0])
     here, there = (0, 1, 2), (3, 4)

@@ -20,7 +20,7 @@ KEY = b"k" * 32
 
 @contextmanager
 def unanswered() -> Iterator[tuple[str, int]]:
-    """An address of this host at which no SYN is answered: its listener's backlog is full."""
+    """Return an address of this host that answers no SYN: its listener's backlog is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -86,7 +86,7 @@ BARRED = [(2, {(0, 1)}), (3, {(0, 1)}), (3, {(1, 2)}), (3, {(2, 1)}), (4, {(0, 1
 
 
 @pytest.mark.parametrize(("world_size", "barred"), BARRED)
-async def test_both_ends_send(world_size: int, barred: set[tuple[int, int]]) -> None:
+async def test_both_ends_can_send_over_a_one_way_connection(world_size: int, barred: set[tuple[int, int]]) -> None:
     async def work(pg: ProcessGroup) -> None:
         for count in (1, 100_000):
             got = await pg.allreduce(np.full(count, 1.0 + pg.rank()))
@@ -101,7 +101,9 @@ async def test_both_ends_send(world_size: int, barred: set[tuple[int, int]]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "barred"), BARRED)
-async def test_only_the_barred_end_sends(world_size: int, barred: set[tuple[int, int]]) -> None:
+async def test_blocked_end_can_send_over_a_link_opened_by_its_peer(
+    world_size: int, barred: set[tuple[int, int]]
+) -> None:
     """Who waits for a rank opens a link to it, since that one may not be able to."""
 
     async def broadcasts(pg: ProcessGroup) -> None:

@@ -58,7 +58,7 @@ async def test_rank_0_reads_alone_and_posts_the_result_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "alltoall", "reduce_scatter"])
-async def test_blocks_for_one_rank_each_use_no_common_lane(kind: str) -> None:
+async def test_blocks_for_single_ranks_do_not_use_the_common_lane(kind: str) -> None:
     async with jobs(3) as (pgs,):
         before = sum(used(pg) for pg in pgs)
 
@@ -79,7 +79,7 @@ async def test_blocks_for_one_rank_each_use_no_common_lane(kind: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 512])
-async def test_reader_that_does_not_read_costs_other_groups_frames_and_no_wait(count: int) -> None:
+async def test_late_reader_makes_other_groups_use_frames_without_waiting(count: int) -> None:
     async with jobs(3, "ab") as (a, b):
         late = [call(pg, count) for pg in a[:2] for _ in range(SMALL_SLOTS)]
         before = used(a[0])
@@ -92,7 +92,7 @@ async def test_reader_that_does_not_read_costs_other_groups_frames_and_no_wait(c
         assert used(a[0]) == before + 1
 
 
-async def test_two_jobs_of_one_process_have_outboxes_of_their_own() -> None:
+async def test_two_jobs_of_one_process_have_separate_outboxes() -> None:
     async with jobs(3) as (a,), jobs(3) as (b,):
         assert common(a[0]) is not common(b[0])
         before = used(b[0])
@@ -102,7 +102,7 @@ async def test_two_jobs_of_one_process_have_outboxes_of_their_own() -> None:
         await check([*late, *(call(a[2]) for _ in range(SMALL_SLOTS))], 3)
 
 
-async def test_some_readers_find_a_slot_and_others_get_a_frame() -> None:
+async def test_readers_without_a_link_get_a_frame_and_others_a_slot() -> None:
     """As long as a link is being opened."""
     async with jobs(3) as (pgs,):
         channel = comm_of(pgs[0]).channels[2]
@@ -115,7 +115,7 @@ async def test_some_readers_find_a_slot_and_others_get_a_frame() -> None:
         assert [posts(pgs[0], 1), used(pgs[0])] == [each + 1 for each in before]
 
 
-async def test_rank_that_has_left_a_group_keeps_no_slot_of_others() -> None:
+async def test_rank_that_has_left_a_group_blocks_no_slot() -> None:
     async with jobs(3, "ab") as (a, b):
         array = np.ones(3)
         works = [a[0].broadcast(array, 0) for _ in range(SMALL_SLOTS)]
@@ -136,7 +136,7 @@ async def test_rank_that_has_left_a_group_keeps_no_slot_of_others() -> None:
         assert used(a[0]) == before + 1
 
 
-async def test_group_that_failed_keeps_no_slot_of_others() -> None:
+async def test_failed_group_blocks_no_slot() -> None:
     async with jobs(3, "ab") as (a, b):
         works = [call(pg)[1] for pg in a[:2] for _ in range(SMALL_SLOTS)]
         a[0].abort("a test")
@@ -150,7 +150,7 @@ async def test_group_that_failed_keeps_no_slot_of_others() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1 << 15, 1 << 40, (1 << 64) - 1])
-async def test_length_that_a_slot_cannot_have_is_refused_by_name(nbytes: int) -> None:
+async def test_impossible_slot_length_is_refused_and_names_the_rank(nbytes: int) -> None:
     async with jobs(2) as (pgs,):
         posted = pgs[1].gather(None, np.ones(3), 0)
         lines = comm_of(pgs[1]).channels[0].shared.lane_writer._lines  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ async def test_length_that_a_slot_cannot_have_is_refused_by_name(nbytes: int) ->
         await posted
 
 
-async def test_part_of_an_element_is_refused_by_name() -> None:
+async def test_partial_element_in_a_slot_is_refused_and_names_the_rank() -> None:
     async with jobs(2) as (pgs,):
         await pgs[1].gather(None, np.ones(3), 0)
         lines = comm_of(pgs[1]).channels[0].shared.lane_writer._lines  # type: ignore[union-attr]
@@ -173,7 +173,7 @@ async def test_part_of_an_element_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_overlapping_groups_in_any_order(seed: int) -> None:
+async def test_overlapping_groups_may_call_in_any_order(seed: int) -> None:
     """Each rank makes the calls of its groups in an order of its own; small, middle and framed ones."""
     chance = random.Random(seed)
     members = [(0, 1, 2, 3), (0, 1, 2), (1, 2, 3), (0, 3), (0, 2, 3), (1, 2, 3)]
@@ -205,7 +205,7 @@ async def test_overlapping_groups_in_any_order(seed: int) -> None:
         await asyncio.gather(*(rank(pg) for pg in pgs))
 
 
-async def test_two_groups_that_take_turns_use_different_slots() -> None:
+async def test_alternating_groups_use_different_slots() -> None:
     """Their calls have the same numbers, and a rank begins the second before others have read the first."""
     async with jobs(3, "abcd") as groups:
         shifts = {comm_of(group[0]).id % SMALL_SLOTS: group for group in groups}

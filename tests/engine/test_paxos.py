@@ -73,7 +73,7 @@ def shrunk(
 
 
 @pytest.mark.parametrize(("world_size", "reached"), [(3, [1]), (3, [2]), (4, [2, 3]), (5, [1, 2]), (5, [3, 4])])
-def test_what_may_be_decided_is_proposed_again(
+def test_value_that_may_be_decided_is_proposed_again(
     world_size: int, reached: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 decides by the acceptances of a bare quorum and falls silent; another coordinator takes over."""
@@ -93,7 +93,7 @@ def test_what_may_be_decided_is_proposed_again(
 
 
 @pytest.mark.parametrize("world_size", [3, 5])
-def test_nobody_accepts_less_than_it_has_promised(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proposals of rank 0 are late: all others have passed it over, and voted at rank 1."""
     kept: list[tuple[Voter, int, dict[str, Any]]] = []
     voted: set[int] = set()
@@ -118,7 +118,7 @@ def test_nobody_accepts_less_than_it_has_promised(world_size: int, monkeypatch: 
     assert first is None
 
 
-def test_of_two_that_were_accepted_the_later_is_proposed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_accepted_value_is_proposed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 4 alone accepts what rank 0 proposes, then ranks 1 to 3 decide something else, and rank 1 falls silent."""
     silent = False
 
@@ -141,7 +141,7 @@ def test_of_two_that_were_accepted_the_later_is_proposed_again(monkeypatch: pyte
     assert {results[0], results[4]} == {None}
 
 
-def test_who_accepts_something_else_later_stands_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_voter_keeps_its_latest_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has accepted its own proposal alone, then accepts, unasked before, what decides for ranks 1 and 2."""
     decided = False
 
@@ -162,7 +162,7 @@ def test_who_accepts_something_else_later_stands_by_that(monkeypatch: pytest.Mon
     assert first is None
 
 
-def test_a_coordinator_that_takes_over_asks_those_that_vote_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_coordinator_requests_votes_of_ranks_that_voted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rank 0 only rank 2 hears anything, so it alone would stay there, and be left out by the others."""
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ def test_a_coordinator_that_takes_over_asks_those_that_vote_elsewhere(monkeypatc
     assert shrunk(5, between, monkeypatch) == [everybody] * 5
 
 
-def test_a_coordinator_learns_from_a_vote_who_is_dead() -> None:
+def test_coordinator_learns_dead_ranks_from_a_vote() -> None:
     """Only rank 2 has seen the end of rank 3: the others need not wait for its vote."""
 
     async def rank(pg: ProcessGroup) -> Ranks | None:
@@ -197,7 +197,7 @@ def test_a_coordinator_learns_from_a_vote_who_is_dead() -> None:
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
 )
-def test_there_is_one_group_whatever_is_lost_or_late(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_yields_one_group_despite_lost_and_late_notes(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     went_on = 0
     for seed in seeds:
         chance = random.Random(seed)

@@ -72,7 +72,7 @@ class Bench:
         return self.polls <= len(self.results) and self.results[self.polls - 1]
 
 
-def test_an_await_polls_until_its_work_is_done() -> None:
+def test_await_polls_until_its_work_is_done() -> None:
     bench = Bench([])
     bench.ends_at = 3
     bench.polling.spin(bench.completion)
@@ -81,7 +81,7 @@ def test_an_await_polls_until_its_work_is_done() -> None:
     assert bench.polls == 4, "it may poll again in this turn"
 
 
-def test_without_result_it_polls_for_a_moment_once_in_a_turn() -> None:
+def test_await_without_result_polls_briefly_once_per_iteration() -> None:
     bench = Bench([])
     bench.polling.spin(bench.completion)
     first = bench.polls
@@ -93,7 +93,7 @@ def test_without_result_it_polls_for_a_moment_once_in_a_turn() -> None:
     assert bench.polls == 2 * first
 
 
-def test_data_that_comes_makes_it_poll_on_but_no_longer_than_a_callback_may_take() -> None:
+def test_arriving_data_extends_polling_up_to_the_callback_budget() -> None:
     bench = Bench([True] * 20)
     bench.polling.spin(bench.completion)
     assert bench.polls == pytest.approx(20 + SPIN / LOOK, abs=1)
@@ -102,7 +102,7 @@ def test_data_that_comes_makes_it_poll_on_but_no_longer_than_a_callback_may_take
     assert bench.polls == pytest.approx(BUDGET / LOOK, abs=1)
 
 
-def test_time_on_a_core_that_it_yields_is_not_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yielded_core_time_does_not_count_as_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Bench] = []
 
     def give_way() -> None:
@@ -115,7 +115,7 @@ def test_time_on_a_core_that_it_yields_is_not_polling(monkeypatch: pytest.Monkey
     assert bench.polls == pytest.approx(BUDGET / SPIN, abs=1), "what bounds it is the time of a callback"
 
 
-def test_ranks_that_share_cores_yield_before_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_sharing_cores_yield_before_each_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who awaits has looked just now."""
     given: list[int] = []
     monkeypatch.setattr("os.sched_yield", lambda: given.append(bench.polls), raising=False)
@@ -126,7 +126,9 @@ def test_ranks_that_share_cores_yield_before_each_look(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("beside", [None, False, True])
-def test_a_peer_on_the_same_core_gets_it_after_a_moment(beside: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_on_the_same_core_gets_the_core_after_a_moment(
+    beside: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = Bench([])
     bench.beside = beside
     given: list[int] = []
@@ -156,7 +158,7 @@ def test_a_peer_on_the_same_core_gets_it_after_a_moment(beside: bool | None, mon
 
 
 @pytest.mark.parametrize(("spin", "links"), [(0.0, True), (SPIN, False)])
-def test_without_links_or_time_it_does_not_poll(spin: float, links: bool) -> None:
+def test_polling_does_nothing_without_links_or_time(spin: float, links: bool) -> None:
     bench = Bench([True], spin=spin)
     if not links:
         bench.polling.links = ()
@@ -164,7 +166,7 @@ def test_without_links_or_time_it_does_not_poll(spin: float, links: bool) -> Non
     assert bench.polls == 0
 
 
-def test_a_turn_in_which_something_moved_polls_on_until_an_operation_ends() -> None:
+def test_iteration_with_progress_polls_until_an_operation_ends() -> None:
     bench = Bench([True] * 1000)
     bench.pending += ["one"]
     bench.ends_at = 5
@@ -175,7 +177,7 @@ def test_a_turn_in_which_something_moved_polls_on_until_an_operation_ends() -> N
     assert bench.polls == 5
 
 
-def test_a_turn_in_which_nothing_comes_any_more_is_the_last_that_polls() -> None:
+def test_iteration_without_progress_is_the_last_to_poll() -> None:
     bench = Bench([True] * 3)
     bench.pending += ["one"]
     assert bench.polling.linger(True)
@@ -183,7 +185,7 @@ def test_a_turn_in_which_nothing_comes_any_more_is_the_last_that_polls() -> None
     assert not bench.polling.linger(False)
 
 
-def test_a_turn_that_was_too_short_for_what_comes_is_followed_by_another_one() -> None:
+def test_iteration_that_uses_up_its_budget_is_followed_by_another() -> None:
     bench = Bench([True] * 100_000)
     bench.pending += ["one"]
     assert bench.polling.linger(True)
@@ -193,7 +195,7 @@ def test_a_turn_that_was_too_short_for_what_comes_is_followed_by_another_one() -
     assert bench.polls > first
 
 
-def test_an_await_yields_when_the_last_turn_is_long_ago() -> None:
+def test_await_yields_long_after_the_last_iteration() -> None:
     bench = Bench([])
     bench.clock.now = TURN
     assert bench.polling.turn_is_due()

@@ -34,7 +34,7 @@ async def fill_the_window(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("nbytes", [1, EAGER_WINDOW, EAGER_WINDOW + 1, 3_000_000])
 @pytest.mark.ranks(2, timeout=5)
 @over(*LINKS)
-async def test_a_message_behind_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
+async def test_message_behind_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
     """Else its receive would wait for ever, or a later message of the same tag would take its place."""
     await fill_the_window(pg)
     if pg.rank() == 0:
@@ -50,7 +50,7 @@ async def test_a_message_behind_a_full_window_is_announced(pg: ProcessGroup, nby
 
 @pytest.mark.ranks(2, timeout=5)
 @over(*LINKS)
-async def test_an_object_behind_a_full_window_is_announced(pg: ProcessGroup) -> None:
+async def test_object_behind_a_full_window_is_announced(pg: ProcessGroup) -> None:
     await fill_the_window(pg)
     got = await pg.broadcast_object(bytes(EAGER_WINDOW + 1) if pg.rank() == 0 else None, 0)
     assert len(got) == EAGER_WINDOW + 1
@@ -74,7 +74,7 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
 @pytest.mark.parametrize("transport", LINKS)
-async def test_giants_in_opposite_orders_share_the_links_with_everything(transport: str, tasks: bool) -> None:
+async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transport: str, tasks: bool) -> None:
     """Two groups, each rank in its own order; giant messages both ways; and small calls that need not wait for them."""
     store = HashStore()
     over = options(transport)
@@ -114,7 +114,7 @@ async def test_giants_in_opposite_orders_share_the_links_with_everything(transpo
         pytest.param("shm", True, id="shm-keyed"),
     ],
 )
-async def test_ten_thousand_tasks_each_in_a_collective(transport: str, keyed: bool) -> None:
+async def test_ten_thousand_concurrent_collectives_complete(transport: str, keyed: bool) -> None:
     count = 10_000
 
     async def rank(pg: ProcessGroup) -> None:
@@ -135,7 +135,7 @@ async def test_ten_thousand_tasks_each_in_a_collective(transport: str, keyed: bo
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_what_comes_for_groups_not_made_yet_counts_too(transport: str) -> None:
+async def test_data_for_groups_not_made_yet_counts_in_the_window(transport: str) -> None:
     store = HashStore()
     over = options(transport)
     count, nbytes = 100, 100_000
@@ -172,7 +172,7 @@ async def test_what_comes_for_groups_not_made_yet_counts_too(transport: str) -> 
 @pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.soak)])
-async def test_a_fast_sender_fills_the_windows_of_a_slow_receiver_and_no_more(seconds: float) -> None:
+async def test_fast_sender_fills_only_the_windows_of_a_slow_receiver(seconds: float) -> None:
     fast, slow = await run_processes(2, jobs.flood, seconds)
     assert LINK_WINDOW / 2 < slow.early <= LINK_WINDOW
     assert fast.early <= LINK_WINDOW
@@ -193,7 +193,7 @@ async def test_memory_is_flat_over_many_operations(count: int, warm: int) -> Non
 
 
 @pytest.mark.ranks(2)
-async def test_a_key_costs_its_name_and_a_count(pg: ProcessGroup) -> None:
+async def test_key_takes_only_the_memory_of_its_name_and_a_count(pg: ProcessGroup) -> None:
     """Other ranks may still have to call it for the first time, so its count cannot be forgotten."""
     count = 2000
     names = [f"step {number}" for number in range(count)]

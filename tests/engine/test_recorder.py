@@ -27,7 +27,7 @@ def recorder(pg: ProcessGroup) -> Journal:
 
 @pytest.mark.ranks(1, 2, 3)
 @over(*LINKS)
-async def test_an_entry_says_what_was_called_where_and_when_it_ended(pg: ProcessGroup) -> None:
+async def test_recorder_entry_has_call_place_and_times(pg: ProcessGroup) -> None:
     before = dispatcher_of(pg).runtime.stamp()
     await pg.allreduce(np.zeros((2, 3), np.float32))
     line = sys._getframe().f_lineno - 1
@@ -38,7 +38,7 @@ async def test_an_entry_says_what_was_called_where_and_when_it_ended(pg: Process
     assert first.ended is not None
     assert second.ended is not None
     assert before <= first.entered <= first.ended <= second.entered <= second.ended <= dispatcher_of(pg).runtime.stamp()
-    assert first.code is test_an_entry_says_what_was_called_where_and_when_it_ended.__code__
+    assert first.code is test_recorder_entry_has_call_place_and_times.__code__
     assert line_of(first.code, first.instruction) == line
     assert (first.error, second.error, second.peer) == (None, None, None)
     assert recorder(pg).find(1) == first
@@ -47,7 +47,7 @@ async def test_an_entry_says_what_was_called_where_and_when_it_ended(pg: Process
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_messages_have_a_ring_of_their_own(pg: ProcessGroup) -> None:
+async def test_messages_are_recorded_in_a_separate_ring(pg: ProcessGroup) -> None:
     await pg.barrier()
     other = 1 - pg.rank()
     for number in range(MESSAGES + 9):
@@ -70,7 +70,7 @@ async def test_messages_have_a_ring_of_their_own(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over("unix")
-async def test_a_message_of_many_frames_has_begun_when_the_first_one_has_come(pg: ProcessGroup) -> None:
+async def test_message_of_many_frames_starts_with_its_first_frame(pg: ProcessGroup) -> None:
     x = np.zeros(3 * SEGMENT, np.uint8)
     await (pg.recv(x, 0) if pg.rank() else pg.send(x, 1))
     await (pg.recv(x[:8], 0) if pg.rank() else pg.send(x[:8], 1))
@@ -82,7 +82,7 @@ async def test_a_message_of_many_frames_has_begun_when_the_first_one_has_come(pg
 
 
 @pytest.mark.ranks(2)
-async def test_a_call_of_several_parts_has_the_time_of_its_last_part(pg: ProcessGroup) -> None:
+async def test_call_of_several_parts_ends_with_its_last_part(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         pg.allreduce(np.ones(2))
         pg.allreduce(np.ones(2, np.float32))
@@ -92,7 +92,7 @@ async def test_a_call_of_several_parts_has_the_time_of_its_last_part(pg: Process
     assert block.entered <= block.started <= block.ended
 
 
-def test_times_are_those_of_the_clock_of_the_group() -> None:
+def test_recorded_times_are_of_the_groups_clock() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(3.0 * pg.rank())
         await pg.barrier()
@@ -110,7 +110,7 @@ class Coarse(asyncio.SelectorEventLoop):
         return super().time() // 0.001 * 0.001
 
 
-def test_times_are_finer_than_those_of_a_coarse_loop() -> None:
+def test_recorded_times_are_finer_than_a_coarse_loop_clock() -> None:
     async def rank(pg: ProcessGroup) -> None:
         for _ in range(20):
             await pg.barrier()
@@ -122,7 +122,7 @@ def test_times_are_finer_than_those_of_a_coarse_loop() -> None:
         runner.run(run_ranks(1, rank))
 
 
-def test_an_entry_of_a_failure_names_its_class() -> None:
+def test_failed_operation_is_recorded_with_its_exception_class() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         with pytest.raises(CollectiveTimeoutError):
@@ -142,7 +142,7 @@ def test_an_entry_of_a_failure_names_its_class() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_nothing_of_the_callers_lives_on_in_an_entry(pg: ProcessGroup) -> None:
+async def test_recorder_entry_keeps_no_objects_of_the_caller_alive(pg: ProcessGroup) -> None:
     class Array(np.ndarray[Any, Any]):
         pass
 
@@ -164,7 +164,7 @@ async def test_nothing_of_the_callers_lives_on_in_an_entry(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(1, 2)
-async def test_rings_are_bounded(pg: ProcessGroup) -> None:
+async def test_recorder_rings_are_bounded(pg: ProcessGroup) -> None:
     """Of collectives alone, and with the messages between them."""
     world_size = pg.size()
     x = np.zeros(3)

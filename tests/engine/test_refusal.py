@@ -155,7 +155,7 @@ async def fails(pg: ProcessGroup, work: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_group_receives_nothing_from_ranks_outside_it(transport: str) -> None:
+async def test_group_ignores_frames_of_ranks_outside_it(transport: str) -> None:
     """They may mean another group, whose id is the same."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -179,7 +179,7 @@ async def test_a_group_receives_nothing_from_ranks_outside_it(transport: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("what", SAID)
 @pytest.mark.parametrize("transport", LINKS)
-async def test_what_does_not_fit_ends_its_groups_by_name(transport: str, what: str) -> None:
+async def test_malformed_message_fails_its_groups_and_names_the_rank(transport: str, what: str) -> None:
     waiting: list[int] = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -211,7 +211,7 @@ class _Named:
 
 @pytest.mark.parametrize("error", [MemoryError, KeyError, RecursionError, OSError])
 @pytest.mark.parametrize("transport", LINKS)
-async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
+async def test_exception_in_a_frame_handler_fails_its_groups_and_names_the_rank(
     transport: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[int] = []
@@ -237,7 +237,7 @@ async def test_an_exception_while_a_frame_is_handled_ends_its_groups_by_name(
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
+async def test_exception_in_a_note_handler_fails_its_groups_and_names_the_rank(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it that it was passed on: whose note it was is named, not who passed it on."""
@@ -266,7 +266,7 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
 @pytest.mark.slow
 @pytest.mark.ranks(2, 4, 7)
 @over(*LINKS)
-async def test_the_one_that_is_refused_hears_why(pg: ProcessGroup) -> None:
+async def test_refused_rank_gets_the_reason(pg: ProcessGroup) -> None:
     """Also where it is the hub, and where much is on its way to it."""
     await met(pg)
     last = pg.size() - 1
@@ -309,7 +309,7 @@ async def call(pg: ProcessGroup) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS[1:])
-async def test_processes_hear_of_an_exception(transport: str) -> None:
+async def test_exception_in_a_frame_handler_is_reported_to_processes(transport: str) -> None:
     told = await run_processes(2, call, options=options(transport))
     assert all("could not handle a frame of rank 1, a DATA frame" in each and "MemoryError" in each for each in told)
 
@@ -322,7 +322,7 @@ CALLBACKS = {"a report": "stall_reported", "an answer": "stall_gathered"}
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("where", CALLBACKS)
-async def test_an_exception_in_a_timer_ends_the_group_by_name(
+async def test_exception_in_a_timer_fails_the_group_and_names_the_rank(
     pg: ProcessGroup, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pg.barrier()
@@ -345,7 +345,7 @@ STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
     ("transport", "step"),
     [(transport, step) for transport in LINKS for step in STEPS if transport == "shm" or "shared" not in step],
 )
-async def test_an_exception_in_an_operation_ends_the_group_by_name(
+async def test_exception_in_an_operation_fails_the_group_and_names_the_rank(
     transport: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, start = STEPS[step]
@@ -378,7 +378,7 @@ TOO_MUCH: dict[str, tuple[list[int], str]] = {
 
 @pytest.mark.parametrize("what", TOO_MUCH)
 @pytest.mark.parametrize("transport", ["memory", "tcp"])
-async def test_more_than_a_message_is_refused(transport: str, what: str) -> None:
+async def test_data_beyond_the_end_of_a_message_is_refused(transport: str, what: str) -> None:
     lengths, words = TOO_MUCH[what]
     waiting: list[int] = []
 

@@ -35,7 +35,7 @@ def _nobody_asks(limits: Limits) -> None:
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("steps", range(2, 9))
-def test_every_piece_of_every_step_comes_once_and_after_what_it_needs(steps: int, pieces: int) -> None:
+def test_relay_schedule_has_each_piece_once_after_its_dependencies(steps: int, pieces: int) -> None:
     found = order(steps, pieces)
     assert sorted(each[:2] for each in found) == [(step, piece) for step in range(steps) for piece in range(pieces)]
     for number, (step, piece, before) in enumerate(found):
@@ -53,7 +53,7 @@ def test_every_piece_of_every_step_comes_once_and_after_what_it_needs(steps: int
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_no_rank_waits_for_ever_with_the_blocks_of_a_lane(world_size: int, pieces: int) -> None:
+def test_relay_schedule_does_not_deadlock_with_the_chunks_of_a_queue(world_size: int, pieces: int) -> None:
     """The worst order of turns: each rank does all it can before another one has its turn."""
     found = order(2 * (world_size - 1), pieces)
     put, taken = [0] * world_size, [0] * world_size
@@ -93,7 +93,7 @@ def look(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", [PIECE + 1, 4 * PIECE - 1, 4 * PIECE, 4 * PIECE + 1, 500_000])
-async def test_the_lane_carries_what_is_large(world_size: int, count: int) -> None:
+async def test_large_arrays_go_through_the_chunk_queue(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         calls = [call(pg, count) for pg in pgs]
         longest = -(-count // world_size)
@@ -104,7 +104,7 @@ async def test_the_lane_carries_what_is_large(world_size: int, count: int) -> No
 
 @pytest.mark.ranks(2, 3, 4, 7)
 @over("shm")
-async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup) -> None:
+async def test_large_arrays_go_in_frames_until_a_link_exists(pg: ProcessGroup) -> None:
     calls = []
     for _ in range(4):
         calls.append(call(pg, 300_000))
@@ -113,7 +113,7 @@ async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_pieces_that_are_larger_than_the_chunks_of_the_lane_go_in_frames(world_size: int) -> None:
+async def test_pieces_larger_than_a_chunk_go_in_frames(world_size: int) -> None:
     """A peer may say one thing about its accelerator to all, and another one while the link is made."""
     async with jobs(world_size) as (pgs,):
         for pg in pgs:
@@ -127,7 +127,7 @@ async def test_pieces_that_are_larger_than_the_chunks_of_the_lane_go_in_frames(w
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-async def test_one_operation_has_the_lane_and_the_others_go_on_in_frames(world_size: int) -> None:
+async def test_chunk_queue_serves_one_operation_and_others_use_frames(world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         calls = [call(pg, 300_000) for pg in pgs for _ in range(3)]
         assert all(holds.count(True) <= 1 for holds in map(in_the_lane, pgs))
@@ -139,7 +139,7 @@ async def test_one_operation_has_the_lane_and_the_others_go_on_in_frames(world_s
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_what_a_rank_has_put_before_it_left_is_not_missing(world_size: int, limits: Limits) -> None:
+async def test_chunks_of_a_rank_that_has_left_are_still_read(world_size: int, limits: Limits) -> None:
     """The others have read a part of it when they hear that it has left: one piece takes all the time they have."""
     async with jobs(world_size) as (pgs,):
         limits(ring_budget=-1.0)
@@ -161,7 +161,7 @@ async def test_what_a_rank_has_put_before_it_left_is_not_missing(world_size: int
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_groups_share_the_lane(world_size: int) -> None:
+async def test_chunk_queue_is_shared_by_groups(world_size: int) -> None:
     async with jobs(world_size, "abc") as groups:
         calls = []
         for rank in range(world_size):
@@ -171,7 +171,7 @@ async def test_groups_share_the_lane(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
-async def test_keyed_giants_in_opposite_orders(tasks: bool) -> None:
+async def test_large_keyed_calls_finish_in_opposite_orders(tasks: bool) -> None:
     count = 64 * MIB // 8
 
     async def rank(pg: ProcessGroup) -> None:
@@ -210,7 +210,7 @@ class Gate:
         return self._link.write(header, payload)
 
 
-async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
+async def test_relay_ends_with_its_last_frame() -> None:
     async with jobs(2) as ((zero, one),):
         channel = comm_of(zero).channels[1]
         gate = channel.link = Gate(channel.link)  # type: ignore[assignment]
@@ -224,7 +224,7 @@ async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
         await check(calls, 2)
 
 
-async def test_who_waits_has_nothing_to_do() -> None:
+async def test_waiting_relay_has_no_step_to_do() -> None:
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, 10 * PIECE)]
         (waiting,) = comm_of(zero).in_flight.pending
@@ -233,7 +233,7 @@ async def test_who_waits_has_nothing_to_do() -> None:
         await check([*calls, call(one, 10 * PIECE)], 2)
 
 
-async def test_an_operation_its_reader_does_not_know_delays_nobody() -> None:
+async def test_operation_unknown_to_its_reader_delays_no_other() -> None:
     async with jobs(2) as ((zero, one),):
         held = [call(zero, 300_000, "later")]
         assert in_the_lane(zero) == [True]
@@ -263,7 +263,7 @@ async def test_next_ordered_call_puts_its_pieces_behind_unread_ones() -> None:
         await check([*calls, call(pgs[1], 300_000)], 2)
 
 
-async def test_what_was_put_for_a_group_that_failed_is_given_back() -> None:
+async def test_chunks_of_a_failed_group_are_freed() -> None:
     async with jobs(2) as (pgs,):
         _, work = call(pgs[0], 10 * PIECE)
         assert pieces_put(pgs[0], 1) == LAG
@@ -274,7 +274,7 @@ async def test_what_was_put_for_a_group_that_failed_is_given_back() -> None:
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
-async def test_what_is_put_after_the_peer_has_given_up_is_in_nobodys_way() -> None:
+async def test_chunks_put_after_the_peer_gave_up_block_no_other() -> None:
     async with jobs(2) as (pgs,):
         count = PIECE + 1
         lost = [call(pgs[1], count)[1]]
@@ -298,7 +298,7 @@ def _short_queues(limits: Limits) -> None:
 
 
 @pytest.mark.usefixtures("_short_queues")
-async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_writer_waiting_for_a_chunk_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one loop find the free block by themselves; those of processes may be asleep."""
     async with jobs(2) as (pgs,):
         for pg in pgs:
@@ -318,7 +318,7 @@ async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("_short_queues")
-async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken() -> None:
+async def test_writer_waiting_behind_a_failed_group_is_woken() -> None:
     async with jobs(2, "ab") as (a, b):
         for pg in (*a, *b):
             make_pure(pg)
@@ -338,7 +338,7 @@ async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken() -> None
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_a_function_that_raises_leaves_the_lane_in_order(world_size: int) -> None:
+async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(world_size: int) -> None:
     def bad(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         raise ZeroDivisionError("bad")
 
@@ -358,7 +358,7 @@ async def test_a_function_that_raises_leaves_the_lane_in_order(world_size: int) 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_who_finds_another_call_in_the_lane_names_both(world_size: int) -> None:
+async def test_mismatch_in_the_chunk_queue_names_both_calls(world_size: int) -> None:
     """It does not wait until all ranks have reported what they are in."""
     async with jobs(world_size) as (pgs,):
         works = [pg.allreduce(mine(pg, 300_000), ReduceOp.MAX if pg.rank() else ReduceOp.SUM) for pg in pgs]

@@ -19,7 +19,7 @@ REASON = "the operator has pulled the plug"
 
 @pytest.mark.parametrize("when", ["before", "within", "after"])
 @pytest.mark.parametrize("lost", [[0, 1], [0, 2, 3], [1, 2, 3]])
-def test_who_is_left_goes_on_where_nobody_sees_the_dead(lost: list[int], when: str) -> None:
+def test_remaining_ranks_continue_after_a_reported_death(lost: list[int], when: str) -> None:
     """Each rank is alone on its host: the others are unreachable, and without the report too few are left."""
     job = Job(Hosts(range(4)))
     left = [rank for rank in range(4) if rank not in lost]
@@ -56,7 +56,7 @@ def test_who_is_left_goes_on_where_nobody_sees_the_dead(lost: list[int], when: s
 
 
 @pytest.mark.ranks(3)
-async def test_everybody_hears_who_is_gone_and_why(pg: ProcessGroup) -> None:
+async def test_reported_death_reaches_all_ranks_with_its_reason(pg: ProcessGroup) -> None:
     pair = await pg.split_group([0, 1])
     if pg.rank() == 1:
         pg.report_death(2, REASON)
@@ -71,7 +71,7 @@ async def test_everybody_hears_who_is_gone_and_why(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("reporter", [0, 1, 3])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_lives_after_all_is_out(victim: int, reporter: int) -> None:
+def test_living_rank_reported_dead_is_excluded(victim: int, reporter: int) -> None:
     job = Job(Hosts([0, 0, 1, 1]))
     others = [rank for rank in range(4) if rank != victim]
     reporter = reporter or others[0]
@@ -101,7 +101,7 @@ def test_a_rank_that_lives_after_all_is_out(victim: int, reporter: int) -> None:
     assert [found[rank] for rank in others] == [tuple(others)] * 3
 
 
-def test_a_rank_that_hears_of_it_late_learns_that_it_is_out() -> None:
+def test_living_rank_with_a_late_report_learns_of_its_exclusion() -> None:
     """It is cut off, and waits for votes, when the others go on without it."""
     job = Job(Hosts(range(3)))
 
@@ -141,7 +141,9 @@ def test_a_rank_that_hears_of_it_late_learns_that_it_is_out() -> None:
         (1, 5, TypeError, "reason must be a str, not int"),
     ],
 )
-async def test_wrong_reports(pg: ProcessGroup, rank: Any, reason: Any, error: type[Exception], message: str) -> None:
+async def test_invalid_death_report_is_refused(
+    pg: ProcessGroup, rank: Any, reason: Any, error: type[Exception], message: str
+) -> None:
     if rank == 1:
         rank = 1 - pg.rank()
     with pytest.raises(error, match=message):
@@ -150,7 +152,7 @@ async def test_wrong_reports(pg: ProcessGroup, rank: Any, reason: Any, error: ty
 
 
 @pytest.mark.ranks(2)
-async def test_a_long_reason_is_cut(pg: ProcessGroup) -> None:
+async def test_long_reason_of_a_death_report_is_truncated(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         pg.report_death(1, "\ud800" + "x" * 100_000)
     cause = await pg.wait_revoked()
@@ -158,13 +160,13 @@ async def test_a_long_reason_is_cut(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_there_is_nothing_to_report_after_the_end(pg: ProcessGroup) -> None:
+async def test_death_report_does_nothing_after_the_end(pg: ProcessGroup) -> None:
     await pg.shutdown()
     pg.report_death(1 - pg.rank(), REASON)
 
 
 @pytest.mark.ranks(3)
-async def test_new_groups_fail_too(pg: ProcessGroup) -> None:
+async def test_new_group_with_a_reported_rank_fails(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         pg.report_death(1, REASON)
     await pg.wait_revoked()

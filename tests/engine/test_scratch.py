@@ -14,7 +14,7 @@ from ..ranks import LINKS, run_ranks
 BYTE, DOUBLE = np.dtype("uint8"), np.dtype("float64")
 
 
-def test_what_was_given_back_is_taken_again() -> None:
+def test_returned_scratch_block_is_reused() -> None:
     scratch = Scratch()
     first = scratch.take(LARGE, BYTE)
     address = first.ctypes.data
@@ -26,21 +26,21 @@ def test_what_was_given_back_is_taken_again() -> None:
 
 
 @pytest.mark.parametrize(("given", "wanted", "same"), [(2, 1, True), (3, 1, False), (1, 2, False)])
-def test_a_block_serves_what_is_about_as_large(given: int, wanted: int, same: bool) -> None:
+def test_scratch_block_is_reused_for_similar_sizes(given: int, wanted: int, same: bool) -> None:
     scratch = Scratch()
     block = scratch.take(given * LARGE, BYTE)
     scratch.give(block)
     assert (scratch.take(wanted * LARGE, BYTE).ctypes.data == block.ctypes.data) is same
 
 
-def test_little_and_very_much_is_not_kept() -> None:
+def test_very_small_and_very_large_scratch_blocks_are_not_kept() -> None:
     scratch = Scratch()
     for nbytes in (0, 1, LARGE - 1, MOST + 1):
         scratch.give(scratch.take(nbytes, BYTE))
     assert scratch._kept == []
 
 
-def test_the_oldest_goes_when_more_than_the_limit_is_kept() -> None:
+def test_oldest_scratch_block_is_dropped_beyond_the_limit() -> None:
     scratch = Scratch()
     blocks = [scratch.take(MOST // 2, BYTE) for _ in range(3)]
     for block in blocks:
@@ -50,7 +50,7 @@ def test_the_oldest_goes_when_more_than_the_limit_is_kept() -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_second_reduction_uses_the_scratch_of_the_first(transport: str) -> None:
+async def test_second_reduction_reuses_the_scratch_of_the_first(transport: str) -> None:
     count = 1_000_000
 
     async def rank(pg: ProcessGroup) -> int:

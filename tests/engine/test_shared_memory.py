@@ -24,7 +24,7 @@ class Broken(Exception):
 
 
 @pytest.mark.parametrize("count", [8, LARGE])
-async def test_a_function_that_raises_leaves_the_lane_to_others(count: int) -> None:
+async def test_raising_reduce_function_frees_the_lane(count: int) -> None:
     """A piece is freed once: by the operation, or with all that the failed group has there."""
 
     async def rank(number: int, store: Any) -> None:
@@ -48,7 +48,7 @@ async def test_a_function_that_raises_leaves_the_lane_to_others(count: int) -> N
     await store.aclose()
 
 
-async def test_an_operation_that_fails_while_all_are_looked_at_takes_others_with_it() -> None:
+async def test_operation_failing_during_a_scan_fails_the_others_of_its_group() -> None:
     """Whoever is looked at after it has failed already, and the caller's memory is the caller's again."""
     tensors = [np.ones(4), np.ones(4)]
     entered = asyncio.Event()
@@ -78,7 +78,7 @@ async def test_an_operation_that_fails_while_all_are_looked_at_takes_others_with
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """An exception in a callback is one in the test."""
+    """Raise exceptions of callbacks in the test."""
     loop = asyncio.get_running_loop()
     told: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: told.append(context))
@@ -87,7 +87,7 @@ def heard() -> Iterator[None]:
     loop.set_exception_handler(None)
 
 
-async def test_the_memory_goes_with_the_group_and_waits_for_no_collector() -> None:
+async def test_shared_memory_is_freed_with_the_group_without_garbage_collection() -> None:
     """It is much, and the collector, which does not see how much, may come hours later."""
 
     async def rank(pg: ProcessGroup) -> bool:

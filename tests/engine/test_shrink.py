@@ -138,14 +138,14 @@ async def recover(pg: ProcessGroup) -> tuple[int, ...]:
         ([], [], [], False),
     ],
 )
-def test_all_the_living_decide_or_more_than_half_of_all_or_half_with_the_lowest(
+def test_quorum_is_all_living_ranks_a_majority_or_half_with_the_lowest_rank(
     ranks: list[int], group: list[int], away: list[int], decide: bool
 ) -> None:
     assert decides(ranks, group, away) is decide
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_two_parts_of_a_group_never_both_decide(size: int) -> None:
+def test_two_parts_of_a_group_never_both_have_a_quorum(size: int) -> None:
     """Whoever is away may have been in the other part before."""
     group = range(size)
     for parts in itertools.product(("here", "there", "dead, was there"), repeat=size):
@@ -166,7 +166,9 @@ def test_two_parts_of_a_group_never_both_decide(size: int) -> None:
         ([], {}, []),
     ],
 )
-def test_those_go_on_that_reach_each_other(candidates: list[int], lost: dict[int, list[int]], kept: list[int]) -> None:
+def test_ranks_that_reach_each_other_continue(
+    candidates: list[int], lost: dict[int, list[int]], kept: list[int]
+) -> None:
     assert connected(candidates, lost) == kept
 
 
@@ -174,7 +176,7 @@ def test_those_go_on_that_reach_each_other(candidates: list[int], lost: dict[int
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_the_living_go_on_whoever_dies(world_size: int) -> None:
+def test_living_ranks_continue_after_any_death(world_size: int) -> None:
     for victim in range(world_size):
         job = Job()
 
@@ -196,7 +198,7 @@ def test_the_living_go_on_whoever_dies(world_size: int) -> None:
 
 @pytest.mark.parametrize("also", ["sender", "receiver"])
 @pytest.mark.parametrize("first", [0, 3])
-def test_another_rank_dies_at_any_message_of_the_agreement(
+def test_agreement_survives_another_death_at_any_message(
     first: int, also: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say = Voter.send
@@ -234,7 +236,7 @@ def test_another_rank_dies_at_any_message_of_the_agreement(
     assert steps >= 3 * 4  # a vote, an acceptance and two answers of each that is not the coordinator
 
 
-def test_the_next_hub_dies_with_the_hub() -> None:
+def test_agreement_survives_the_death_of_hub_and_next_hub() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -249,7 +251,7 @@ def test_the_next_hub_dies_with_the_hub() -> None:
     assert job.run(5, body) == [None, None, *[(2, 3, 4)] * 3]
 
 
-def test_one_after_the_other_dies_until_one_is_left() -> None:
+def test_shrinking_continues_until_one_rank_is_left() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -269,7 +271,7 @@ def test_one_after_the_other_dies_until_one_is_left() -> None:
 # -- ranks are cut off, come late, or do not come
 
 
-def test_of_two_halves_that_of_the_lowest_goes_on() -> None:
+def test_half_with_the_lowest_rank_continues() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -296,7 +298,7 @@ def test_of_two_halves_that_of_the_lowest_goes_on() -> None:
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_who_does_not_call_it_is_left_out_and_told(late: int) -> None:
+def test_rank_that_does_not_call_shrink_is_excluded_and_notified(late: int) -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -317,7 +319,7 @@ def test_who_does_not_call_it_is_left_out_and_told(late: int) -> None:
     assert job.run(4, body) == [None if rank == late else living for rank in range(4)]
 
 
-def test_one_of_two_waits_for_the_other_and_gives_up_and_may_try_again() -> None:
+def test_shrink_of_two_ranks_times_out_and_can_be_retried() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -335,7 +337,7 @@ def test_one_of_two_waits_for_the_other_and_gives_up_and_may_try_again() -> None
     assert job.run(2, body) == [(0, 1), (0, 1)]
 
 
-def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def deaf(handle: Any, voter: Voter, *heard: Any) -> None:
         if voter.rank != 1:
             handle(voter, *heard)
@@ -353,7 +355,7 @@ def test_a_coordinator_that_answers_nothing_is_passed_over(monkeypatch: pytest.M
     assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
 
 
-def test_calling_it_again_after_a_cancellation_gives_the_group() -> None:
+def test_shrink_after_a_cancelled_one_returns_the_group() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -370,7 +372,7 @@ def test_calling_it_again_after_a_cancellation_gives_the_group() -> None:
     assert job.run(3, body) == [(0, 1, 2)] * 3
 
 
-def test_who_leaves_before_taking_the_group_is_not_waited_for() -> None:
+def test_rank_that_leaves_before_taking_the_group_is_not_waited_for() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -387,7 +389,7 @@ def test_who_leaves_before_taking_the_group_is_not_waited_for() -> None:
     assert job.run(3, body) == [(0, 1), (0, 1), None]
 
 
-def test_who_has_left_the_group_has_no_say() -> None:
+def test_rank_that_has_left_the_group_has_no_vote() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -405,7 +407,7 @@ def test_who_has_left_the_group_has_no_say() -> None:
 
 
 @pytest.mark.parametrize("lost", [{2, 3}, {0, 1}])
-def test_ranks_that_cannot_be_reached_are_tried_again_and_count(lost: set[int]) -> None:
+def test_unreachable_ranks_are_retried_and_count(lost: set[int]) -> None:
     """Half of the ranks is lost without being proven dead: a quorum of all must go on, or the program's word."""
     job = Job()
 
@@ -430,7 +432,7 @@ def test_ranks_that_cannot_be_reached_are_tried_again_and_count(lost: set[int]) 
     assert job.run(4, body) == [living if rank in living else None for rank in range(4)]
 
 
-def test_a_death_is_proven_by_a_process_of_the_same_host() -> None:
+def test_death_is_proven_by_a_process_of_the_same_host() -> None:
     """Ranks 2 and 3 see that 1 is gone; 0, on another host, hears it from them, and goes on with them."""
     hosts = Hosts([0, 1, 1, 1])
 
@@ -451,7 +453,7 @@ def test_a_death_is_proven_by_a_process_of_the_same_host() -> None:
     assert Job(hosts).run(4, body) == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
 
 
-def test_a_broken_connection_between_the_living_leaves_nobody_out() -> None:
+def test_broken_connection_between_living_ranks_excludes_none() -> None:
     for one, other in itertools.combinations(range(3), 2):
         for where in ([0, 0, 0], [0, 1, 2]):
             hosts = Hosts(where)
@@ -473,7 +475,7 @@ def test_a_broken_connection_between_the_living_leaves_nobody_out() -> None:
             assert Job(hosts).run(3, body) == [(0, 1, 2)] * 3, (one, other, where)
 
 
-def test_one_of_two_that_are_cut_off_from_each_other_is_left_out() -> None:
+def test_partition_of_two_ranks_excludes_one() -> None:
     hosts = Hosts([0, 1, 2, 3])
 
     async def body(pg: ProcessGroup) -> Any:
@@ -496,7 +498,7 @@ def test_one_of_two_that_are_cut_off_from_each_other_is_left_out() -> None:
 @pytest.mark.parametrize(
     "seeds", [range(25), pytest.param(range(25, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
 )
-def test_any_ranks_die_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_survives_any_deaths_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     say = Voter.send
     for seed in seeds:
         chance = random.Random(seed)
@@ -536,7 +538,7 @@ def test_any_ranks_die_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyP
 # -- growing
 
 
-def test_a_rank_dies_while_the_group_meets_newcomers() -> None:
+def test_death_while_the_group_meets_newcomers_is_survived() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:

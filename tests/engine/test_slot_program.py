@@ -115,7 +115,7 @@ def overwrite_what_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
+async def test_slots_carry_what_fits(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]
@@ -129,7 +129,7 @@ async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
 @pytest.mark.ranks(2)
 @over("shm")
 @pytest.mark.parametrize("count", COUNTS)
-async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup, count: int) -> None:
+async def test_frames_are_used_until_a_link_exists(pg: ProcessGroup, count: int) -> None:
     calls = [call(pg, count) for _ in range(20)]
     assert comm_of(pg).channels[1 - pg.rank()].link is None
     await check(calls, 2)
@@ -139,7 +139,7 @@ async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup, count: int) 
 @pytest.mark.parametrize(
     ("count", "blocks"), [(1, SMALL_SLOTS), (512, SMALL_SLOTS), (513, MIDDLE_SLOTS), (8192, MIDDLE_SLOTS)]
 )
-async def test_a_block_in_use_is_no_reason_to_wait(count: int, blocks: int) -> None:
+async def test_full_slots_do_not_delay_calls(count: int, blocks: int) -> None:
     async with jobs(2) as ((zero, one),):
         before = posts(zero, 1)
         calls = [call(zero, count) for _ in range(3 * blocks)]
@@ -149,7 +149,7 @@ async def test_a_block_in_use_is_no_reason_to_wait(count: int, blocks: int) -> N
         assert zero.pending() == one.pending() == []
 
 
-async def test_what_came_in_a_frame_outlasts_it() -> None:
+async def test_contribution_of_a_frame_outlives_the_frame() -> None:
     async with jobs(3) as (pgs,):
         array, work = call(pgs[0])
         (operation,) = comm_of(pgs[0]).in_flight.pending
@@ -162,7 +162,7 @@ async def test_what_came_in_a_frame_outlasts_it() -> None:
         await fails(other)
 
 
-async def test_what_a_peer_has_posted_is_not_missing() -> None:
+async def test_peer_that_has_posted_is_not_awaited() -> None:
     async with jobs(2) as ((zero, one),):
         first = call(zero)
         (operation,) = comm_of(zero).in_flight.pending
@@ -173,7 +173,7 @@ async def test_what_a_peer_has_posted_is_not_missing() -> None:
         await check([first, second], 2)
 
 
-async def test_a_frame_frees_the_slot_of_a_group_that_is_over() -> None:
+async def test_frame_frees_the_slot_of_a_finished_group() -> None:
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
         shared, far = comm_of(b_zero).channels[1].shared, comm_of(b_one).channels[0].shared
         assert shared is not None
@@ -187,7 +187,7 @@ async def test_a_frame_frees_the_slot_of_a_group_that_is_over() -> None:
         await fails(late)
 
 
-async def test_a_frame_that_leaves_at_once_may_be_all_that_was_missing() -> None:
+async def test_frame_sent_at_once_may_complete_the_call() -> None:
     """The last thing to happen, then, happens within the call."""
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
         calls = [call(a_one), call(b_zero)]
@@ -200,7 +200,7 @@ async def test_a_frame_that_leaves_at_once_may_be_all_that_was_missing() -> None
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_groups_share_the_blocks(count: int) -> None:
+async def test_slots_are_shared_by_groups(count: int) -> None:
     """Each rank calls them in another order, so that blocks are in use for groups their reader comes to last."""
     world_size, names = 3, "abcd"
     async with jobs(world_size, names) as groups:
@@ -211,7 +211,7 @@ async def test_groups_share_the_blocks(count: int) -> None:
         await check(calls, world_size)
 
 
-async def test_nothing_is_read_after_it_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slot_is_not_read_after_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(3) as (pgs,):
         for count in COUNTS:
@@ -219,7 +219,7 @@ async def test_nothing_is_read_after_it_was_freed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("count", [1, 600])
-async def test_keyed_calls_in_opposite_orders(count: int) -> None:
+async def test_keyed_calls_finish_in_opposite_orders(count: int) -> None:
     keys = [str(number) for number in range(200)]
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, count, key) for key in keys]
@@ -231,7 +231,7 @@ async def test_keyed_calls_in_opposite_orders(count: int) -> None:
 @over("shm")
 @pytest.mark.parametrize("count", [*COUNTS, 100_000])
 @pytest.mark.parametrize("linked", [False, True])
-async def test_ranks_may_leave_as_soon_as_they_are_done(pg: ProcessGroup, count: int, linked: bool) -> None:
+async def test_rank_may_leave_as_soon_as_it_has_its_result(pg: ProcessGroup, count: int, linked: bool) -> None:
     array = mine(pg, count)
     if linked:
         await pg.allreduce(np.zeros(1))
@@ -262,7 +262,7 @@ async def whole_board(pgs: list[ProcessGroup]) -> None:
         await check(calls + [call(one, count) for _ in range(blocks)], 2)
 
 
-async def test_what_was_posted_for_a_group_that_failed_is_given_back() -> None:
+async def test_posts_for_a_failed_group_are_freed() -> None:
     async with jobs(2) as (pgs,):
         works = [call(pgs[0], count)[1] for count in (1, 8192) for _ in range(SMALL_SLOTS)]
         pgs[0].abort("a test")
@@ -274,7 +274,7 @@ async def test_what_was_posted_for_a_group_that_failed_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 17])
-async def test_nobody_passes_a_barrier_before_all_have_come(world_size: int) -> None:
+async def test_barrier_waits_for_all_ranks(world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         for late in (0, world_size - 1):
             works = [pg.barrier() for pg in pgs if pg.rank() != late]

@@ -65,7 +65,7 @@ async def test_slots_carry_what_fits(call: Call, world_size: int, count: int) ->
 
 @CALLS
 @pytest.mark.parametrize("counts", [[0, 1, 600], [600, 0, 0], [5, 6, 7], [0, 0, 8192], [0, 0, 0]])
-async def test_blocks_of_different_lengths(call: Call, counts: list[int]) -> None:
+async def test_blocks_of_different_lengths_get_the_closed_form_results(call: Call, counts: list[int]) -> None:
     """The longest one decides which slots all of them take."""
     async with jobs(3) as (pgs,):
         for _ in range(3):
@@ -76,7 +76,7 @@ async def test_blocks_of_different_lengths(call: Call, counts: list[int]) -> Non
 @pytest.mark.ranks(3)
 @over("shm")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [0, 513, 2]])
-async def test_frames_serve_until_there_is_a_link(call: Call, counts: list[int], pg: ProcessGroup) -> None:
+async def test_frames_are_used_until_a_link_exists(call: Call, counts: list[int], pg: ProcessGroup) -> None:
     calls = [call(pg, counts) for _ in range(20)]
     assert all(comm_of(pg).channels[peer].link is None for peer in comm_of(pg).others)
     await finish(calls)
@@ -84,7 +84,7 @@ async def test_frames_serve_until_there_is_a_link(call: Call, counts: list[int],
 
 @CALLS
 @pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
-async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots: int) -> None:
+async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int) -> None:
     async with jobs(2) as ((zero, one),):
         before = posts(zero, 1)
         calls = [call(zero, [count, count]) for _ in range(3 * slots)]
@@ -95,7 +95,7 @@ async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots:
 
 
 @CALLS
-async def test_keyed_calls_in_opposite_orders(call: Call) -> None:
+async def test_keyed_calls_finish_in_opposite_orders(call: Call) -> None:
     keys = [str(number) for number in range(200)]
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, [3, 2], key) for key in keys]
@@ -104,7 +104,7 @@ async def test_keyed_calls_in_opposite_orders(call: Call) -> None:
 
 
 @CALLS
-async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(3) as (pgs,):
         for counts in ([1, 1, 1], [5, 600, 7]):
@@ -112,7 +112,7 @@ async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytes
 
 
 @CALLS
-async def test_sub_groups(call: Call) -> None:
+async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
     async with jobs(4) as (pgs,):
         groups = [await pg.split_group([[0, 2], [1, 3]]) for pg in pgs]
         for _ in range(5):
@@ -120,7 +120,7 @@ async def test_sub_groups(call: Call) -> None:
 
 
 @pytest.mark.parametrize("op", ["AVG", "affine"])
-async def test_what_is_reduced_is_reduced_in_rank_order(op: str) -> None:
+async def test_reduction_is_in_rank_order(op: str) -> None:
     """Of an op that is not commutative, too; and what finishes it comes once."""
     size = 3
 
@@ -139,7 +139,7 @@ async def test_what_is_reduced_is_reduced_in_rank_order(op: str) -> None:
         assert [output.tolist() for output in outputs] == [[expected] * 2] * size
 
 
-async def test_an_op_that_raises() -> None:
+async def test_raising_reduce_function_fails_the_group() -> None:
     def fails(a: Any, b: Any, out: Any) -> None:
         raise ArithmeticError("no")
 
@@ -151,7 +151,7 @@ async def test_an_op_that_raises() -> None:
 
 
 @pytest.mark.parametrize("other", ["counts", "kind", "dtype", "op"])
-async def test_calls_that_differ(other: str) -> None:
+async def test_different_calls_are_a_mismatch(other: str) -> None:
     async with jobs(2) as ((zero, one),):
         first = scattered(zero, [2, 2])[0]
         if other == "counts":
@@ -169,7 +169,7 @@ async def test_calls_that_differ(other: str) -> None:
 
 
 @CALLS
-async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
+async def test_failed_group_frees_its_slots_for_other_groups(call: Call) -> None:
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
         failed = [call(a_zero, [1, 1])[0] for _ in range(SMALL_SLOTS)]
         a_zero.abort("enough")

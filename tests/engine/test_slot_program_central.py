@@ -23,7 +23,7 @@ def fits(pg: ProcessGroup, count: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-async def test_each_rank_posts_to_rank_0_and_that_one_to_each(world_size: int) -> None:
+async def test_ranks_post_to_rank_0_which_posts_to_all(world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         ends = [(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         for count in COUNTS:
@@ -41,14 +41,14 @@ async def test_each_rank_posts_to_rank_0_and_that_one_to_each(world_size: int) -
 @pytest.mark.ranks(5, 7)
 @over("shm")
 @pytest.mark.parametrize("count", COUNTS)
-async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup, count: int) -> None:
+async def test_frames_are_used_until_a_link_exists(pg: ProcessGroup, count: int) -> None:
     calls = [call(pg, count) for _ in range(20)]
     await check(calls, pg.size())
 
 
 @pytest.mark.parametrize("late", [0, 1, 4])
 @pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
-async def test_a_slot_in_use_is_no_reason_to_wait(late: int, count: int, slots: int) -> None:
+async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) -> None:
     """Late is rank 0, which has to read what frames have brought; or another, for which results lie in frames."""
     async with jobs(5) as (pgs,):
         others = [pg for pg in pgs if pg.rank() != late]
@@ -58,7 +58,7 @@ async def test_a_slot_in_use_is_no_reason_to_wait(late: int, count: int, slots: 
         assert [pg.pending() for pg in pgs] == [[]] * 5
 
 
-async def test_contributions_go_in_frames_where_slots_are_in_use() -> None:
+async def test_contributions_go_in_frames_when_slots_are_in_use() -> None:
     """Another group has posted to the same slots, and rank 0 waits for one that has not called."""
     async with jobs(5, "ab") as (a, b):
         held = [call(a[0])]
@@ -71,7 +71,7 @@ async def test_contributions_go_in_frames_where_slots_are_in_use() -> None:
         await check(held, 5)
 
 
-async def test_a_result_that_has_no_room_yet_is_not_reduced_again() -> None:
+async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
     """Rank 0 has sent so much in another group that slots and rings are full; then it needs nobody but who reads."""
     count = 8192
     async with jobs(5, "ab") as (a, b):
@@ -94,14 +94,14 @@ async def test_a_result_that_has_no_room_yet_is_not_reduced_again() -> None:
         await check(later + [call(b[0], count, key) for key in keys], 5)
 
 
-async def test_nothing_is_read_after_it_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slot_is_not_read_after_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(5) as (pgs,):
         for count in COUNTS:
             await check([call(pg, count) for pg in pgs], 5)
 
 
-async def test_all_ranks_get_the_same_bits() -> None:
+async def test_results_are_bitwise_equal_on_all_ranks() -> None:
     """Sums of floats depend on the order, which is that of the ranks."""
     tenths = [np.array([0.1 * (rank + 1), 1e16, -1e16 if rank else 1.0]) for rank in range(7)]
     expected = tenths[0].copy()
@@ -112,7 +112,7 @@ async def test_all_ranks_get_the_same_bits() -> None:
     assert {each.tobytes() for each in tenths} == {expected.tobytes()}
 
 
-async def test_who_is_awaited() -> None:
+async def test_awaited_ranks_are_those_whose_posts_are_missing() -> None:
     async with jobs(5) as (pgs,):
         works = [call(pg) for pg in pgs if pg.rank() != 3]
         awaited = [[operation.awaited() for operation in comm_of(pg).in_flight.pending] for pg in pgs]
@@ -121,7 +121,7 @@ async def test_who_is_awaited() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 4])
-async def test_a_call_that_does_not_match_is_found(wrong: int) -> None:
+async def test_mismatched_call_is_found(wrong: int) -> None:
     async with jobs(5) as (pgs,):
         works = [pg.allreduce(np.ones(4 if pg.rank() == wrong else 3)) for pg in pgs]
         for work in works:
@@ -130,7 +130,7 @@ async def test_a_call_that_does_not_match_is_found(wrong: int) -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 1, 4])
-async def test_a_rank_that_gives_up_ends_the_call_of_all(gone: int) -> None:
+async def test_abort_of_one_rank_fails_the_call_on_all(gone: int) -> None:
     async with jobs(5) as (pgs,):
         works = [call(pg)[1] for pg in pgs if pg.rank() != gone]
         pgs[gone].abort("a test")
@@ -140,7 +140,7 @@ async def test_a_rank_that_gives_up_ends_the_call_of_all(gone: int) -> None:
 
 @pytest.mark.ranks(5, 7)
 @over("shm")
-async def test_ranks_leave_as_soon_as_they_are_done(pg: ProcessGroup) -> None:
+async def test_rank_may_leave_as_soon_as_it_has_its_result(pg: ProcessGroup) -> None:
     array, work = call(pg)
     await work
     assert (array == 2.0 ** pg.size() - 1).all()

@@ -85,7 +85,7 @@ def executor_of_large(world_size: int) -> type:
 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_what_fits_goes_through_slots(call: Call, world_size: int) -> None:
+async def test_small_blocks_go_through_slots(call: Call, world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         for count in COUNTS:
             for root in range(world_size):
@@ -101,7 +101,7 @@ async def test_what_fits_goes_through_slots(call: Call, world_size: int) -> None
 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_small_blocks_beside_large_ones(call: Call, world_size: int) -> None:
+async def test_small_blocks_use_slots_next_to_large_ones(call: Call, world_size: int) -> None:
     """Who has large ones for or from anybody carries out a program, and finds small ones in slots and in frames."""
     seen = set()
     async with jobs(world_size) as (pgs,):
@@ -121,7 +121,7 @@ async def test_small_blocks_beside_large_ones(call: Call, world_size: int) -> No
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_root_that_knows_no_counts(world_size: int, late: bool) -> None:
+async def test_gather_root_without_counts_gets_all_blocks(world_size: int, late: bool) -> None:
     """It finds blocks in slots of either size and in frames, whoever calls first."""
     async with jobs(world_size) as (pgs,):
         for root in range(world_size):
@@ -137,7 +137,7 @@ async def test_a_root_that_knows_no_counts(world_size: int, late: bool) -> None:
                     _same(found, expected)
 
 
-async def test_a_root_that_knows_no_counts_reads_nothing_after_it_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gather_root_without_counts_does_not_read_a_freed_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(2) as ((zero, one),):
         for count in COUNTS:
@@ -147,7 +147,7 @@ async def test_a_root_that_knows_no_counts_reads_nothing_after_it_was_freed(monk
                 _same((await work)[1], block(count, 1, 0))
 
 
-async def test_what_a_peer_has_posted_is_not_missing() -> None:
+async def test_peer_that_has_posted_is_not_awaited() -> None:
     """Not in a program with larger blocks, nor where lengths are not known."""
     async with jobs(3) as (pgs,):
         for start in (
@@ -162,7 +162,7 @@ async def test_what_a_peer_has_posted_is_not_missing() -> None:
             await finish([first, start(pgs[1]), second])
 
 
-async def test_what_is_no_block_for_a_root_that_knows_no_counts() -> None:
+async def test_gather_root_without_counts_reports_a_mismatched_post() -> None:
     async with jobs(2) as ((zero, one),):
         one.gather(None, np.zeros(3, np.int64), 0)
         work = zero.gather(None, np.zeros(3), 0)
@@ -176,7 +176,7 @@ async def test_what_is_no_block_for_a_root_that_knows_no_counts() -> None:
 @pytest.mark.ranks(3)
 @over("shm")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [0, 513, 2], [LARGE, 1, 600]])
-async def test_frames_serve_until_there_is_a_link(call: Call, counts: list[int], pg: ProcessGroup) -> None:
+async def test_frames_are_used_until_a_link_exists(call: Call, counts: list[int], pg: ProcessGroup) -> None:
     calls = [call(pg, lambda a, b: counts[(a + b) % 3], number % 3) for number in range(20)]
     await finish(calls)
 
@@ -184,7 +184,7 @@ async def test_frames_serve_until_there_is_a_link(call: Call, counts: list[int],
 @CALLS
 @pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
 @pytest.mark.parametrize("root", [0, 1])
-async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots: int, root: int) -> None:
+async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int, root: int) -> None:
     async with jobs(2) as (pgs,):
         first = pgs[1 - root] if call is gather else pgs[root]
         last = pgs[1 - first.rank()]
@@ -197,7 +197,7 @@ async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots:
 
 
 @pytest.mark.parametrize("unsized", [False, True])
-async def test_a_slot_that_was_read_is_used_again(unsized: bool) -> None:
+async def test_slot_is_reused_after_it_was_read(unsized: bool) -> None:
     """By a rank whose peer carries out a program with larger blocks, or knows no lengths."""
     async with jobs(3) as (pgs,):
         before = posts(pgs[1], 0)
@@ -212,7 +212,7 @@ async def test_a_slot_that_was_read_is_used_again(unsized: bool) -> None:
 
 @CALLS
 @pytest.mark.parametrize("root", [0, 1])
-async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
+async def test_keyed_calls_finish_in_opposite_orders(call: Call, root: int) -> None:
     keys = [str(number) for number in range(100)]
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, lambda a, b: 3, root, key) for key in keys]
@@ -221,7 +221,7 @@ async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
 
 
 @CALLS
-async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(3) as (pgs,):
         for counts in ([1, 1, 1], [5, 600, 7], [1, 600, LARGE]):
@@ -230,7 +230,7 @@ async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytes
 
 
 @CALLS
-async def test_sub_groups(call: Call) -> None:
+async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
     async with jobs(4) as (pgs,):
         groups = [await pg.split_group([[0, 2], [1, 3]]) for pg in pgs]
         for root in (0, 1):
@@ -242,7 +242,7 @@ DIFFERENT = [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)]
 
 
 @CALLS
-async def test_counts_that_differ_are_named(call: Call) -> None:
+async def test_mismatch_of_counts_is_reported(call: Call) -> None:
     """Of what rank 2 has, some is large."""
 
     async def differ(counts: tuple[int, int], large: bool) -> None:
@@ -265,7 +265,7 @@ async def test_counts_that_differ_are_named(call: Call) -> None:
 
 
 @CALLS
-async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
+async def test_failed_group_frees_its_slots_for_other_groups(call: Call) -> None:
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
         for root in (0, 1):
             call(a_one, lambda a, b: 1, root)[0].add_done_callback(lambda work: work.exception())

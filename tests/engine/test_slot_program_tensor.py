@@ -68,7 +68,7 @@ def sends(call: Call, size: int, root: int, rank: int, peer: int) -> bool:
 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_each_rank_posts_to_those_that_need_its_tensor(call: Call, world_size: int) -> None:
+async def test_rank_posts_to_the_ranks_that_need_its_tensor(call: Call, world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         for count in COUNTS:
             fits = count * 8 <= comm_of(pgs[0]).slots.largest
@@ -89,7 +89,7 @@ async def test_each_rank_posts_to_those_that_need_its_tensor(call: Call, world_s
 @pytest.mark.ranks(3)
 @over("shm")
 @pytest.mark.parametrize("count", [0, 1, 513])
-async def test_frames_serve_until_there_is_a_link(call: Call, count: int, pg: ProcessGroup) -> None:
+async def test_frames_are_used_until_a_link_exists(call: Call, count: int, pg: ProcessGroup) -> None:
     calls = [call(pg, count, root % 3) for root in range(20)]
     await finish(calls)
 
@@ -97,7 +97,7 @@ async def test_frames_serve_until_there_is_a_link(call: Call, count: int, pg: Pr
 @CALLS
 @pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
 @pytest.mark.parametrize("root", [0, 1])
-async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots: int, root: int) -> None:
+async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int, root: int) -> None:
     async with jobs(2) as ((zero, one),):
         first, last = (zero, one) if sends(call, 2, root, 0, 1) else (one, zero)
         before = posts(first, last.rank())
@@ -110,7 +110,7 @@ async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots:
 
 @CALLS
 @pytest.mark.parametrize("root", [0, 1])
-async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
+async def test_keyed_calls_finish_in_opposite_orders(call: Call, root: int) -> None:
     keys = [str(number) for number in range(200)]
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, 3, root, key) for key in keys]
@@ -119,7 +119,7 @@ async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
 
 
 @CALLS
-async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(3) as (pgs,):
         for count in COUNTS:
@@ -128,7 +128,7 @@ async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytes
 
 
 @CALLS
-async def test_sub_groups(call: Call) -> None:
+async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
     async with jobs(4) as (pgs,):
         groups = [await pg.split_group([[0, 2], [1, 3]]) for pg in pgs]
         for root in (0, 1):
@@ -136,7 +136,7 @@ async def test_sub_groups(call: Call) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_what_is_reduced_is_reduced_in_rank_order(world_size: int) -> None:
+async def test_reduction_is_in_rank_order(world_size: int) -> None:
     """Of an op that is not commutative, too; and what finishes it comes once, at the root."""
 
     def first(a: Any, b: Any, out: Any) -> None:
@@ -162,7 +162,7 @@ async def test_what_is_reduced_is_reduced_in_rank_order(world_size: int) -> None
         assert [array[0] for array in arrays] == [1.0, *folded[:-1]]
 
 
-async def test_an_op_that_raises_at_the_root() -> None:
+async def test_raising_reduce_function_at_the_root_fails_the_group() -> None:
     def fails(a: Any, b: Any, out: Any) -> None:
         raise ArithmeticError("no")
 
@@ -192,7 +192,7 @@ PAIRS: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], A
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("late", [0, 1])
-def test_calls_that_differ_are_found_within_a_second(pair: str, late: int) -> None:
+def test_mismatch_is_found_within_a_second(pair: str, late: int) -> None:
     """Whoever calls first, and on both ranks, whose calls may be over."""
     run_steadily(calls_differ(pair, late))
 
@@ -217,7 +217,7 @@ async def calls_differ(pair: str, late: int) -> None:
 
 
 @pytest.mark.parametrize("late", [1, 2])
-async def test_who_is_early_is_no_stray(late: int) -> None:
+async def test_early_post_is_not_reported_as_stray(late: int) -> None:
     """What is posted long before its reader calls stays there, and is compared when that one has called."""
     async with jobs(3) as (pgs,):
         works = [pg.broadcast(np.full(2, 7.0), 0) for pg in pgs if pg.rank() != late]
@@ -236,7 +236,7 @@ async def test_who_is_early_is_no_stray(late: int) -> None:
 
 
 @CALLS
-async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
+async def test_failed_group_frees_its_slots_for_other_groups(call: Call) -> None:
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
         for pg in (a_zero, a_one):
             for root in (0, 1):
@@ -248,7 +248,7 @@ async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-async def test_in_blocks(world_size: int) -> None:
+async def test_coalesced_calls_use_slots(world_size: int) -> None:
     """Many calls are one operation then, of another name; a logical op makes what a rank has itself 0 or 1."""
     async with jobs(world_size) as (pgs,):
         root = world_size - 1

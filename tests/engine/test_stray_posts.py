@@ -43,7 +43,7 @@ class Job:
         timer()
 
 
-def test_it_looks_once_for_many_posts_and_again_for_later_ones() -> None:
+def test_stray_check_runs_once_for_many_posts_and_again_for_later_ones() -> None:
     job = Job()
     for _ in range(2):
         job.strays.watch()
@@ -52,7 +52,7 @@ def test_it_looks_once_for_many_posts_and_again_for_later_ones() -> None:
         assert job.timers == [], "all has been read"
 
 
-def test_what_is_early_is_looked_at_until_this_rank_has_called() -> None:
+def test_early_post_is_checked_until_this_rank_has_called() -> None:
     job = Job()
     job.posts = [(OP, GROUP, 1)]
     job.strays.watch()
@@ -67,7 +67,7 @@ def test_what_is_early_is_looked_at_until_this_rank_has_called() -> None:
     assert job.told == [(1, OP, "another")]
 
 
-def test_posts_for_groups_that_are_not_there_are_nobodys() -> None:
+def test_post_for_an_unknown_group_is_not_reported() -> None:
     job = Job()
     job.posts = [(OP, GROUP + 1, 1)]
     job.strays.watch()
@@ -75,7 +75,7 @@ def test_posts_for_groups_that_are_not_there_are_nobodys() -> None:
     assert job.told == []
 
 
-def test_chunk_is_compared_when_it_is_the_next_one_twice() -> None:
+def test_chunk_is_compared_after_it_stays_next_for_two_checks() -> None:
     job = Job()
     heads: list[tuple[int, tuple[int, int, int]] | None] = [(1, (OP, GROUP, 1)), (5, (OP, GROUP, 1)), None]
     link: Any = SimpleNamespace(chunks=SimpleNamespace(head=lambda: heads[0]))

@@ -79,7 +79,7 @@ def plain(sock: socket.socket) -> PlainStream:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_silent_heartbeat_is_a_lost_rank_once(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_silent_heartbeat_is_reported_once_as_a_lost_rank(pair: tuple[socket.socket, socket.socket]) -> None:
     async with started() as (watch, heard):
         watch.add_heartbeat(7, plain(pair[0]))
         started_at = time.perf_counter()
@@ -108,7 +108,7 @@ async def test_heartbeats_keep_each_other_alive_while_the_loop_is_blocked(
 
 
 @pytest.mark.usefixtures("quick")
-async def test_the_end_of_a_heartbeat_is_no_death(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_closed_heartbeat_is_not_a_death(pair: tuple[socket.socket, socket.socket]) -> None:
     async with started() as (watch, heard):
         watch.add_heartbeat(7, plain(pair[0]))
         pair[1].close()
@@ -116,7 +116,7 @@ async def test_the_end_of_a_heartbeat_is_no_death(pair: tuple[socket.socket, soc
     assert (heard.ended, heard.lost) == ([7], [])
 
 
-async def test_a_heartbeat_that_comes_too_late_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_heartbeat_added_after_the_stop_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
     async with started() as (watch, _):
         watch.stop()
         watch.add_heartbeat(7, plain(pair[0]))
@@ -124,14 +124,14 @@ async def test_a_heartbeat_that_comes_too_late_is_closed(pair: tuple[socket.sock
 
 
 @pytest.mark.usefixtures("quick")
-async def test_process_that_is_gone_is_reported() -> None:
+async def test_ended_process_is_reported() -> None:
     async with started({1: "running", 2: GONE, 4: UNKNOWN}.__getitem__) as (watch, heard):
         watch.observe([1, 2, 4])
         await heard.anything.wait()
     assert {(rank, how) for rank, how, _ in heard.lost} == {(2, "killed")}
 
 
-async def test_process_counts_as_stopped_although_it_cannot_be_observed_at_times() -> None:
+async def test_stopped_process_is_reported_despite_missing_observations() -> None:
     """Rounds without an observation neither count nor begin the count again."""
     heard = Heard()
     seen = iter([STOPPED, UNKNOWN] * 11)
@@ -145,7 +145,7 @@ async def test_process_counts_as_stopped_although_it_cannot_be_observed_at_times
 
 
 @pytest.mark.usefixtures("quick")
-async def test_thread_goes_on_when_nothing_optional_works(
+async def test_watchdog_thread_continues_without_optional_features(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread can be started for a log line, the state of no process can be read, and where the loop is neither."""
@@ -163,7 +163,7 @@ async def test_thread_goes_on_when_nothing_optional_works(
     assert (heard.ended, heard.lost) == ([7], [])
 
 
-async def test_log_line_without_a_thread_comes_when_the_loop_turns(
+async def test_warning_without_a_thread_is_logged_by_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = make(Heard())
@@ -174,7 +174,7 @@ async def test_log_line_without_a_thread_comes_when_the_loop_turns(
     assert "rank 3: for about 1.5 s no other thread of this process could run" in caplog.text
 
 
-async def test_watchdog_stops_while_the_thread_of_a_warning_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watchdog_can_stop_while_a_warning_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a crowded host `stop` does not wait long enough for that."""
     begun, go_on, start = threading.Event(), threading.Event(), threading.Thread.start
 
@@ -197,7 +197,7 @@ async def test_watchdog_stops_while_the_thread_of_a_warning_starts(monkeypatch: 
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_loop_that_does_not_run_is_not_blocked(caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_that_does_not_run_is_not_reported_as_blocked(caplog: pytest.LogCaptureFixture) -> None:
     """And a loop that is closed ends the thread."""
     loop = asyncio.new_event_loop()
 
@@ -217,6 +217,6 @@ def test_a_loop_that_does_not_run_is_not_blocked(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_ranks_of_one_process_have_none(pg: ProcessGroup) -> None:
+async def test_ranks_of_one_process_have_no_watchdog(pg: ProcessGroup) -> None:
     await pg.barrier()
     assert not [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]

@@ -68,7 +68,7 @@ async def settle(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_giant_nobody_asked_for_sends_its_window_and_blocks_nothing(transport: str, tap: Tap) -> None:
+async def test_unexpected_large_message_sends_one_window_and_blocks_no_other(transport: str, tap: Tap) -> None:
     # What is read in place is only announced: the receiver would have to copy it.
     is_announced = transport == "shm" and can_read() is None
     window = 0 if is_announced else EAGER_WINDOW
@@ -98,7 +98,7 @@ async def test_a_giant_nobody_asked_for_sends_its_window_and_blocks_nothing(tran
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PREMUL_SUM(2)], ids=["arena-or-links", "links"])
 @over(*LINKS)
-async def test_giants_called_in_opposite_orders_complete(pg: ProcessGroup, op: ReduceOp) -> None:
+async def test_large_messages_in_opposite_orders_complete(pg: ProcessGroup, op: ReduceOp) -> None:
     tensors = {key: np.full(64 * MIB // 4, 1 + pg.rank(), "float32") for key in ("a", "b")}
     works = [pg.allreduce(tensors[key], op, key=key) for key in ("ab" if pg.rank() else "ba")]
     for work in works:
@@ -132,7 +132,7 @@ async def test_ten_thousand_early_operations_stay_within_the_window(transport: s
     assert tap.count(FrameKind.WINDOW, sender=1) > 0
 
 
-async def test_messages_of_several_operations_take_turns(tap: Tap) -> None:
+async def test_frames_of_several_messages_alternate(tap: Tap) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensors = [np.full(4 * MIB, pg.rank(), "uint8") for _ in range(3)]
         for work in [pg.broadcast(tensor, 0) for tensor in tensors]:
@@ -148,7 +148,7 @@ async def test_messages_of_several_operations_take_turns(tap: Tap) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_failed_group_gives_its_window_back(transport: str) -> None:
+async def test_failed_group_returns_its_window(transport: str) -> None:
     """Two groups share the link; the early bytes of the one that fails must not burden the other for ever."""
     store = HashStore()
     over = options(transport)
@@ -196,7 +196,7 @@ async def window_is_whole(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_all_that_was_consumed_is_reported(pg: ProcessGroup) -> None:
+async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -> None:
     """Some windows of messages go by, which never fill a lot exactly."""
     without_accelerator(pg)  # which sends no frames
     nbytes = 200_003
@@ -212,7 +212,7 @@ async def test_all_that_was_consumed_is_reported(pg: ProcessGroup) -> None:
 @over("memory", "unix")
 @pytest.mark.parametrize("fate", ["received", "aborted", "never made"])
 @pytest.mark.parametrize("sort", ["collectives", "messages"])
-async def test_what_came_before_its_group_gives_its_window_back(pg: ProcessGroup, sort: str, fate: str) -> None:
+async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: ProcessGroup, sort: str, fate: str) -> None:
     """Rank 0 sends three quarters of the window for a group that rank 1 makes later, or never; and again."""
     count, nbytes = 12, LINK_WINDOW // 16
 
@@ -246,7 +246,7 @@ async def test_what_came_before_its_group_gives_its_window_back(pg: ProcessGroup
     await window_is_whole(pg)
 
 
-def test_what_comes_when_its_group_is_over_gives_its_window_back() -> None:
+def test_data_for_a_closed_group_is_returned_to_the_window() -> None:
     """Rank 1 has left the group before the frames come that rank 0 sends, which has not heard of it."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -267,7 +267,7 @@ def test_what_comes_when_its_group_is_over_gives_its_window_back() -> None:
 @pytest.mark.ranks(3)
 @over(*LINKS)
 @pytest.mark.parametrize("seed", range(3))
-async def test_any_mix_of_keyed_calls_in_any_order_completes(pg: ProcessGroup, seed: int) -> None:
+async def test_keyed_calls_complete_in_any_order(pg: ProcessGroup, seed: int) -> None:
     sizes = [0, 1, 1000, 100_000, 3_000_000]
     calls = [
         (f"{kind}{number}", kind, size) for kind in ("sum", "links", "gather") for number, size in enumerate(sizes)

@@ -185,7 +185,7 @@ def test_any_message_about_its_own_death_excludes_a_rank(
 
 
 @pytest.mark.parametrize(("world_size", "killed"), [(2, [0]), (3, [0, 1]), (4, [0, 1, 3])])
-def test_a_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None:
+def test_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None:
     """The links of a process that has ended break."""
     job = Job(Hosts([0] * world_size))
     left = tuple(rank for rank in range(world_size) if rank not in killed)
@@ -203,7 +203,7 @@ def test_a_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None
     assert [found[rank] for rank in left] == [left] * len(left)
 
 
-def test_a_reported_rank_that_does_not_answer_is_doubted_for_a_second() -> None:
+def test_silent_reported_rank_is_doubted_for_a_second() -> None:
     """Its host has gone without a trace: the connection stands until the kernel gives up."""
     job = Job(Hosts([0, 1]))
 
@@ -222,7 +222,7 @@ def test_a_reported_rank_that_does_not_answer_is_doubted_for_a_second() -> None:
     assert job.run(2, body)[1] == (1,)
 
 
-def test_a_lost_majority_ends_the_disregard_of_a_report() -> None:
+def test_lost_majority_makes_a_rank_accept_its_reported_death() -> None:
     """Ranks 0 and 1 report each other, then rank 0 takes all others for dead, too."""
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -239,7 +239,7 @@ def test_a_lost_majority_ends_the_disregard_of_a_report() -> None:
     run_virtual(3, rank)
 
 
-def test_a_reporter_does_not_wait_once_the_reported_rank_has_answered() -> None:
+def test_reporter_does_not_wait_after_the_answer_of_the_reported_rank() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(START - now())
         if pg.rank() == 1:
@@ -252,7 +252,7 @@ def test_a_reporter_does_not_wait_once_the_reported_rank_has_answered() -> None:
     run_virtual(2, rank, latency=(0.01, 0.02))
 
 
-def test_the_note_of_a_death_comes_first_on_every_link() -> None:
+def test_death_note_is_sent_first_on_every_link() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         await asyncio.sleep(START - now())

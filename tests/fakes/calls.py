@@ -89,7 +89,7 @@ class FakeCall:
         return self._at(self.target, self.written_bytes)
 
     def spoil(self) -> None:
-        """It was aborted: anything may be where it was to write."""
+        """Abort the call: its output may hold anything."""
         try:
             self.written_to().fill(SPOILT)
         except BadAddressError:  # gone by now: the real one would not look

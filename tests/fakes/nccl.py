@@ -129,7 +129,7 @@ class FakeNccl:
         world.members[made.rank] = made
 
     def group_start(self) -> None:
-        """Calls of this thread up to `group_end` are one: none waits for another."""
+        """Collect the calls of this thread until `group_end`: none waits for another."""
         self.begin("group_start")
         self._calls.append([])
 

@@ -51,7 +51,7 @@ class Room:
             blocked.wait(changed)
 
     def leave(self) -> None:
-        """A kernel has ended."""
+        """Handle the end of a kernel."""
         with self._lock:
             self._running -= 1
             if not self._running:

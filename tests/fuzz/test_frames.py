@@ -52,7 +52,7 @@ frames = st.tuples(
 
 @pytest.mark.slow
 @fuzz(st.lists(st.tuples(frames, st.integers(0, 1)), min_size=1, max_size=6), examples=150)
-def test_whatever_is_sent_every_work_ends(sent: list[tuple[tuple[int, ...], int]]) -> None:
+def test_works_end_whatever_frames_are_sent(sent: list[tuple[tuple[int, ...], int]]) -> None:
     def attack(pg: Any, pair: int) -> None:
         member = comm_of(pg)
         names = {ALL: member.id, PAIR: pair}
@@ -125,7 +125,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[int]]:
 
 
 @fuzz(streams(), examples=200)
-def test_a_stream_is_frames_or_an_end(stream: tuple[bytes, list[int]]) -> None:
+def test_mutated_stream_gives_frames_or_an_end(stream: tuple[bytes, list[int]]) -> None:
     """All frames before the first that is none are handed out, and nothing after it; it is said once."""
     data, cuts = stream
 

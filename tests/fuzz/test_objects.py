@@ -119,15 +119,15 @@ def read(data: bytes) -> None:
 
 
 @fuzz(messages(), examples=400)
-def test_bytes_are_an_object_or_refused(data: bytes) -> None:
+def test_mutated_object_bytes_are_an_object_or_refused(data: bytes) -> None:
     read(data)
 
 
 @fuzz(structures(), examples=300)
-def test_a_structure_is_an_object_or_refused(data: bytes) -> None:
+def test_mutated_structure_is_an_object_or_refused(data: bytes) -> None:
     read(data)
 
 
 @fuzz(st.binary(max_size=100), examples=200)
-def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
+def test_random_bytes_are_an_object_or_refused(data: bytes) -> None:
     read(data)

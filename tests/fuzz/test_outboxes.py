@@ -9,5 +9,5 @@ from .outboxes import Attack, attacks, play
 
 
 @fuzz(st.lists(attacks, min_size=8, max_size=8), examples=6)
-def test_whatever_is_in_an_outbox_every_call_ends(attacked: list[Attack]) -> None:
+def test_calls_end_whatever_an_outbox_contains(attacked: list[Attack]) -> None:
     play(attacked)

@@ -21,7 +21,9 @@ ORDERED = ("oneround", "bruck", "pairwise", "linear", "fold")
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize(("kind", "algorithm"), ALGORITHMS, ids=lambda value: value)
-async def test_every_algorithm_runs(kind: str, algorithm: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_algorithm_is_used_and_gives_the_closed_form(
+    kind: str, algorithm: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world_size = 2 if algorithm == "exchange" else 5
     asked = []
 
@@ -46,7 +48,7 @@ async def test_every_algorithm_runs(kind: str, algorithm: str, transport: str, m
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "PREMUL_SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
-async def test_what_rounds_has_the_same_bits_everywhere(dtype: str, op: str, transport: str) -> None:
+async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: str, transport: str) -> None:
     """Random values, each with a rank's own rounding if ranks did the sums in orders of their own."""
     if dtype == "complex64" and op == "MIN":
         pytest.skip("MIN is not defined on complex numbers")
@@ -71,7 +73,7 @@ async def test_what_rounds_has_the_same_bits_everywhere(dtype: str, op: str, tra
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-async def test_a_nan_of_any_rank_is_in_the_result(pg: ProcessGroup, dtype: str, op: ReduceOp) -> None:
+async def test_nan_of_any_rank_is_in_the_result(pg: ProcessGroup, dtype: str, op: ReduceOp) -> None:
     tensor = np.zeros(pg.size() + 1, dtype)
     tensor[pg.rank()] = np.nan
     await pg.allreduce(tensor, op)
@@ -89,7 +91,7 @@ async def test_integer_averages_truncate_toward_zero(pg: ProcessGroup, values: l
 
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("kind", ["allreduce", "reduce", "reduce_scatter", "scan", "exscan"])
-async def test_an_op_that_does_not_commute_sees_the_ranks_in_order(kind: str, transport: str) -> None:
+async def test_non_commutative_op_gets_the_ranks_in_order(kind: str, transport: str) -> None:
     """Each element is a bit set of ranks; the op checks that the left set lies below the right one."""
     wrong: list[tuple[Any, Any]] = []
 
@@ -120,7 +122,7 @@ async def test_an_op_that_does_not_commute_sees_the_ranks_in_order(kind: str, tr
     assert not wrong
 
 
-async def test_a_custom_op_sees_arrays_of_the_tensors_dtype() -> None:
+async def test_custom_op_gets_arrays_of_the_tensors_dtype() -> None:
     seen = set()
 
     def add(a: Any, b: Any, out: Any) -> None:
@@ -136,7 +138,7 @@ async def test_a_custom_op_sees_arrays_of_the_tensors_dtype() -> None:
     assert seen == {"bfloat16"}
 
 
-def test_the_checker_finds_a_wrong_element() -> None:
+def test_checker_finds_a_wrong_element() -> None:
     """The matrix is only as good as its comparison."""
     call = Call({"kind": "allreduce", "dtype": "float16", "op": "SUM", "root": 0, "world_size": 3, "count": "1000"}, 0)
     from ..reductions import equal

@@ -62,7 +62,7 @@ WAYS = [all_by_as_completed, all_by_gather, all_by_wait, all_by_wait_for, all_by
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.ranks(1, 2, 3)
 @over("memory", "shm")
-async def test_works_are_waited_for_in_every_way(pg: ProcessGroup, way: Wait) -> None:
+async def test_works_can_be_waited_for_by_all_functions_of_asyncio(pg: ProcessGroup, way: Wait) -> None:
     for count in (1, 3):
         works: list[Work[Any]] = [pg.allreduce(np.ones(count + index)) for index in range(count)]
         assert await way(works) == set(works)
@@ -73,7 +73,7 @@ async def test_works_are_waited_for_in_every_way(pg: ProcessGroup, way: Wait) ->
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.ranks(2)
-async def test_works_of_a_block_are_started_when_they_are_waited_for(pg: ProcessGroup, way: Wait) -> None:
+async def test_works_of_a_block_start_when_they_are_waited_for(pg: ProcessGroup, way: Wait) -> None:
     async with pg.coalescing():
         works: list[Work[Any]] = [pg.allreduce(np.ones(3)), pg.allreduce(2)]
         assert await way(works) == set(works)
@@ -81,7 +81,7 @@ async def test_works_of_a_block_are_started_when_they_are_waited_for(pg: Process
 
 
 @pytest.mark.ranks(2)
-async def test_wait_returns_what_was_asked_for(pg: ProcessGroup) -> None:
+async def test_wait_returns_at_the_requested_condition(pg: ProcessGroup) -> None:
     other = 1 - pg.rank()
     later = pg.recv_object(other, tag=2)
     first = pg.recv_object(other, tag=1)
@@ -133,7 +133,7 @@ async def test_cancelled_wait_leaves_its_works_alone(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("retrieves", [False, True])
-async def test_wait_itself_retrieves_no_failure(retrieves: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_wait_does_not_retrieve_failures(retrieves: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             works: list[Work[Any]] = [pg.allreduce(1, timeout=0.01)]
@@ -151,7 +151,7 @@ async def test_wait_itself_retrieves_no_failure(retrieves: bool, caplog: pytest.
 
 
 @pytest.mark.ranks(2)
-async def test_callbacks_are_removed_by_equality(pg: ProcessGroup) -> None:
+async def test_done_callbacks_are_removed_by_equality(pg: ProcessGroup) -> None:
     called: list[str] = []
 
     class Owner:
@@ -173,7 +173,7 @@ async def test_callbacks_are_removed_by_equality(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-async def test_callbacks_run_in_the_context_that_is_given(pg: ProcessGroup) -> None:
+async def test_done_callbacks_run_in_the_given_context(pg: ProcessGroup) -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
     context = contextvars.copy_context()
     context.run(variable.set, "given")

@@ -36,7 +36,7 @@ def grid_of(pg: ProcessGroup, dims: Sequence[int], periods: Any = None) -> Carte
     return cart
 
 
-def test_lengths_are_chosen_as_equal_as_possible() -> None:
+def test_grid_lengths_are_as_equal_as_possible() -> None:
     cases: list[tuple[int, list[int], tuple[int, ...]]] = [
         (1, [0, 0], (1, 1)),
         (6, [0], (6,)),
@@ -67,7 +67,7 @@ def test_lengths_are_chosen_as_equal_as_possible() -> None:
         balanced(6, [4, 0])
 
 
-def test_coordinates_are_those_of_row_major_order() -> None:
+def test_grid_coordinates_are_in_row_major_order() -> None:
     for dims in ([5], [2, 3], [3, 2, 2], [1, 4, 1]):
         grid = Grid(dims, [False] * len(dims))
         for rank in range(grid.size):
@@ -82,7 +82,7 @@ def test_coordinates_are_those_of_row_major_order() -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 6, 7)
-async def test_where_ranks_are_and_who_is_next_to_them(pg: ProcessGroup) -> None:
+async def test_grid_gives_coordinates_and_neighbours_of_each_rank(pg: ProcessGroup) -> None:
     size = pg.size()
     for dims, periods in (([0], [True]), ([0, 0], [True, False]), ([0, 1, 0], None), ([size], False), ([0, 0], True)):
         cart = grid_of(pg, dims, periods)
@@ -112,7 +112,7 @@ async def test_where_ranks_are_and_who_is_next_to_them(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(7)
-async def test_ranks_beyond_the_grid_are_in_none(pg: ProcessGroup) -> None:
+async def test_ranks_beyond_the_grid_get_none(pg: ProcessGroup) -> None:
     cart = pg.cart([2, 3])
     assert (cart is None) == (pg.rank() == 6)
     if cart is not None:
@@ -125,7 +125,7 @@ async def test_ranks_beyond_the_grid_are_in_none(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(6)
-async def test_rows_and_columns(pg: ProcessGroup) -> None:
+async def test_subgrids_are_rows_and_columns(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [3, 2], [True, False])
     row, column = cart.coords()
     rows, columns, both, one = cart.sub(1), cart.sub([0]), cart.sub([1, 0]), grid_of(pg, [1, 6]).sub(0)
@@ -178,7 +178,7 @@ def grids(size: int) -> Iterator[tuple[list[int], list[bool]]]:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 6, 7)
-async def test_ghost_cells_are_those_of_the_neighbours(pg: ProcessGroup) -> None:
+async def test_halo_copies_the_cells_of_the_neighbours(pg: ProcessGroup) -> None:
     """Corners, too; also where both neighbours are the same rank, or this one."""
     for dims, periods in grids(pg.size()):
         cart = grid_of(pg, dims, periods)
@@ -192,7 +192,7 @@ async def test_ghost_cells_are_those_of_the_neighbours(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(4)
-async def test_every_dtype_layout_and_width(pg: ProcessGroup) -> None:
+async def test_halo_supports_every_dtype_layout_and_width(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2, 2], True)
     for dtype in (
         "bool",
@@ -222,7 +222,7 @@ async def test_every_dtype_layout_and_width(pg: ProcessGroup) -> None:
 
 @pytest.mark.torch
 @pytest.mark.ranks(4)
-async def test_tensors_of_torch(pg: ProcessGroup) -> None:
+async def test_halo_supports_torch_tensors(pg: ProcessGroup) -> None:
     torch = pytest.importorskip("torch")
     cart = grid_of(pg, [2, 2], [True, False])
     before, expected = filled(cart, [4, 3], [2, 1], "int32")
@@ -233,7 +233,7 @@ async def test_tensors_of_torch(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @over("memory", "unix", "shm")
-async def test_large_faces_and_several_at_once(pg: ProcessGroup) -> None:
+async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
     """They start at the call, go on without an await, and may end in any order."""
     cart = grid_of(pg, [2, 2], [True, False])
     # 300 KiB and more in a face, on both axes: neither is sent before the other end has asked for it.
@@ -257,7 +257,7 @@ async def test_large_faces_and_several_at_once(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_two_that_overtake_each_other_on_some_ranks(pg: ProcessGroup) -> None:
+async def test_overtaking_halos_do_not_mix(pg: ProcessGroup) -> None:
     """The first has long faces on the first axis; where both are started at once, the second is ahead after it."""
     cart = grid_of(pg, [2, 2], True)
     row, column = cart.coords()
@@ -275,7 +275,7 @@ async def test_two_that_overtake_each_other_on_some_ranks(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_it_does_not_meet_the_programs_own_messages(pg: ProcessGroup) -> None:
+async def test_halo_does_not_match_the_programs_messages(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2], True)
     other = 1 - pg.rank()
     theirs = np.zeros(1)
@@ -289,7 +289,7 @@ async def test_it_does_not_meet_the_programs_own_messages(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_faces_that_differ_are_a_named_error(pg: ProcessGroup) -> None:
+async def test_halo_faces_of_different_sizes_raise_a_named_error(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2, 1], True)
     with pytest.raises(
         CollectiveMismatchError, match=r"counts.*rank 0 called .*counts=\[4\].*rank 1 called .*counts=\[5\]"
@@ -301,7 +301,7 @@ async def test_faces_that_differ_are_a_named_error(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_an_abort_ends_it(pg: ProcessGroup) -> None:
+async def test_halo_ends_with_an_abort(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2])
     work = cart.halo(np.zeros(3)) if pg.rank() else None
     await pg.barrier()
@@ -315,7 +315,7 @@ async def test_an_abort_ends_it(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_arguments_start_nothing(pg: ProcessGroup) -> None:
+async def test_halo_with_wrong_arguments_starts_nothing(pg: ProcessGroup) -> None:
     calls: list[tuple[Any, type[Exception], str]] = [
         (lambda: pg.cart([3]), ValueError, r"dims=\[3\] needs 3 ranks, but the group has 2"),
         (lambda: pg.cart([3, 0]), ValueError, "are not a multiple of 3"),
@@ -369,7 +369,7 @@ async def test_wrong_arguments_start_nothing(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_what_it_would_take_can_be_estimated(pg: ProcessGroup) -> None:
+async def test_halo_can_be_estimated(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2, 1], True)
     array = np.zeros((4, 5))
     with cart.group.time_estimator() as estimate:
@@ -378,7 +378,7 @@ async def test_what_it_would_take_can_be_estimated(pg: ProcessGroup) -> None:
     assert [call.nbytes for call in estimate.calls] == [40] * 4
 
 
-async def test_where_calls_are_compared_and_in_a_dry_run() -> None:
+async def test_halo_works_with_compared_calls_and_in_a_dry_run() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         cart = grid_of(pg, [2], True)
         array = np.array([0, pg.rank() + 1, 0])
@@ -394,7 +394,7 @@ async def test_where_calls_are_compared_and_in_a_dry_run() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_group_that_is_closed_ends_its_exchanges(pg: ProcessGroup) -> None:
+async def test_closed_group_ends_its_halos(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2, 1])
     if pg.rank() == 0:
         work = cart.halo(np.zeros((3, 3)))

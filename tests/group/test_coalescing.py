@@ -93,14 +93,14 @@ async def everything(pg: ProcessGroup) -> list[bytes]:
     [(1, "memory"), (3, "memory"), (2, "shm")]
     + [pytest.param(size, transport, marks=pytest.mark.matrix) for size in SIZES for transport in LINKS],
 )
-async def test_every_kind_dtype_and_op_in_one_block(world_size: int, transport: str) -> None:
+async def test_block_may_have_every_kind_dtype_and_op(world_size: int, transport: str) -> None:
     first, *others = await run_ranks(world_size, everything, transport=transport)
     assert all(each == first for each in others), "the ranks differ in their bits"
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_small_and_large_staged_and_scalar_calls_of_one_block(pg: ProcessGroup) -> None:
+async def test_block_may_mix_small_large_staged_and_scalar_calls(pg: ProcessGroup) -> None:
     size, mine = pg.size(), pg.rank() + 1.0
     total = size * (size + 1) / 2
     small, large = ones(5, mine), ones(LARGE // 8 + 1, mine)
@@ -134,7 +134,7 @@ async def test_small_and_large_staged_and_scalar_calls_of_one_block(pg: ProcessG
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "alltoall"])
-async def test_blocks_of_uneven_lengths_that_only_two_ranks_know_are_fused(kind: str) -> None:
+async def test_uneven_blocks_known_to_two_ranks_are_fused(kind: str) -> None:
     """16 MiB in all, on a clock on which packing that takes several turns: a piece is a reading of it."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -178,7 +178,7 @@ def run_virtual_in_thread(world_size: int, fn: Any, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix", "memory"])
-async def test_a_bucket_is_one_message_per_peer_and_step(transport: str, frames: Frames) -> None:
+async def test_bucket_is_one_message_per_peer_and_step(transport: str, frames: Frames) -> None:
     counted = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -203,7 +203,7 @@ async def test_a_bucket_is_one_message_per_peer_and_step(transport: str, frames:
     assert counted[0] == counted[1]
 
 
-async def test_small_calls_of_a_block_are_one_frame_to_each_peer(frames: Frames) -> None:
+async def test_small_calls_of_a_block_are_one_frame_per_peer(frames: Frames) -> None:
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing():
             for number in range(50):
@@ -217,7 +217,7 @@ async def test_small_calls_of_a_block_are_one_frame_to_each_peer(frames: Frames)
     assert frames.count == 3
 
 
-async def test_an_empty_block_takes_no_number(frames: Frames) -> None:
+async def test_empty_block_takes_no_number(frames: Frames) -> None:
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing() as batch:
             pass
@@ -229,7 +229,7 @@ async def test_an_empty_block_takes_no_number(frames: Frames) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_functions_of_one_name_are_not_mixed_up(pg: ProcessGroup) -> None:
+async def test_custom_ops_of_one_name_are_not_confused(pg: ProcessGroup) -> None:
     def adding() -> ReduceOp:
         return ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
 
@@ -249,7 +249,7 @@ async def test_functions_of_one_name_are_not_mixed_up(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task"])
-async def test_whoever_waits_inside_sends_what_is_recorded(pg: ProcessGroup, how: str) -> None:
+async def test_await_inside_a_block_sends_the_recorded_calls(pg: ProcessGroup, how: str) -> None:
     async def waiting(work: Work[Any]) -> None:
         await work
 
@@ -276,7 +276,7 @@ async def test_whoever_waits_inside_sends_what_is_recorded(pg: ProcessGroup, how
 
 
 @pytest.mark.ranks(2)
-async def test_what_is_called_in_the_same_turn_is_sent_together(pg: ProcessGroup) -> None:
+async def test_calls_of_one_loop_iteration_are_sent_together(pg: ProcessGroup) -> None:
     async def called(pg: ProcessGroup, number: int) -> None:
         assert (await pg.allreduce(ones(2, number))).tolist() == [2.0 * number] * 2
 
@@ -287,7 +287,7 @@ async def test_what_is_called_in_the_same_turn_is_sent_together(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_a_callback_does_not_send(pg: ProcessGroup) -> None:
+async def test_done_callback_does_not_send_the_block(pg: ProcessGroup) -> None:
     told: list[Work[Any]] = []
     async with pg.coalescing() as batch:
         work = pg.allreduce(ones())
@@ -300,7 +300,7 @@ async def test_a_callback_does_not_send(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_block_ends_when_all_its_calls_have(pg: ProcessGroup) -> None:
+async def test_block_ends_after_all_its_calls(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         works = [pg.allreduce(ones(LARGE)), pg.allreduce(ones()), *(pg.allgather_object(1) for _ in range(3))]
         awaited = asyncio.ensure_future(works[0].join())
@@ -314,7 +314,7 @@ async def test_a_block_ends_when_all_its_calls_have(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_calls_with_keys_meet_calls_with_keys_outside_of_blocks(pg: ProcessGroup) -> None:
+async def test_keyed_calls_of_a_block_match_keyed_calls_outside(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         async with pg.coalescing() as batch:
             keyed = pg.allreduce(ones(), key="k")
@@ -332,7 +332,7 @@ async def test_calls_with_keys_meet_calls_with_keys_outside_of_blocks(pg: Proces
 
 
 @pytest.mark.ranks(1)
-async def test_a_wrong_key_is_refused_at_the_call(pg: ProcessGroup) -> None:
+async def test_wrong_key_is_refused_at_the_call(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         with pytest.raises(TypeError, match="key must be a str"):
             pg.allreduce(ones(), key=3)  # type: ignore[arg-type]
@@ -374,7 +374,7 @@ async def test_messages_of_a_block_are_sent_with_it(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_recorded_receive_that_nobody_awaits_any_more_is_withdrawn(pg: ProcessGroup) -> None:
+async def test_recorded_receive_without_awaiters_is_withdrawn(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         if pg.rank() == 0:
             work = pg.recv(ones(), 1)
@@ -391,7 +391,7 @@ async def test_a_recorded_receive_that_nobody_awaits_any_more_is_withdrawn(pg: P
 
 
 @pytest.mark.ranks(2)
-async def test_a_failed_receive_is_raised_at_the_end_unless_somebody_has_looked(pg: ProcessGroup) -> None:
+async def test_failed_receive_is_raised_at_the_end_unless_retrieved(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         with pytest.raises(TimeoutError):
             await pg.recv(ones(), 1 - pg.rank(), timeout=0.01)
@@ -402,7 +402,7 @@ async def test_a_failed_receive_is_raised_at_the_end_unless_somebody_has_looked(
 
 
 @pytest.mark.ranks(2)
-async def test_a_block_does_not_nest_in_one_of_its_own_group(pg: ProcessGroup) -> None:
+async def test_block_cannot_nest_in_a_block_of_its_group(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         with pytest.raises(
             RuntimeError, match="already has a coalescing block here, and blocks of one group do not nest"
@@ -422,7 +422,7 @@ async def test_a_block_does_not_nest_in_one_of_its_own_group(pg: ProcessGroup) -
         pg.allreduce(ones())
 
 
-async def test_blocks_of_two_groups_nest_and_a_block_is_of_its_task() -> None:
+async def test_blocks_of_two_groups_nest_within_a_task() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -450,7 +450,7 @@ async def test_blocks_of_two_groups_nest_and_a_block_is_of_its_task() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_task_that_outlives_its_block_calls_as_outside(pg: ProcessGroup) -> None:
+async def test_task_that_outlives_its_block_makes_plain_calls(pg: ProcessGroup) -> None:
     go = asyncio.Event()
 
     async def late() -> tuple[int | None, Any]:
@@ -511,7 +511,7 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_an_exception_inside_sends_nothing_more(pg: ProcessGroup, frames: Frames) -> None:
+async def test_exception_inside_a_block_sends_no_more_calls(pg: ProcessGroup, frames: Frames) -> None:
     await pg.barrier()
     await pg.barrier()
     frames.taken()
@@ -538,7 +538,7 @@ async def test_an_exception_inside_sends_nothing_more(pg: ProcessGroup, frames: 
     assert (await pg.allreduce(tensor)).tolist() == [2.0] * 4
 
 
-async def test_a_failed_block_nobody_asks_about_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_block_is_not_logged_as_unretrieved(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(KeyError):  # noqa: PT012
             async with pg.coalescing():
@@ -555,7 +555,7 @@ async def test_a_failed_block_nobody_asks_about_is_not_logged(caplog: pytest.Log
 
 
 @pytest.mark.ranks(2)
-async def test_what_was_sent_before_an_exception_goes_on(pg: ProcessGroup) -> None:
+async def test_calls_sent_before_an_exception_continue(pg: ProcessGroup) -> None:
     with pytest.raises(KeyError):  # noqa: PT012
         async with pg.coalescing():
             sent = pg.allreduce(ones())
@@ -569,7 +569,7 @@ async def test_what_was_sent_before_an_exception_goes_on(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_cancelling_a_block_leaves_nothing_pending(pg: ProcessGroup) -> None:
+async def test_cancelled_block_leaves_nothing_pending(pg: ProcessGroup) -> None:
     works: list[Work[Any]] = []
 
     async def recording() -> None:
@@ -598,7 +598,7 @@ async def test_cancelling_a_block_leaves_nothing_pending(pg: ProcessGroup) -> No
 # -- the end of the group
 
 
-async def test_a_revocation_fails_what_is_recorded() -> None:
+async def test_revocation_fails_recorded_calls() -> None:
     recorded = asyncio.Barrier(2)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -619,14 +619,14 @@ async def test_a_revocation_fails_what_is_recorded() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_group_that_is_closed_sends_what_is_recorded_first(pg: ProcessGroup) -> None:
+async def test_closing_a_group_sends_recorded_calls_first(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         work = pg.allreduce(ones())
         await pg.shutdown()
         assert work.result().tolist() == [2.0] * 4
 
 
-async def test_a_group_that_closes_without_time_fails_what_is_recorded() -> None:
+async def test_closing_a_group_without_time_fails_recorded_calls() -> None:
     store = HashStore()
     closed = asyncio.Event()
 
@@ -648,7 +648,7 @@ async def test_a_group_that_closes_without_time_fails_what_is_recorded() -> None
 
 
 @pytest.mark.ranks(2)
-async def test_a_flush_takes_as_long_as_the_least_timeout_of_its_members(pg: ProcessGroup) -> None:
+async def test_flush_times_out_after_the_shortest_member_timeout(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         error = await pg.wait_revoked()
     else:
@@ -661,7 +661,7 @@ async def test_a_flush_takes_as_long_as_the_least_timeout_of_its_members(pg: Pro
 
 
 @pytest.mark.ranks(3)
-async def test_a_flush_that_is_not_complete_is_not_among_what_is_completed(pg: ProcessGroup) -> None:
+async def test_incomplete_flush_is_not_reported_as_completed(pg: ProcessGroup) -> None:
     async with pg.coalescing() as batch:
         pg.allreduce(ones())
         pg.allgather_object(1)
@@ -687,7 +687,7 @@ async def test_a_flush_that_is_not_complete_is_not_among_what_is_completed(pg: P
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_calls_on_lists(pg: ProcessGroup, frames: Frames) -> None:
+async def test_block_of_list_calls_gives_their_results(pg: ProcessGroup, frames: Frames) -> None:
     size, rank = pg.size(), pg.rank()
     total = size * (size + 1) // 2
     tensors = [ones(3, rank + 1), np.full((2, 2), rank + 1, "int32"), ones(LARGE // 8, rank + 1)]
@@ -720,7 +720,7 @@ async def test_calls_on_lists(pg: ProcessGroup, frames: Frames) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_wrong_tensor_of_a_list_is_refused_before_anything_is_sent(pg: ProcessGroup) -> None:
+async def test_wrong_tensor_of_a_list_is_refused_before_sending(pg: ProcessGroup) -> None:
     with pytest.raises(TypeError, match="tensor must be"):
         pg.allreduce_coalesced([ones(), "text"])
     with pytest.raises(TypeError, match="tensors must be a list of arrays, not ndarray"):
@@ -770,7 +770,7 @@ class Faking(Passing):
 
 
 @pytest.mark.ranks(2)
-async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to(pg: ProcessGroup) -> None:
+async def test_group_interceptor_gets_the_fused_calls(pg: ProcessGroup) -> None:
     interceptor = Passing(pg)
     dispatcher_of(pg).intercept(interceptor)
     outputs = [ones(2, -1) for _ in range(pg.size())]
@@ -789,7 +789,7 @@ async def test_the_groups_own_taker_gets_what_the_calls_are_fused_to(pg: Process
 
 
 @pytest.mark.ranks(2)
-async def test_a_taker_that_moves_nothing_leaves_arrays_as_they_are(pg: ProcessGroup) -> None:
+async def test_interceptor_without_data_leaves_arrays_unchanged(pg: ProcessGroup) -> None:
     dispatcher_of(pg).intercept(Faking(pg))
     tensors = [ones(2, 5), ones(3, 6)]
     outputs = [[ones(2, -1) for _ in range(pg.size())] for _ in range(2)]
@@ -802,7 +802,7 @@ async def test_a_taker_that_moves_nothing_leaves_arrays_as_they_are(pg: ProcessG
 
 
 @pytest.mark.ranks(2)
-async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it(pg: ProcessGroup) -> None:
+async def test_message_that_fails_the_group_fails_the_whole_block(pg: ProcessGroup) -> None:
     """A receive meets a message of another dtype, which is there already, before anything else has started."""
     if pg.rank() == 1:
         pg.send(np.zeros(3, np.int32), 0)
@@ -823,7 +823,7 @@ async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it(pg: Pro
 
 
 @pytest.mark.ranks(1, 2)
-async def test_a_list_with_a_key_may_have_many_tensors(pg: ProcessGroup) -> None:
+async def test_keyed_list_may_have_many_tensors(pg: ProcessGroup) -> None:
     """More than is packed in one turn of the loop, by far; the block is over before the next one."""
     tensors = [np.ones(1000) for _ in range(1000)]
     async with pg.coalescing():

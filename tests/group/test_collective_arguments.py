@@ -19,7 +19,7 @@ from ..ranks import LINKS, over
 @pytest.mark.ranks(3)
 @over(*LINKS)
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [0, 100_000, 1], [1, 2, 300_000]])
-async def test_parts_of_any_length(pg: ProcessGroup, counts: list[int]) -> None:
+async def test_parts_may_have_any_length(pg: ProcessGroup, counts: list[int]) -> None:
     rank, world = pg.rank(), range(3)
 
     def part(source: int, block: int, count: int) -> Any:
@@ -68,7 +68,7 @@ async def test_outputs_are_allocated_on_request(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(3)
 @over(*LINKS)
 @pytest.mark.parametrize("count", [1, 1000, 300_000])
-async def test_whole_tensors(pg: ProcessGroup, count: int) -> None:
+async def test_base_collectives_use_one_whole_tensor(pg: ProcessGroup, count: int) -> None:
     size, rank = pg.size(), pg.rank()
     output = np.zeros((size, count))
     output[rank] = rank
@@ -115,7 +115,7 @@ async def test_strided_tensors_are_staged(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_anything_with_a_buffer(pg: ProcessGroup) -> None:
+async def test_objects_with_a_buffer_are_accepted(pg: ProcessGroup) -> None:
     raw = bytearray([pg.rank() + 1] * 5)
     assert await pg.allreduce(raw) is raw
     assert raw == bytes([3] * 5)
@@ -129,7 +129,7 @@ async def test_anything_with_a_buffer(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
-async def test_narrow_floats(pg: ProcessGroup, name: str) -> None:
+async def test_narrow_floats_are_summed(pg: ProcessGroup, name: str) -> None:
     tensor = np.full((3, 5), 1.5 + pg.rank(), getattr(ml_dtypes, name))
     assert await pg.allreduce(tensor) is tensor
     assert (tensor.astype("float32") == 4).all()
@@ -144,7 +144,7 @@ async def test_many_small_summands_are_rounded_once(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_torch_tensors_are_taken_as_they_are(pg: ProcessGroup) -> None:
+async def test_torch_tensors_are_used_without_a_copy(pg: ProcessGroup) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         tensor = torch.ones(4, 3).to(dtype)
@@ -175,7 +175,7 @@ async def test_torch_tensors_are_taken_as_they_are(pg: ProcessGroup) -> None:
         ((np.uint8(200), np.uint8(100)), ReduceOp.SUM, np.uint8(44)),
     ],
 )
-async def test_numbers_go_in_and_come_out(
+async def test_numbers_are_accepted_and_returned(
     pg: ProcessGroup, values: tuple[Any, Any], op: ReduceOp, expected: Any
 ) -> None:
     result = await pg.allreduce(values[pg.rank()], op)
@@ -287,7 +287,7 @@ async def test_wrong_arguments_take_no_number(
 
 
 @pytest.mark.ranks(2)
-async def test_memory_that_would_be_overwritten_is_refused(pg: ProcessGroup) -> None:
+async def test_overlapping_memory_is_refused(pg: ProcessGroup) -> None:
     shared = np.zeros(8)
     with pytest.raises(ValueError, match=r"tensor shares memory with the output of rank [01]"):
         pg.allgather_into_tensor(shared, shared[4:] if pg.rank() == 0 else shared[:4])
@@ -301,7 +301,7 @@ async def test_memory_that_would_be_overwritten_is_refused(pg: ProcessGroup) -> 
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_a_second_call_of_the_same_shape_is_a_call_of_its_own(pg: ProcessGroup) -> None:
+async def test_second_call_of_the_same_shape_gives_its_own_result(pg: ProcessGroup) -> None:
     rank, world = pg.rank(), pg.size()
     total = sum(range(1, world + 1))
     base = np.arange(24.0)
@@ -337,7 +337,7 @@ async def test_a_second_call_of_the_same_shape_is_a_call_of_its_own(pg: ProcessG
 
 
 @pytest.mark.ranks(2)
-async def test_a_second_call_of_the_same_shape_is_checked_too(pg: ProcessGroup) -> None:
+async def test_second_call_of_the_same_shape_is_checked(pg: ProcessGroup) -> None:
     tensor = np.ones(4)
     for _ in range(2):
         await pg.allreduce(tensor)

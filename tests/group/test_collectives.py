@@ -145,7 +145,7 @@ class Call:
         return arrays
 
     def check_result(self, result: Any, arrays: list[Any], there: bool) -> None:
-        """The result is the very memory that was passed."""
+        """Check that the result is the memory that was passed."""
         if self.kind in ("allgather", "gather", "alltoall"):
             outputs = arrays[self.size :] if self.kind == "alltoall" else arrays[1:]
             if self.kind == "gather" and not there:
@@ -202,7 +202,7 @@ async def run(world_size: int, transport: str, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_pairwise_cover(world_size: int, transport: str) -> None:
+async def test_collectives_give_the_closed_form_in_a_pairwise_cover(world_size: int, transport: str) -> None:
     await run(
         world_size,
         transport,
@@ -210,7 +210,7 @@ async def test_pairwise_cover(world_size: int, transport: str) -> None:
     )
 
 
-def test_the_cover_covers_every_pair() -> None:
+def test_pairwise_cover_has_every_pair() -> None:
     cases = list(pairs())
     for kind, op in product(REDUCING, OPS):
         met = any(case["kind"] == kind and case.get("op") == op for case in cases)
@@ -236,5 +236,7 @@ def everything(dtype: str, world_size: int) -> Iterator[Case]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_full_product(dtype: str, world_size: int, transport: str) -> None:
+async def test_collectives_give_the_closed_form_in_the_full_product(
+    dtype: str, world_size: int, transport: str
+) -> None:
     await run(world_size, transport, list(everything(dtype, world_size)))

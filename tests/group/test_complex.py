@@ -117,7 +117,7 @@ async def everything(pg: ProcessGroup, counts: tuple[int, ...], dtype: str) -> N
     *((dtype, size, "memory") for dtype, size in product(DTYPES, SIZES)),
     *((dtype, 3, transport) for dtype, transport in product(DTYPES, LINKS[1:])),
 ])  # fmt: skip
-async def test_every_call(dtype: str, size: int, transport: str) -> None:
+async def test_complex_numbers_work_in_every_call(dtype: str, size: int, transport: str) -> None:
     await run_ranks(size, everything, (1, 1000, 40_000), dtype, transport=transport)
 
 
@@ -125,12 +125,12 @@ async def test_every_call(dtype: str, size: int, transport: str) -> None:
 @pytest.mark.ranks(*SIZES)
 @over(*LINKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_every_call_everywhere(pg: ProcessGroup, dtype: str) -> None:
+async def test_complex_numbers_work_in_every_call_at_every_size(pg: ProcessGroup, dtype: str) -> None:
     await everything(pg, (0, 1, pg.size() + 1, 300_000), dtype)
 
 
 @pytest.mark.ranks(3)
-async def test_numbers(pg: ProcessGroup) -> None:
+async def test_complex_scalars_keep_their_type(pg: ProcessGroup) -> None:
     got = await pg.allreduce(1 + pg.rank() * 1j)
     assert (type(got), got) == (complex, 3 + 3j)
     narrow = await pg.allreduce(np.complex64(1j))
@@ -138,7 +138,7 @@ async def test_numbers(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_a_nan_in_one_part_stays_there(pg: ProcessGroup) -> None:
+async def test_complex_nan_stays_in_its_part(pg: ProcessGroup) -> None:
     tensor = np.array([complex(np.nan, 1) if pg.rank() else 1j, 1], "complex64")
     await pg.allreduce(tensor)
     assert np.isnan(tensor[0].real)
@@ -158,7 +158,7 @@ CALLS: dict[str, Callable[[ProcessGroup, Any, ReduceOp], object]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", CALLS)
-async def test_an_order_and_bits_are_not_defined_on_them(pg: ProcessGroup, kind: str) -> None:
+async def test_complex_numbers_have_no_order_and_bit_ops(pg: ProcessGroup, kind: str) -> None:
     for name, dtype in product(("MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR"), DTYPES):
         tensor = np.full(4, 1j, dtype)
         with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it accepts"):

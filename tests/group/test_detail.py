@@ -57,7 +57,7 @@ async def refused(work: Work[Any]) -> CollectiveMismatchError:
 
 
 async def works_on(pg: ProcessGroup) -> None:
-    """The group goes on as if nothing had been."""
+    """Check that the group still works."""
     assert pg.pending() == []
     assert await pg.allreduce(pg.rank() + 1) == pg.size() * (pg.size() + 1) // 2
     assert await pg.allgather_object(pg.rank(), key="still") == list(range(pg.size()))
@@ -93,8 +93,8 @@ def check(case: Case, told: list[list[str]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
-def test_every_rank_hears_it_and_goes_on(number: int) -> None:
-    """In places and orders that take turns; `test_every_place_and_order` has all of them."""
+def test_mismatch_is_raised_on_every_rank_and_the_group_continues(number: int) -> None:
+    """Alternating places and orders; `test_mismatch_is_raised_on_every_rank_in_all_places_and_orders` has all."""
     case = TABLE[number]
     orders = list(DELAYS.values())
     for turn in range(2):
@@ -108,7 +108,7 @@ def test_every_rank_hears_it_and_goes_on(number: int) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_every_place_and_order(case: Case) -> None:
+def test_mismatch_is_raised_on_every_rank_in_all_places_and_orders(case: Case) -> None:
     for world_size, odd in (*PLACES, (7, 0), (7, 5)):
         for order in DELAYS.values():
             for latency in (None, LATENCY):
@@ -116,7 +116,7 @@ def test_every_place_and_order(case: Case) -> None:
 
 
 @pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
-async def test_every_rank_hears_it_over_sockets(start: int) -> None:
+async def test_mismatch_is_raised_on_every_rank_over_sockets(start: int) -> None:
     async def one(index: int) -> None:
         world_size, odd = PLACES[index % len(PLACES)]
         transport = ("unix", "tcp", "shm")[index % 3]
@@ -127,7 +127,7 @@ async def test_every_rank_hears_it_over_sockets(start: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "reduce", "broadcast", "scan", "exscan"])
-def test_shapes_of_the_same_count_differ(kind: str) -> None:
+def test_different_shapes_of_one_count_are_a_mismatch(kind: str) -> None:
     """Without the comparison they would go together."""
     calls: dict[str, Callable[[ProcessGroup, Any], Work[Any]]] = {
         "allreduce": lambda pg, x: pg.allreduce(x),
@@ -171,7 +171,7 @@ async def uneven(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-async def test_what_agrees_is_carried_out(world_size: int, transport: str) -> None:
+async def test_equal_calls_are_carried_out(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         for count in (0, 1, pg.size() - 1, pg.size() + 1, 100_000):
             array = np.full(count, pg.rank() + 1.0)
@@ -191,7 +191,7 @@ async def test_what_agrees_is_carried_out(world_size: int, transport: str) -> No
     await run_detailed(world_size, rank, transport=transport)
 
 
-async def test_more_kinds_of_calls_than_are_shown() -> None:
+async def test_mismatch_shows_a_limited_number_of_calls() -> None:
     async def rank(pg: ProcessGroup) -> CollectiveMismatchError:
         return await refused(pg.allreduce(np.zeros(pg.rank() + 1)))
 
@@ -200,7 +200,7 @@ async def test_more_kinds_of_calls_than_are_shown() -> None:
         assert str(error).endswith("; and ranks with 2 more different calls")
 
 
-def test_many_ranks_that_call_the_same_are_counted() -> None:
+def test_equal_calls_of_many_ranks_are_counted() -> None:
     calls = [
         packed(description(rank, Signature("BARRIER", None, (), None, None), (), None, 1), None) for rank in range(1)
     ]
@@ -228,7 +228,7 @@ MISCOUNTED: dict[str, Callable[[ProcessGroup, int], Work[Any]]] = {
 
 @pytest.mark.parametrize("more", [-1, 1])
 @pytest.mark.parametrize("kind", MISCOUNTED)
-def test_a_wrong_number_of_arrays_is_heard_by_all(kind: str, more: int) -> None:
+def test_wrong_number_of_arrays_is_raised_on_all_ranks(kind: str, more: int) -> None:
     async def rank(pg: ProcessGroup) -> str:
         error = await refused(MISCOUNTED[kind](pg, pg.size() + (more if pg.rank() == 0 else 0)))
         text = str(error)
@@ -244,7 +244,7 @@ def test_a_wrong_number_of_arrays_is_heard_by_all(kind: str, more: int) -> None:
     assert len(set(run_virtual(3, rank, options=DETAIL))) == 1
 
 
-def test_a_mistake_that_all_make_is_told_once() -> None:
+def test_mistake_of_all_ranks_is_reported_once() -> None:
     async def rank(pg: ProcessGroup) -> None:
         error = await refused(pg.scatter_object([1, 2], pg.rank()))
         assert "the following: root, number of ranks. Group" in str(error)
@@ -257,7 +257,7 @@ def test_a_mistake_that_all_make_is_told_once() -> None:
 
 
 @pytest.mark.parametrize("kind", MISCOUNTED)
-def test_alone_it_is_a_wrong_argument(kind: str) -> None:
+def test_mistake_of_a_single_rank_group_is_a_wrong_argument(kind: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(ValueError, match="per rank: 1, not 2"):
             MISCOUNTED[kind](pg, 2)
@@ -268,7 +268,7 @@ def test_alone_it_is_a_wrong_argument(kind: str) -> None:
 # -- in a row, at the same time, by key
 
 
-def test_several_in_a_row_some_of_them_by_key() -> None:
+def test_consecutive_ordered_and_keyed_mismatches_are_all_raised() -> None:
     async def rank(pg: ProcessGroup) -> None:
         for turn in range(20):
             key = "k" if turn % 3 == 0 else None
@@ -290,7 +290,7 @@ def test_several_in_a_row_some_of_them_by_key() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes_in_whatever_order(seed: int) -> None:
+def test_mixed_calls_in_random_order_raise_equal_errors_on_all_ranks(seed: int) -> None:
     """Calls of all kinds, ordered and keyed, of which some differ, with frames that take their time."""
     names = [*KINDS]
 
@@ -316,7 +316,7 @@ def test_whatever_comes_in_whatever_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_giants_called_in_opposite_orders(transport: str) -> None:
+async def test_large_keyed_calls_in_opposite_orders_complete(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         keys = ["a", "b"] if pg.rank() else ["b", "a"]
         arrays = {key: np.ones(500_000, "float32") for key in keys}
@@ -339,7 +339,7 @@ async def in_a_block(pg: ProcessGroup, *calls: Callable[[], Work[Any]]) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_block_is_one_call(transport: str) -> None:
+async def test_block_is_compared_as_one_call(transport: str) -> None:
     """It takes one number on every rank, however many buckets its calls make, so the next calls meet."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -360,7 +360,7 @@ async def test_a_block_is_one_call(transport: str) -> None:
     await run_detailed(3, rank, transport=transport)
 
 
-def test_blocks_that_differ_are_heard_of_by_all() -> None:
+def test_block_mismatch_is_raised_on_all_ranks() -> None:
     """Of 40 calls the last one is missing on rank 1, or it is another one."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -397,7 +397,7 @@ def test_keyed_calls_of_a_block_are_compared() -> None:
 # -- works
 
 
-def test_cancelling_an_await_stops_waiting_only() -> None:
+def test_cancelled_await_does_not_stop_the_call() -> None:
     async def rank(pg: ProcessGroup) -> None:
         work = pg.allreduce(np.ones(3) if pg.rank() else np.ones(4))
         later = pg.allreduce(1)
@@ -412,7 +412,7 @@ def test_cancelling_an_await_stops_waiting_only() -> None:
     run_virtual(2, rank, options=DETAIL, latency=LATENCY)
 
 
-def test_a_failure_nobody_looks_at_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_unretrieved_mismatch_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pg.broadcast(np.zeros(pg.rank() + 1), 0)
         await pg.barrier()
@@ -425,7 +425,7 @@ def test_a_failure_nobody_looks_at_is_logged(caplog: pytest.LogCaptureFixture) -
         assert "test_detail.py" in record.getMessage()
 
 
-def test_what_was_refused_is_not_complete_anywhere() -> None:
+def test_refused_call_is_incomplete_on_all_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         await refused(pg.allreduce(np.zeros(pg.rank() + 1)))
@@ -450,7 +450,7 @@ def test_what_was_refused_is_not_complete_anywhere() -> None:
 
 @pytest.mark.parametrize("absent", [0, 1, 3])
 @pytest.mark.parametrize("timeout", [2.0, 0.5])
-def test_ranks_that_never_call_are_named(absent: int, timeout: float) -> None:
+def test_timeout_names_ranks_that_never_call(absent: int, timeout: float) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == absent:
@@ -468,7 +468,7 @@ def test_ranks_that_never_call_are_named(absent: int, timeout: float) -> None:
     run_virtual(4, rank, options=DETAIL, latency=LATENCY)
 
 
-def test_a_timeout_bounds_the_comparison_and_the_data_together() -> None:
+def test_timeout_includes_the_comparison_and_the_data() -> None:
     """Rank 1 calls after 3 s and does not take its message; the rest of the 5 s is not given anew."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -488,7 +488,7 @@ def test_a_timeout_bounds_the_comparison_and_the_data_together() -> None:
     run_virtual(3, rank, options=DETAIL)
 
 
-def test_one_warning_says_who_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+def test_stall_of_a_comparison_is_one_warning_with_the_missing_rank(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(40 if pg.rank() == 1 else 0)
         await pg.allreduce(np.zeros(3))
@@ -501,7 +501,7 @@ def test_one_warning_says_who_is_missing(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_rank_that_has_left_is_missed(transport: str) -> None:
+async def test_rank_that_has_left_is_named(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 1:
@@ -514,7 +514,7 @@ async def test_a_rank_that_has_left_is_missed(transport: str) -> None:
     await run_detailed(3, rank, transport=transport)
 
 
-def test_a_monitored_barrier_names_the_missing() -> None:
+def test_monitored_barrier_names_the_missing_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() in (1, 3):
@@ -535,7 +535,7 @@ def test_a_monitored_barrier_names_the_missing() -> None:
 
 @pytest.mark.parametrize("kind", [*SIZED, "barrier", "gather", "scatter", "alltoall_object", "broadcast_object"])
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_ranks_that_do_not_compare_are_found_out(kind: str, odd: int) -> None:
+def test_ranks_without_comparison_are_a_mismatch(kind: str, odd: int) -> None:
     call: Call = KINDS[kind]
 
     async def rank(pg: ProcessGroup) -> None:
@@ -563,7 +563,7 @@ def test_ranks_that_do_not_compare_are_found_out(kind: str, odd: int) -> None:
         run_virtual(3, rank, options=GroupOptions(warn_after=30.0), latency=latency)
 
 
-async def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_detail_is_enabled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await refused(pg.allreduce(np.zeros(pg.rank() + 1)))
         await works_on(pg)
@@ -576,7 +576,7 @@ async def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_messages_need_only_two(transport: str) -> None:
+async def test_messages_are_compared_by_two_ranks_only(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() < 2:
             other = 1 - pg.rank()
@@ -593,7 +593,7 @@ async def test_messages_need_only_two(transport: str) -> None:
 
 
 @pytest.mark.parametrize(("send", "receive", "fields"), P2P_TABLE[:4])
-def test_a_message_that_does_not_fit_revokes_as_ever(send: Call, receive: Call, fields: str) -> None:
+def test_mismatched_message_revokes_the_group(send: Call, receive: Call, fields: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         work = (send, receive)[pg.rank()](pg, Memory(pg.rank(), True))
         cause = await pg.wait_revoked()
@@ -620,13 +620,13 @@ def test_custom_ops_are_compared_by_name() -> None:
 
 
 @pytest.mark.parametrize("kind", SIZED)
-def test_a_word_against_a_giant(kind: str) -> None:
+def test_small_call_against_a_large_one_is_a_mismatch(kind: str) -> None:
     case = Case(kind, "counts", counting(kind, 1_000_000, "uint8"), counting(kind, 1, "uint8"))
     for odd in (0, 1):
         check(case, run_virtual(2, differ, case, odd, DELAYS["odd-late"], options=DETAIL))
 
 
-async def test_arrays_are_given_back_without_the_garbage_collector() -> None:
+async def test_arrays_are_released_without_garbage_collection() -> None:
     async def body(pg: ProcessGroup) -> None:
         for _ in range(2):
             array = np.ones(3)

@@ -120,7 +120,7 @@ FULL = [
 @pytest.mark.parametrize("cases", [COVER, pytest.param(FULL, marks=pytest.mark.matrix)], ids=["cover", "all"])
 @pytest.mark.ranks(*SIZES, timeout=240.0)
 @over("shm")
-async def test_results_are_those_of_plain_arrays(pg: ProcessGroup, cases: list[Case]) -> None:
+async def test_registered_arrays_give_the_results_of_plain_ones(pg: ProcessGroup, cases: list[Case]) -> None:
     """Bit by bit, and as they should be."""
     world_size = pg.size()
     count = world_size * 40_000 + 1
@@ -138,7 +138,7 @@ async def test_results_are_those_of_plain_arrays(pg: ProcessGroup, cases: list[C
 @pytest.mark.slow
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_counts_around_pieces(pg: ProcessGroup) -> None:
+async def test_registered_arrays_work_with_counts_around_pieces(pg: ProcessGroup) -> None:
     for pieces in (0, 1, 2, 2 * QUEUE.chunks_count + 1):
         for more in (-1, 0, 1):
             count = max(0, pieces * pg.size() * PIECE // 8 + more)
@@ -152,7 +152,7 @@ async def test_counts_around_pieces(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 @over("shm")
-async def test_some_ranks_use_plain_arrays(pg: ProcessGroup) -> None:
+async def test_registered_arrays_work_with_plain_arrays_of_other_ranks(pg: ProcessGroup) -> None:
     mine = await pg.empty(LARGE, np.int32)
     plain = np.empty(LARGE, np.int32)
     for turn in range(2 * pg.size()):
@@ -165,7 +165,7 @@ async def test_some_ranks_use_plain_arrays(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over("shm", "memory")
-async def test_all_other_calls_take_them(pg: ProcessGroup) -> None:
+async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     array = await filled(pg, np.full((size, 50_000), rank))
     assert np.all(await pg.broadcast(array, 1) == 1)
@@ -187,7 +187,7 @@ async def test_all_other_calls_take_them(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 @over("shm")
-async def test_nothing_is_staged(pg: ProcessGroup, puts: Puts) -> None:
+async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) -> None:
     """From the second call on or so; slices, other shapes and other types are inside, too."""
     array = await filled(pg, np.zeros((100, 10_000), np.float32))
     await warm(pg, array)
@@ -203,7 +203,7 @@ async def test_nothing_is_staged(pg: ProcessGroup, puts: Puts) -> None:
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_what_is_not_inside_is_staged(pg: ProcessGroup, puts: Puts) -> None:
+async def test_array_outside_of_registered_memory_is_staged(pg: ProcessGroup, puts: Puts) -> None:
     array = await filled(pg, np.ones(LARGE))
     await warm(pg, array)
     await pg.barrier()
@@ -217,7 +217,7 @@ async def test_what_is_not_inside_is_staged(pg: ProcessGroup, puts: Puts) -> Non
     assert puts.nbytes == 2 * (LARGE + LARGE // 2) * 8
 
 
-def test_no_piece_is_overwritten_before_it_is_taken() -> None:
+def test_schedule_overwrites_no_piece_before_it_is_taken() -> None:
     """Follow who must have done what before, from the schedule alone: taking is ordered before overwriting."""
     for size in range(2, 8):
         for pieces in (1, 2, 3, 7):
@@ -252,7 +252,7 @@ def _check_hazard(size: int, entries: tuple[tuple[int, int, int], ...]) -> None:
                     assert ((rank + 1) % size, "take", number) in history(((rank - 1) % size, "put", later))
 
 
-async def test_keys_in_any_order(puts: Puts) -> None:
+async def test_keyed_calls_on_registered_arrays_match_in_any_order(puts: Puts) -> None:
     async def rank(pg: ProcessGroup) -> None:
         arrays = {name: await pg.empty(LARGE // 2, np.float64) for name in "abcd"}
         for _ in range(WARM):
@@ -269,7 +269,7 @@ async def test_keys_in_any_order(puts: Puts) -> None:
 
 @pytest.mark.ranks(4)
 @over("shm")
-async def test_a_work_is_done_when_nobody_reads_its_array(pg: ProcessGroup) -> None:
+async def test_work_is_done_after_all_reads_of_its_array(pg: ProcessGroup) -> None:
     """A rank may overwrite the result at once."""
     array = await pg.empty(LARGE, np.int64)
     for turn in range(30):
@@ -283,7 +283,7 @@ async def test_a_work_is_done_when_nobody_reads_its_array(pg: ProcessGroup) -> N
 # -- failing in the middle
 
 
-async def test_a_failed_operation_tells_that_its_memory_is_its_owners_again(puts: Puts) -> None:
+async def test_failed_operation_returns_its_memory_to_the_owner(puts: Puts) -> None:
     """The others never end well with what is written there afterwards."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
 
@@ -312,7 +312,7 @@ async def test_a_failed_operation_tells_that_its_memory_is_its_owners_again(puts
     await run_ranks(2, rank, transport="shm")
 
 
-async def test_a_failed_operation_takes_back_what_its_neighbour_has_only_to_read(puts: Puts) -> None:
+async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
     """It has put all of its pieces and given up the lane; the neighbour must not end well with what comes after."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
     count = 2 * PIECE // 8  # of each of two ranks' parts one piece
@@ -344,7 +344,7 @@ async def test_a_failed_operation_takes_back_what_its_neighbour_has_only_to_read
 
 @pytest.mark.ranks(3)
 @over("shm")
-async def test_after_an_abort_the_survivors_go_on(pg: ProcessGroup) -> None:
+async def test_survivors_continue_after_an_abort(pg: ProcessGroup) -> None:
     array = await filled(pg, np.zeros(LARGE))
     await warm(pg, array)
     await pg.barrier()
@@ -360,7 +360,7 @@ async def test_after_an_abort_the_survivors_go_on(pg: ProcessGroup) -> None:
             assert np.all(array == 3 + 3 * turn)
 
 
-async def test_a_failing_function_leaves_the_lane_in_order(puts: Puts) -> None:
+async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(puts: Puts) -> None:
     """Its group's pieces are given back once, and not a second time by who was about to read one."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -387,7 +387,7 @@ async def test_a_failing_function_leaves_the_lane_in_order(puts: Puts) -> None:
 # -- what is left
 
 
-async def test_nothing_is_left_of_many() -> None:
+async def test_dropped_registered_arrays_leave_no_memory() -> None:
     gc.collect()  # what a cycle of an earlier test keeps is mapped until then
 
     async def rank(pg: ProcessGroup) -> None:
@@ -413,7 +413,7 @@ async def test_nothing_is_left_of_many() -> None:
     assert mappings() == 0
 
 
-async def test_it_outlives_its_group() -> None:
+async def test_registered_array_outlives_its_group() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         array = await filled(pg, np.arange(LARGE))
         await warm(pg, array)
@@ -431,7 +431,7 @@ async def test_it_outlives_its_group() -> None:
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_the_last_view_may_be_dropped_in_any_thread(pg: ProcessGroup) -> None:
+async def test_last_view_of_a_registered_array_may_be_dropped_in_any_thread(pg: ProcessGroup) -> None:
     for _ in range(5):
         holder = [await filled(pg, np.ones(LARGE))]
         await pg.allreduce(holder[0])
@@ -441,7 +441,7 @@ async def test_the_last_view_may_be_dropped_in_any_thread(pg: ProcessGroup) -> N
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_an_address_of_a_dropped_array_is_nobodys(pg: ProcessGroup) -> None:
+async def test_address_of_a_dropped_array_is_no_longer_registered(pg: ProcessGroup) -> None:
     """Memory of another kind may be there by now."""
     array = await filled(pg, np.ones(LARGE))
     registry = comm_of(pg).endpoint.registered_memory
@@ -472,7 +472,7 @@ async def test_an_address_of_a_dropped_array_is_nobodys(pg: ProcessGroup) -> Non
         ((LARGE, 1), ml_dtypes.bfloat16),
     ],
 )
-async def test_it_is_an_array_of_that_shape_and_dtype(pg: ProcessGroup, shape: Any, dtype: Any) -> None:
+async def test_empty_returns_an_array_of_the_given_shape_and_dtype(pg: ProcessGroup, shape: Any, dtype: Any) -> None:
     array, like = await pg.empty(shape, dtype), np.empty(shape, dtype)
     assert type(array) is np.ndarray
     assert (array.shape, array.dtype, array.strides) == (like.shape, like.dtype, like.strides)
@@ -498,7 +498,7 @@ async def test_it_is_an_array_of_that_shape_and_dtype(pg: ProcessGroup, shape: A
         (3, ">i4", TypeError, "in foreign byte order"),
     ],
 )
-async def test_what_is_no_array_is_refused(
+async def test_empty_refuses_invalid_shapes_and_dtypes(
     pg: ProcessGroup, shape: Any, dtype: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -507,7 +507,7 @@ async def test_what_is_no_array_is_refused(
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_a_group_that_is_over_makes_none(pg: ProcessGroup) -> None:
+async def test_empty_is_refused_by_a_closed_group(pg: ProcessGroup) -> None:
     pg.abort("over")
     with pytest.raises(GroupRevokedError):
         await pg.empty(3, int)
@@ -516,7 +516,7 @@ async def test_a_group_that_is_over_makes_none(pg: ProcessGroup) -> None:
         await pg.empty(3, int)
 
 
-async def test_a_group_that_ends_meanwhile_gives_what_it_has_begun() -> None:
+async def test_empty_completes_when_the_group_ends_meanwhile() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
         await asyncio.sleep(0)
@@ -531,7 +531,7 @@ async def test_a_group_that_ends_meanwhile_gives_what_it_has_begun() -> None:
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_the_loop_turns_meanwhile(pg: ProcessGroup) -> None:
+async def test_loop_runs_during_the_reservation_of_empty(pg: ProcessGroup) -> None:
     making = asyncio.ensure_future(pg.empty(4 * LARGE, np.float64))
     turns = 0
     while not making.done():
@@ -541,7 +541,7 @@ async def test_the_loop_turns_meanwhile(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EPERM, errno.EMFILE])
-async def test_without_memory_it_is_an_ordinary_array(
+async def test_empty_returns_an_ordinary_array_without_shared_memory(
     code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -559,7 +559,7 @@ async def test_without_memory_it_is_an_ordinary_array(
     assert os.strerror(code) in told[0]
 
 
-async def test_more_than_there_is_is_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would not refuse: it would end some process."""
     replaced(monkeypatch, memory_available=lambda: LARGE)
 
@@ -575,7 +575,7 @@ async def test_more_than_there_is_is_not_even_tried(monkeypatch: pytest.MonkeyPa
 @pytest.mark.ranks(2)
 @over("shm")
 @pytest.mark.parametrize("turns", range(1, 8))
-async def test_nothing_is_left_of_a_cancelled_one(pg: ProcessGroup, turns: int) -> None:
+async def test_cancelled_empty_leaves_no_memory(pg: ProcessGroup, turns: int) -> None:
     making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -600,5 +600,5 @@ async def _ring(pg: ProcessGroup) -> list[bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
-async def test_real_processes(world_size: int) -> None:
+async def test_registered_arrays_work_between_processes(world_size: int) -> None:
     assert await run_processes(world_size, _ring) == [[True] * 6] * world_size

@@ -39,7 +39,7 @@ def seconds(pg: ProcessGroup, call: Callable[[], Any]) -> float:
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("count", [0, 1, 1000, 100_000, 1_000_000])
 @over("memory", "shm")
-async def test_an_estimate_is_the_prediction(pg: ProcessGroup, count: int) -> None:
+async def test_estimate_equals_the_prediction(pg: ProcessGroup, count: int) -> None:
     p = pg.size()
     one, whole = np.zeros(count, np.float32), np.zeros(count * p, np.float32)
     none = [one] * p if pg.rank() == 0 else None
@@ -73,7 +73,7 @@ async def test_an_estimate_is_the_prediction(pg: ProcessGroup, count: int) -> No
 
 
 @pytest.mark.ranks(*WORLDS)
-async def test_messages_and_objects(pg: ProcessGroup) -> None:
+async def test_estimate_includes_messages_and_objects(pg: ProcessGroup) -> None:
     machine, others, peer = comm_of(pg).tuning.machine, pg.size() - 1, (pg.rank() + 1) % pg.size()
     tensor, obj = np.zeros(1000), {"some": "object"}
     nbytes = len(dumps(obj, allow_pickle=False))
@@ -96,7 +96,7 @@ async def test_messages_and_objects(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_sparse_arrays(pg: ProcessGroup) -> None:
+async def test_estimate_includes_sparse_arrays(pg: ProcessGroup) -> None:
     sparse = pytest.importorskip("scipy.sparse")
     tensor = sparse.coo_array(np.eye(100))
     with pg.time_estimator() as estimate:
@@ -108,7 +108,7 @@ async def test_sparse_arrays(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_a_gather_of_a_block_whose_counts_are_not_known_yet(pg: ProcessGroup) -> None:
+async def test_estimate_of_a_gather_with_unknown_counts_in_a_block_is_made(pg: ProcessGroup) -> None:
     with pg.time_estimator() as estimate:
         async with pg.coalescing():
             pg.allgather(None, np.zeros(5))
@@ -119,7 +119,7 @@ async def test_a_gather_of_a_block_whose_counts_are_not_known_yet(pg: ProcessGro
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_more_takes_longer(pg: ProcessGroup) -> None:
+async def test_estimate_grows_with_the_bytes(pg: ProcessGroup) -> None:
     for call in (pg.allreduce, pg.scan, lambda tensor: pg.broadcast(tensor, 1)):
         times = [seconds(pg, lambda n=n, call=call: call(np.zeros(n))) for n in (1, 100, 10_000, 1_000_000)]
         assert times == sorted(times)
@@ -131,7 +131,7 @@ async def test_more_takes_longer(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over("shm")
-async def test_memory_that_all_ranks_share_has_formulas_of_its_own(pg: ProcessGroup) -> None:
+async def test_estimate_for_shared_memory_has_its_own_formulas(pg: ProcessGroup) -> None:
     a, v, b, g = 1000.0, 100.0, 0.5, 0.25
     comm_of(pg).tuning = Tuning(shm=Machine(a, v, b, g), medium="shm")
     with pg.time_estimator() as estimate:
@@ -148,7 +148,7 @@ async def test_memory_that_all_ranks_share_has_formulas_of_its_own(pg: ProcessGr
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 1)])
-async def test_ranks_on_several_hosts(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
+async def test_estimate_supports_several_hosts(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
     comm_of(pg).hosts = hosts
     machine = comm_of(pg).tuning.machine
     for count in (1000, 80_000, 1_000_000):
@@ -161,7 +161,7 @@ async def test_ranks_on_several_hosts(pg: ProcessGroup, hosts: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 1024])
-async def test_the_fake_backend_predicts(world_size: int) -> None:
+async def test_fake_backend_gives_estimates(world_size: int) -> None:
     async with new_group("fake", rank=world_size - 1, world_size=world_size) as pg:
         with pg.time_estimator() as estimate:
             for call in ARRAYS.values():
@@ -176,7 +176,7 @@ async def test_the_fake_backend_predicts(world_size: int) -> None:
 
 @over(*LINKS)
 @pytest.mark.ranks(2, 3)
-async def test_nothing_is_sent_and_nothing_is_touched(pg: ProcessGroup) -> None:
+async def test_estimate_sends_nothing_and_changes_no_array(pg: ProcessGroup) -> None:
     history = len(comm_of(pg).journal.collectives)
     with pg.time_estimator() as estimate:
         for name, call in ARRAYS.items():
@@ -197,7 +197,7 @@ async def test_nothing_is_sent_and_nothing_is_touched(pg: ProcessGroup) -> None:
     await pg.drain()
 
 
-async def test_frames_are_counted_after_the_links_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_frames_can_be_counted_once_links_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[Any] = []
     spied(monkeypatch, memory_written=lambda *args: frames.append(args))
 
@@ -220,7 +220,7 @@ async def test_frames_are_counted_after_the_links_are_there(monkeypatch: pytest.
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_arguments_are_refused_and_not_counted(pg: ProcessGroup) -> None:
+async def test_wrong_arguments_are_refused_and_not_estimated(pg: ProcessGroup) -> None:
     with pg.time_estimator() as estimate:
         with pytest.raises(TypeError, match="op"):
             pg.allreduce(np.ones(1), "sum")  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ async def test_wrong_arguments_are_refused_and_not_counted(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(2)
-async def test_other_tasks_and_groups_go_on(pg: ProcessGroup) -> None:
+async def test_other_tasks_and_groups_make_real_calls_during_an_estimate(pg: ProcessGroup) -> None:
     start, done = asyncio.Event(), asyncio.Event()
 
     async def beside() -> Any:
@@ -264,7 +264,7 @@ def fails(pg: ProcessGroup) -> Estimate:
 
 
 @pytest.mark.ranks(2)
-async def test_blocks_in_one_another(pg: ProcessGroup) -> None:
+async def test_estimates_can_nest(pg: ProcessGroup) -> None:
     with pg.time_estimator() as outer:
         pg.barrier()
         inner = fails(pg)
@@ -275,7 +275,7 @@ async def test_blocks_in_one_another(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2, options=GroupOptions(debug="detail"))
-async def test_what_is_estimated_is_not_compared(pg: ProcessGroup) -> None:
+async def test_estimated_calls_are_not_compared(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         with pg.time_estimator() as estimate:
             await pg.allreduce(np.ones(3))
@@ -287,7 +287,7 @@ async def test_what_is_estimated_is_not_compared(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_coalesced_calls_count_as_what_they_are_fused_to(pg: ProcessGroup) -> None:
+async def test_coalesced_calls_are_estimated_as_fused(pg: ProcessGroup) -> None:
     with pg.time_estimator() as whole, pg.time_estimator() as estimate:
         async with pg.coalescing():
             works = [pg.allreduce(np.ones(3)) for _ in range(4)]
@@ -301,7 +301,7 @@ async def test_coalesced_calls_count_as_what_they_are_fused_to(pg: ProcessGroup)
 
 
 @pytest.mark.ranks(1, 2)
-async def test_many_coalesced_tensors_are_estimated_at_once_and_left_alone(pg: ProcessGroup) -> None:
+async def test_many_coalesced_tensors_are_estimated_at_once_and_unchanged(pg: ProcessGroup) -> None:
     """More than is packed in one turn of the loop, by far."""
     tensors = [np.zeros(1000) for _ in range(1000)]
     with pg.time_estimator() as estimate:
@@ -315,7 +315,7 @@ async def test_many_coalesced_tensors_are_estimated_at_once_and_left_alone(pg: P
 
 
 @pytest.mark.ranks(2)
-async def test_it_needs_a_group_that_is_there(pg: ProcessGroup) -> None:
+async def test_estimate_requires_an_open_group(pg: ProcessGroup) -> None:
     refused: list[BaseException] = []
 
     def elsewhere() -> None:

@@ -96,12 +96,12 @@ def all_garbage() -> Iterator[list[Any]]:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("count", [2, 40_000, 400_000])
 @pytest.mark.parametrize("name", CALLS)
-async def test_a_call_leaves_nothing_to_the_collector(name: str, count: int, transport: str) -> None:
+async def test_call_leaves_no_reference_cycles(name: str, count: int, transport: str) -> None:
     await testing.run_ranks(SIZE, called, name, count, options=options(transport))
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_nor_does_one_that_is_compared_before(name: str) -> None:
+async def test_compared_call_leaves_no_reference_cycles(name: str) -> None:
     await testing.run_ranks(SIZE, called, name, 2, options=GroupOptions(debug="detail"))
 
 

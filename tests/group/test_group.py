@@ -34,7 +34,7 @@ from ..ranks import LINKS, hub, in_a_fork, over, run_ranks, until
 
 
 @pytest.mark.ranks(3)
-async def test_a_group_tells_who_it_is(pg: ProcessGroup) -> None:
+async def test_group_has_its_name_rank_and_size(pg: ProcessGroup) -> None:
     assert pg.size() == 3
     assert pg.global_ranks == (0, 1, 2)
     assert pg.timeout == 300.0
@@ -81,7 +81,7 @@ async def test_abort_fails_every_rank_and_keeps_the_first_cause(pg: ProcessGroup
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_a_timeout_fails_every_rank_and_names_the_missing(pg: ProcessGroup) -> None:
+async def test_timeout_fails_every_rank_and_names_the_missing(pg: ProcessGroup) -> None:
     if pg.rank() == 2:
         assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
     else:
@@ -97,7 +97,7 @@ async def test_a_timeout_fails_every_rank_and_names_the_missing(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_a_short_timeout_is_kept_also_while_others_are_started(pg: ProcessGroup) -> None:
+async def test_short_timeout_expires_while_other_calls_start(pg: ProcessGroup) -> None:
     """Each of these starts after half of the time of the one before."""
     if pg.rank() == 1:
         await pg.wait_revoked()
@@ -120,7 +120,7 @@ async def test_a_short_timeout_is_kept_also_while_others_are_started(pg: Process
         assert isinstance(work.exception(), CollectiveTimeoutError)
 
 
-async def test_the_timeout_of_the_group_is_the_default() -> None:
+async def test_group_timeout_is_the_default() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -138,7 +138,7 @@ async def test_the_timeout_of_the_group_is_the_default() -> None:
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_an_op_of_the_user_that_raises_fails_every_rank(pg: ProcessGroup) -> None:
+async def test_raising_custom_op_fails_every_rank(pg: ProcessGroup) -> None:
     def broken(a: object, b: object, out: object) -> None:
         raise ZeroDivisionError("the user's own")
 
@@ -153,7 +153,7 @@ async def test_an_op_of_the_user_that_raises_fails_every_rank(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(3)
-async def test_a_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
+async def test_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
     work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
     with suppress(GroupError):  # rank 0 may have all before the others have
         await pg.allgather_object("so that there are data links")
@@ -170,7 +170,7 @@ async def test_a_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_a_rank_that_left_is_named_where_it_is_needed(pg: ProcessGroup) -> None:
+async def test_rank_that_left_is_named_where_it_is_needed(pg: ProcessGroup) -> None:
     await pg.barrier()
     if pg.rank() == 2:
         return
@@ -183,7 +183,7 @@ async def test_a_rank_that_left_is_named_where_it_is_needed(pg: ProcessGroup) ->
 @pytest.mark.ranks(4)
 @over(*LINKS)
 @pytest.mark.parametrize("leaver", [0, 1, 3])
-async def test_leaving_disturbs_nobody_who_does_not_need_it(pg: ProcessGroup, leaver: int) -> None:
+async def test_leaving_does_not_disturb_independent_ranks(pg: ProcessGroup, leaver: int) -> None:
     await pg.barrier()
     if pg.rank() == leaver:
         return
@@ -198,7 +198,7 @@ async def test_leaving_disturbs_nobody_who_does_not_need_it(pg: ProcessGroup, le
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_what_was_sent_before_leaving_is_received(transport: str) -> None:
+async def test_message_sent_before_leaving_is_received(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             for peer in (1, 2):
@@ -211,7 +211,7 @@ async def test_what_was_sent_before_leaving_is_received(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS[1:])
-async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_accepted(
+async def test_goodbye_does_not_overtake_data_on_an_unaccepted_link(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is slow to accept the data link; the goodbye on the control link is there first."""
@@ -235,7 +235,7 @@ async def test_a_goodbye_does_not_overtake_what_was_sent_on_a_link_still_to_be_a
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_collective_that_needs_no_more_of_a_rank_survives_its_leaving(transport: str) -> None:
+async def test_collective_survives_the_leaving_of_a_finished_rank(transport: str) -> None:
     """Rank 2 has given its part and left; rank 0 calls when it knows that, and still waits for rank 1."""
     left = asyncio.Event()
 
@@ -275,7 +275,7 @@ async def test_leaving_right_after_a_collective_is_no_failure(call: str, transpo
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_ranks_leave_one_after_the_other(transport: str) -> None:
+async def test_ranks_can_leave_one_after_another(transport: str) -> None:
     """In any order, each time with those that stay still able to talk."""
 
     async def rank(pg: ProcessGroup, order: list[int]) -> None:
@@ -291,7 +291,7 @@ async def test_ranks_leave_one_after_the_other(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_failure_reaches_all_after_the_first_ranks_have_left(transport: str) -> None:
+async def test_failure_reaches_all_after_the_first_ranks_left(transport: str) -> None:
     """Notes go through the lowest rank that is there: by now that is rank 2, which followed rank 1 and rank 0."""
     knowing = set()
 
@@ -316,7 +316,7 @@ async def test_a_failure_reaches_all_after_the_first_ranks_have_left(transport: 
 
 
 @pytest.mark.ranks(2)
-async def test_a_closed_group_refuses_calls(pg: ProcessGroup) -> None:
+async def test_closed_group_refuses_calls(pg: ProcessGroup) -> None:
     await pg.shutdown()
     await pg.shutdown()
     await pg.aclose()
@@ -364,7 +364,7 @@ async def test_drain_waits_for_all_and_raises_the_first_error(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(2)
-async def test_drain_survives_a_receive_that_is_withdrawn(pg: ProcessGroup) -> None:
+async def test_drain_ignores_a_withdrawn_receive(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         first = pg.recv(np.zeros(1), 1, 1)
         waiting = asyncio.ensure_future(pg.recv(np.zeros(1), 1, 2).join())
@@ -384,7 +384,7 @@ async def test_drain_survives_a_receive_that_is_withdrawn(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_a_call_from_another_thread_is_refused(pg: ProcessGroup) -> None:
+async def test_call_from_another_thread_is_refused(pg: ProcessGroup) -> None:
     raised = []
 
     def call() -> None:
@@ -400,7 +400,7 @@ async def test_a_call_from_another_thread_is_refused(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-async def test_a_call_from_another_loop_is_refused() -> None:
+async def test_call_from_another_loop_is_refused() -> None:
     async def rank(pg: ProcessGroup) -> None:
         async def call() -> None:
             pg.barrier()
@@ -417,21 +417,19 @@ async def test_a_call_from_another_loop_is_refused() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_forked_child_is_refused(pg: ProcessGroup) -> None:
+async def test_call_in_a_forked_child_is_refused(pg: ProcessGroup) -> None:
     assert "a forked child cannot use it: make a new group in the child" in in_a_fork(pg.barrier)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("error", [None, SystemExit(0)])
-async def test_a_forked_child_leaves_the_block_of_its_parent_alone(
-    pg: ProcessGroup, error: BaseException | None
-) -> None:
+async def test_forked_child_does_not_end_its_parents_block(pg: ProcessGroup, error: BaseException | None) -> None:
     if pg.rank() == 0:
         assert in_a_fork(lambda: pg.__aexit__(None, error, None).send(None)) == ""
     assert await pg.allreduce(1) == 2
 
 
-def test_a_forked_child_that_runs_the_loop_itself_is_refused() -> None:
+def test_forked_child_that_runs_the_loop_is_refused() -> None:
     loop = asyncio.SelectorEventLoop()
     store = HashStore()
 
@@ -447,7 +445,7 @@ def test_a_forked_child_that_runs_the_loop_itself_is_refused() -> None:
     loop.close()
 
 
-def test_a_group_goes_with_its_loop_to_another_thread() -> None:
+def test_group_moves_with_its_loop_to_another_thread() -> None:
     loop = asyncio.SelectorEventLoop()
     store = HashStore()
 
@@ -501,7 +499,7 @@ def test_a_group_goes_with_its_loop_to_another_thread() -> None:
     ],
     ids=["op", "op-root-only", "op-object", "dtype", "count", "count-broadcast", "reduce", "root", "waiting", "object"],
 )
-async def test_disagreement_is_an_error_on_both_ranks(pg: ProcessGroup, field: str, calls: tuple) -> None:
+async def test_mismatch_is_raised_on_both_ranks(pg: ProcessGroup, field: str, calls: tuple) -> None:
     around = np.arange(1000.0) + pg.rank()
     before = around.copy()
     message = f"Collectives differ in the following: .*{field}.*rank 0 called .*SequenceNumber=1.*rank 1 called"
@@ -523,7 +521,7 @@ async def test_disagreement_is_an_error_on_both_ranks(pg: ProcessGroup, field: s
 
 @pytest.mark.ranks(5)
 @over(*LINKS)
-async def test_disagreement_of_two_is_an_error_on_all(pg: ProcessGroup) -> None:
+async def test_mismatch_of_two_ranks_is_raised_on_all(pg: ProcessGroup) -> None:
     tensor = np.ones(50_000, "float32" if pg.rank() == 3 else "float64")
     with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
         await pg.allreduce(tensor)
@@ -534,7 +532,7 @@ async def test_disagreement_of_two_is_an_error_on_all(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_another_order_is_found(pg: ProcessGroup) -> None:
+async def test_different_call_order_is_a_mismatch(pg: ProcessGroup) -> None:
     x, y = np.ones(10), np.ones(20)
     works = [pg.allreduce(each) for each in ((x, y) if pg.rank() else (y, x))]
     for work in works:
@@ -544,7 +542,7 @@ async def test_another_order_is_found(pg: ProcessGroup) -> None:
     assert (y == 1).all()
 
 
-async def test_two_groups_fail_apart() -> None:
+async def test_groups_fail_independently() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -563,7 +561,7 @@ async def test_two_groups_fail_apart() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_timeout_that_is_set_applies_to_later_calls(pg: ProcessGroup) -> None:
+async def test_new_timeout_applies_to_later_calls(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     before = [pg.recv(np.zeros(1), 1 - pg.rank(), tag) for tag in range(1, 100)]
     part = await pg.split_group([0, 1])
@@ -584,7 +582,7 @@ async def test_timeout_that_is_set_applies_to_later_calls(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(1)
-async def test_timeouts_that_cannot_be_set(pg: ProcessGroup) -> None:
+async def test_invalid_timeout_is_refused(pg: ProcessGroup) -> None:
     for wrong in (-5, math.nan):
         with pytest.raises(ValueError, match=r"timeout=.*: must be >= 0 seconds"):
             pg.timeout = wrong

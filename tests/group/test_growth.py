@@ -54,7 +54,7 @@ async def growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str]:
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-async def test_a_group_that_fails_before_newcomers_have_come(world_size: int, transport: str) -> None:
+async def test_grow_fails_if_the_group_fails_before_newcomers_come(world_size: int, transport: str) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -73,7 +73,7 @@ async def test_a_group_that_fails_before_newcomers_have_come(world_size: int, tr
 
 
 @pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_a_death_while_newcomers_are_waited_for(victim: int) -> None:
+async def test_grow_fails_on_a_death_while_it_waits_for_newcomers(victim: int) -> None:
     """The others go on, and the newcomer that had come waits for that."""
     store = HashStore()
     where = {"store": store, "options": options("unix")}
@@ -120,7 +120,7 @@ class Late(HashStore):
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_a_group_that_fails_while_newcomers_are_met(world_size: int, transport: str) -> None:
+async def test_grow_fails_if_the_group_fails_while_it_meets_newcomers(world_size: int, transport: str) -> None:
     store = HashStore()
     where = {"store": store, "options": options(transport)}
     late = Late(store)
@@ -146,7 +146,7 @@ async def test_a_group_that_fails_while_newcomers_are_met(world_size: int, trans
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("turns", range(12))
-async def test_a_group_that_fails_at_any_turn_after_a_newcomer_has_its_seat(turns: int, world_size: int) -> None:
+async def test_grow_fails_if_the_group_fails_at_any_iteration_after_an_assignment(turns: int, world_size: int) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -185,7 +185,7 @@ class Far(HashStore):
         return await self._of_all._wait(command, arguments, timeout)
 
 
-async def test_a_newcomer_is_told_whose_assignment_was_stored_when_rank_0_was_cancelled() -> None:
+async def test_newcomer_with_a_stored_assignment_learns_of_the_cancellation() -> None:
     store = HashStore()
     far = Far(store)
     newcomers = [asyncio.ensure_future(await_assignment(store, 30)) for _ in range(2)]
@@ -202,7 +202,7 @@ async def test_a_newcomer_is_told_whose_assignment_was_stored_when_rank_0_was_ca
     assert await newcomers[1] == Assignment("aiocoll/grown/2", 1, 2, "larger")
 
 
-async def test_a_group_that_fails_while_its_seats_are_given_out() -> None:
+async def test_grow_fails_if_the_group_fails_during_the_assignments() -> None:
     """Rank 0 has found the newcomer, but cannot tell the others any more where all meet."""
     store = HashStore()
 
@@ -218,7 +218,7 @@ async def test_a_group_that_fails_while_its_seats_are_given_out() -> None:
     ]
 
 
-async def test_a_death_that_the_store_tells_of_first() -> None:
+async def test_grow_fails_on_the_death_of_the_store_host() -> None:
     """The process that has died hosted the store: rank 0 misses that before it hears whose it was."""
     server = StoreServer(key=None)
     host, port = server.start()
@@ -248,7 +248,7 @@ async def test_a_death_that_the_store_tells_of_first() -> None:
     assert results == [(GroupError, "group 'world:0' was aborted by rank 1: its process has ended")] * 2
 
 
-async def test_a_group_that_is_closed_while_it_grows() -> None:
+async def test_grow_ends_when_the_group_is_closed() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         growing = asyncio.ensure_future(growth(pg, 1))
         await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
@@ -258,7 +258,7 @@ async def test_a_group_that_is_closed_while_it_grows() -> None:
     assert await on_ranks({"store": HashStore()}, 1, rank) == [GroupClosedError]
 
 
-async def test_growth_that_is_cancelled_ends_and_leaves_the_group() -> None:
+async def test_cancelled_grow_leaves_the_group_usable() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         growing = asyncio.ensure_future(pg.grow(1))
         await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
@@ -270,7 +270,7 @@ async def test_growth_that_is_cancelled_ends_and_leaves_the_group() -> None:
     assert await on_ranks({"store": HashStore()}, 1, rank) == [1]
 
 
-async def test_a_merger_fails_with_its_group() -> None:
+async def test_merge_fails_with_its_group() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -284,7 +284,7 @@ async def test_a_merger_fails_with_its_group() -> None:
     await on_ranks({"store": store}, 2, rank)
 
 
-async def test_a_store_that_is_gone_is_told_of_where_nobody_has_died() -> None:
+async def test_lost_store_is_reported_without_a_death() -> None:
     server = StoreServer(key=None)
     async with TCPStore(*server.start()) as store:
 
@@ -299,7 +299,7 @@ async def test_a_store_that_is_gone_is_told_of_where_nobody_has_died() -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
-async def test_as_many_newcomers_as_have_come(world_size: int, transport: str) -> None:
+async def test_grow_takes_all_present_newcomers(world_size: int, transport: str) -> None:
     store = HashStore()
     where = {"store": store, "options": options(transport)}
 
@@ -316,7 +316,7 @@ async def test_as_many_newcomers_as_have_come(world_size: int, transport: str) -
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-async def test_as_many_newcomers_as_have_come_to_a_store_outside_of_the_process(kind: str, tmp_path: Path) -> None:
+async def test_grow_takes_all_newcomers_present_at_an_external_store(kind: str, tmp_path: Path) -> None:
     """Their answers to the last call take a while."""
     async with AsyncExitStack() as stack:
         if kind == "tcp":
@@ -340,7 +340,7 @@ async def test_as_many_newcomers_as_have_come_to_a_store_outside_of_the_process(
             assert await asyncio.gather(rank(0), rank(1), newcomer()) == [[0, 1, 2]] * 3
 
 
-async def test_newcomers_are_told_if_the_ranks_do_not_meet_them_in_time() -> None:
+async def test_newcomers_learn_of_a_timed_out_meeting() -> None:
     """One of two newcomers never comes to where it was assigned a rank."""
     store = HashStore()
     late = Late(store)
@@ -368,7 +368,9 @@ async def test_newcomers_are_told_if_the_ranks_do_not_meet_them_in_time() -> Non
         (2, 1.0, TypeError, "at_least must be an int, not float"),
     ],
 )
-async def test_wrong_numbers_of_newcomers(n: int, at_least: Any, error: type[Exception], message: str) -> None:
+async def test_invalid_number_of_newcomers_is_refused(
+    n: int, at_least: Any, error: type[Exception], message: str
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(error, match=message):
             await pg.grow(n, at_least=at_least)
@@ -376,7 +378,7 @@ async def test_wrong_numbers_of_newcomers(n: int, at_least: Any, error: type[Exc
     await on_ranks({"store": HashStore()}, 1, rank)
 
 
-async def test_ranks_that_want_other_numbers_of_newcomers() -> None:
+async def test_different_numbers_of_newcomers_are_a_mismatch() -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"called grow\(\) with at_least=\[1, 2\]: pass the same at_least"):
             await pg.grow(2, at_least=pg.rank() + 1)

@@ -67,7 +67,7 @@ def check(call: Call, pg: ProcessGroup, whole: Any, other: Any, first: int) -> N
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 @over("shm", "memory")
-async def test_the_same_call_again_and_again(call: Call, pg: ProcessGroup) -> None:
+async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGroup) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
             for first in range(3):
@@ -79,7 +79,7 @@ async def test_the_same_call_again_and_again(call: Call, pg: ProcessGroup) -> No
 
 @pytest.mark.ranks(1)
 @over("memory")
-async def test_arrays_without_axes(pg: ProcessGroup) -> None:
+async def test_arrays_without_axes_are_divided(pg: ProcessGroup) -> None:
     for value in (1.0, 2.0):
         for shapes in (((), ()), ((), (1,)), ((1,), ())):
             whole, other = (np.full(shape, value + part) for part, shape in enumerate(shapes))
@@ -90,9 +90,7 @@ async def test_arrays_without_axes(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
 @over("memory")
-async def test_a_call_like_an_earlier_one_views_nothing(
-    call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0))
     viewed = viewing(monkeypatch)
     whole, other = arrays(call, pg, (4,), "f4", 1)
@@ -106,7 +104,7 @@ async def test_a_call_like_an_earlier_one_views_nothing(
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_with_a_key_in_a_block_and_with_no_elements(call: Call, pg: ProcessGroup) -> None:
+async def test_keyed_coalesced_and_empty_calls_are_right(call: Call, pg: ProcessGroup) -> None:
     for first in range(2):
         whole, other = arrays(call, pg, (4,), "f4", first)
         await call(pg, whole, other, key="a")
@@ -123,7 +121,7 @@ async def test_with_a_key_in_a_block_and_with_no_elements(call: Call, pg: Proces
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_what_is_not_plain_is_right_after_what_is(call: Call, pg: ProcessGroup) -> None:
+async def test_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
     """Strided, read-only or of another byte order, of the same shape and dtype as in a call before."""
     whole, other = arrays(call, pg, (4,), "i4", 0)
     await call(pg, whole, other)
@@ -141,7 +139,7 @@ async def test_what_is_not_plain_is_right_after_what_is(call: Call, pg: ProcessG
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(2)
 @over("memory")
-async def test_what_is_wrong_is_refused_after_what_is_right(call: Call, pg: ProcessGroup) -> None:
+async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
     whole, other = arrays(call, pg, (4,), "f4", 0)
     await call(pg, whole, other)
     with pytest.raises(ValueError, match=r"elements|split"):
@@ -167,7 +165,7 @@ async def test_what_is_wrong_is_refused_after_what_is_right(call: Call, pg: Proc
 
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_arrays_that_overlap_where_they_may(pg: ProcessGroup) -> None:
+async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     for first in range(2):
         whole, other = arrays(allgather, pg, (4,), "f4", first)
@@ -183,7 +181,7 @@ async def test_arrays_that_overlap_where_they_may(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory")
-async def test_each_op_has_its_plan(pg: ProcessGroup) -> None:
+async def test_plan_is_cached_per_op(pg: ProcessGroup) -> None:
     for op, expected in ((ReduceOp.SUM, 10.0), (ReduceOp.MAX, 10.0), (ReduceOp.AVG, 5.0), (ReduceOp.MIN, 0.0)) * 2:
         whole, other = arrays(reduce_scatter, pg, (4,), "f4", 0)
         await pg.reduce_scatter_tensor(other, whole, op)

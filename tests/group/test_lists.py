@@ -89,7 +89,7 @@ def check(call: Call, pg: ProcessGroup, got: Any, first: int, root: int) -> None
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 @over("shm", "memory")
-async def test_the_same_call_again_and_again(call: Call, pg: ProcessGroup) -> None:
+async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGroup) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
             for first in range(3):
@@ -107,7 +107,7 @@ async def test_the_same_call_again_and_again(call: Call, pg: ProcessGroup) -> No
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(2, 3, 4)
 @over("shm", "memory")
-async def test_ranks_with_longer_arrays(call: Call, pg: ProcessGroup) -> None:
+async def test_ranks_may_have_longer_arrays(call: Call, pg: ProcessGroup) -> None:
     for grow in (1, 2, 40_000):
         for first in range(2):
             for root in range(pg.size()):
@@ -119,9 +119,7 @@ async def test_ranks_with_longer_arrays(call: Call, pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
 @over("memory")
-async def test_a_call_like_an_earlier_one_views_nothing(
-    call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0, 0, 0), 0)
     viewed = viewing(monkeypatch)
     given, got = arrays(call, pg, (4,), "f4", 1, 0, 0)
@@ -139,7 +137,7 @@ async def test_a_call_like_an_earlier_one_views_nothing(
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_with_a_key_in_a_block_as_tuples_and_with_no_elements(call: Call, pg: ProcessGroup) -> None:
+async def test_keyed_coalesced_tuple_and_empty_calls_are_right(call: Call, pg: ProcessGroup) -> None:
     for first in range(2):
         given, got = arrays(call, pg, (4,), "f4", first, 1, 0)
         await call(pg, given, got, 1, key="a")
@@ -163,7 +161,7 @@ async def test_with_a_key_in_a_block_as_tuples_and_with_no_elements(call: Call, 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_what_is_not_plain_is_right_after_what_is(call: Call, pg: ProcessGroup) -> None:
+async def test_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
     """Strided, or read-only, of the same shape and dtype as in a call before."""
 
     def strided(array: Any) -> Any:
@@ -193,7 +191,7 @@ async def test_what_is_not_plain_is_right_after_what_is(call: Call, pg: ProcessG
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(2, 4)
 @over("memory")
-async def test_what_is_wrong_is_refused_after_what_is_right(call: Call, pg: ProcessGroup) -> None:
+async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     other = (rank + 1) % size
     given, got = arrays(call, pg, (4,), "f4", 0, rank, 0)
@@ -241,7 +239,7 @@ async def test_what_is_wrong_is_refused_after_what_is_right(call: Call, pg: Proc
 @pytest.mark.parametrize("call", [gather, scatter])
 @pytest.mark.ranks(2)
 @over("memory")
-async def test_only_the_root_has_a_list(call: Call, pg: ProcessGroup) -> None:
+async def test_list_is_given_by_the_root_only(call: Call, pg: ProcessGroup) -> None:
     root = 1 - pg.rank()
     mine, lists = np.zeros(4, "f4"), [np.zeros(4, "f4") for _ in range(2)]
     for _ in range(2):
@@ -259,7 +257,7 @@ async def test_only_the_root_has_a_list(call: Call, pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_arrays_that_overlap_where_they_may(pg: ProcessGroup) -> None:
+async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     for first in range(2):
         for call in (allgather, gather):
@@ -284,7 +282,7 @@ async def test_arrays_that_overlap_where_they_may(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory")
-async def test_each_op_has_its_plan(pg: ProcessGroup) -> None:
+async def test_plan_is_cached_per_op(pg: ProcessGroup) -> None:
     rank = pg.rank()
     for op, expected in ((ReduceOp.SUM, 10.0), (ReduceOp.MAX, 10.0), (ReduceOp.AVG, 5.0), (ReduceOp.MIN, 0.0)) * 2:
         given, got = arrays(reduce_scatter, pg, (4,), "f4", 0, 0, 0)

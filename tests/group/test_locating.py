@@ -101,14 +101,14 @@ async def check(pg: ProcessGroup, dtype: np.dtype[Any], count: int, op: ReduceOp
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_every_call(pg: ProcessGroup) -> None:
+async def test_minloc_and_maxloc_work_in_every_call(pg: ProcessGroup) -> None:
     for number, count in enumerate((0, 1, 2, 5)):
         for op in OPS:
             await check(pg, FLOAT_INT if number == 2 else layout("float32", "int32", number), count, op)
 
 
 @pytest.mark.ranks(2, 3)
-async def test_every_value_and_index(pg: ProcessGroup) -> None:
+async def test_minloc_and_maxloc_support_every_value_and_index_dtype(pg: ProcessGroup) -> None:
     for number, value in enumerate(VALUES):
         for op in OPS:
             await check(pg, layout(value, INDICES[number % len(INDICES)], number), 3, op)
@@ -118,7 +118,7 @@ async def test_every_value_and_index(pg: ProcessGroup) -> None:
 
 @over(*LINKS)
 @pytest.mark.ranks(2, 3, 4)
-async def test_many(pg: ProcessGroup) -> None:
+async def test_minloc_and_maxloc_of_large_arrays_are_right(pg: ProcessGroup) -> None:
     """In pieces, on rings and trees; the winner of each place is known."""
     size, rank = pg.size(), pg.rank()
     for dtype in (FLOAT_INT, layout("float64", "int32", 0)):
@@ -136,7 +136,7 @@ async def test_many(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_nan_wins_with_the_lowest_index(pg: ProcessGroup) -> None:
+async def test_nan_wins_with_its_lowest_index(pg: ProcessGroup) -> None:
     rank = pg.rank()
     for op in OPS:
         x = np.array([(np.nan if rank else -np.inf, 5 - rank), (np.nan, rank), (rank, np.nan == 1)], FLOAT_INT)
@@ -147,7 +147,7 @@ async def test_nan_wins_with_the_lowest_index(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_pairs_that_only_differ_in_bits(pg: ProcessGroup) -> None:
+async def test_equal_pairs_give_the_bits_of_the_lowest_rank(pg: ProcessGroup) -> None:
     """Of equal pairs it is that of the lowest rank, on all ranks: zeros of both signs, NaNs of different bits."""
     for count in (1, 3, 50_000):
         x = np.zeros(count, FLOAT_INT)
@@ -161,7 +161,7 @@ async def test_pairs_that_only_differ_in_bits(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_what_is_no_pair(pg: ProcessGroup) -> None:
+async def test_array_without_pairs_is_refused(pg: ProcessGroup) -> None:
     for dtype in (
         [("value", "f8"), ("index", "f8")],
         [("value", "c16"), ("index", "i8")],

@@ -123,29 +123,29 @@ async def every_call(pg: ProcessGroup, shapes: tuple[tuple[int, ...], ...] = SHA
 
 
 @pytest.mark.ranks(*SIZES)
-async def test_every_call(pg: ProcessGroup) -> None:
+async def test_empty_arrays_work_in_every_call(pg: ProcessGroup) -> None:
     await every_call(pg)
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS[1:])
-async def test_every_transport(pg: ProcessGroup) -> None:
+async def test_empty_arrays_work_over_every_transport(pg: ProcessGroup) -> None:
     await every_call(pg)
 
 
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
 @over(*LINKS)
-async def test_every_call_everywhere(pg: ProcessGroup) -> None:
+async def test_empty_arrays_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
     await every_call(pg)
 
 
-def test_frames_that_take_their_time() -> None:
+def test_empty_arrays_work_with_delayed_frames() -> None:
     run_virtual(4, every_call, ((3, 0), ()), latency=(0.0001, 0.01))
 
 
 @pytest.mark.ranks(*SIZES)
-async def test_elements_on_one_rank_only(pg: ProcessGroup) -> None:
+async def test_elements_on_one_rank_only_are_moved(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     for holder in range(size):
         counts = [4 * (each == holder) for each in range(size)]
@@ -171,7 +171,7 @@ async def test_elements_on_one_rank_only(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_what_has_no_rows_cannot_be_cut(pg: ProcessGroup) -> None:
+async def test_array_without_rows_cannot_be_divided(pg: ProcessGroup) -> None:
     point = np.zeros(())
     with pytest.raises(ValueError, match="input has 1 rows, not a multiple of 2 ranks"):
         pg.alltoall_base(np.zeros(2), point)

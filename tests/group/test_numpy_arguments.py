@@ -29,7 +29,7 @@ KINDS: list[Callable[[int], Any]] = [np.int64, np.uint8, np.int32, np.array, lam
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(2, 3)
 @over("memory", "shm")
-async def test_messages_take_ranks_and_tags_of_numpy(pg: ProcessGroup, kind: Callable[[int], Any]) -> None:
+async def test_messages_accept_numpy_ranks_and_tags(pg: ProcessGroup, kind: Callable[[int], Any]) -> None:
     size, rank = pg.size(), pg.rank()
     right, left, tag = kind((rank + 1) % size), kind((rank - 1) % size), kind(100)
     x, y = np.full(3, rank), np.zeros(3, int)
@@ -62,7 +62,7 @@ async def test_messages_take_ranks_and_tags_of_numpy(pg: ProcessGroup, kind: Cal
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(2, 3)
-async def test_collectives_take_roots_sizes_and_timeouts_of_numpy(pg: ProcessGroup, kind: Callable[[int], Any]) -> None:
+async def test_collectives_accept_numpy_roots_sizes_and_timeouts(pg: ProcessGroup, kind: Callable[[int], Any]) -> None:
     size, rank, last = pg.size(), pg.rank(), kind(pg.size() - 1)
     limit = kind(50)
     assert (await pg.broadcast(np.full(2, rank), last, timeout=limit)).tolist() == [size - 1] * 2
@@ -126,14 +126,14 @@ SECONDS: list[tuple[Any, float]] = [
 
 
 @each(("given", "expected"), SECONDS)
-def test_seconds_are_any_real_number(given: Any, expected: float) -> None:
+def test_timeout_may_be_any_real_number(given: Any, expected: float) -> None:
     for found in (seconds(given, "timeout"), HashStore(given).timeout):
         assert found == expected
         assert type(found) is float
 
 
 @each("given", [True, np.bool_(True), "5", b"5", 1j, np.complex128(1), np.array([5.0]), np.array([1, 2]), object()])
-def test_other_seconds_are_refused(given: Any) -> None:
+def test_timeout_of_another_type_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"timeout must be seconds, a timedelta or None, not"):
         seconds(given, "timeout")
     with pytest.raises(TypeError, match=r"timeout must be seconds or a timedelta, not"):
@@ -141,12 +141,12 @@ def test_other_seconds_are_refused(given: Any) -> None:
 
 
 @each("given", [np.float64("nan"), np.int64(-1), np.float32(-0.5), np.array(-inf)])
-def test_negative_seconds_are_refused(given: Any) -> None:
+def test_negative_timeout_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"timeout=.*: must be >= 0 seconds"):
         seconds(given, "timeout")
 
 
-async def test_stores_and_meetings_take_numbers_of_numpy() -> None:
+async def test_stores_and_meetings_accept_numpy_numbers() -> None:
     async with HashStore() as store:
         assert await store.add("n", np.int64(3)) == 3
         assert await store.add("n", np.array(-1)) == 2
@@ -162,7 +162,7 @@ async def test_stores_and_meetings_take_numbers_of_numpy() -> None:
             assert pg.size() == 1
 
 
-def test_options_take_numbers_of_numpy_and_keep_plain_ones() -> None:
+def test_options_accept_numpy_numbers_and_keep_python_ones() -> None:
     options = GroupOptions(
         connections=np.int64(2),
         spin_us=np.float32(50),
@@ -177,7 +177,7 @@ def test_options_take_numbers_of_numpy_and_keep_plain_ones() -> None:
             GroupOptions(**{name: np.bool_(True)})  # type: ignore[arg-type]
 
 
-def test_numbers_of_other_libraries_are_taken_by_their_index() -> None:
+def test_numbers_of_other_libraries_are_converted_by_index() -> None:
     class Number:
         def __index__(self) -> int:
             return 7

@@ -20,7 +20,7 @@ def thing(rank: int, other: int = 0) -> dict[str, Any]:
 
 @pytest.mark.ranks(1, 2, 5)
 @over(*TRANSPORTS)
-async def test_every_root(pg: ProcessGroup) -> None:
+async def test_object_collectives_work_for_every_root(pg: ProcessGroup) -> None:
     rank, world = pg.rank(), range(pg.size())
     for root in world:
         assert await pg.broadcast_object(thing(rank), root) == thing(root)
@@ -42,7 +42,7 @@ async def test_arrays_travel_in_objects(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_keyed_objects_meet_in_any_order(pg: ProcessGroup) -> None:
+async def test_keyed_objects_match_in_any_order(pg: ProcessGroup) -> None:
     keys = ["a", "b", "c", "a"]
     works = {}
     for key in keys if pg.rank() else [*keys[1:3], "a", "a"]:
@@ -78,12 +78,12 @@ async def test_wrong_arguments_take_no_number(
 
 
 @pytest.mark.ranks(2)
-async def test_roots_that_differ_are_named(pg: ProcessGroup) -> None:
+async def test_mismatch_of_roots_is_named(pg: ProcessGroup) -> None:
     with pytest.raises(CollectiveMismatchError, match=r"GATHER_OBJECT.*root=0.*GATHER_OBJECT.*root=1"):
         await pg.gather_object(1, pg.rank())
 
 
-async def test_an_object_above_the_limit_is_refused(limits: Limits) -> None:
+async def test_object_above_the_limit_is_refused(limits: Limits) -> None:
     limits(exchanged_size=1000)
 
     async def rank(pg: ProcessGroup) -> None:

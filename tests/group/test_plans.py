@@ -123,7 +123,7 @@ def put(args: Any, value: float) -> None:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3)
-async def test_every_start_is_the_call_anew(pg: ProcessGroup) -> None:
+async def test_plan_start_equals_a_new_call(pg: ProcessGroup) -> None:
     """Some ranks have plans, others make plain calls: they meet."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -143,7 +143,7 @@ async def test_every_start_is_the_call_anew(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-async def test_many_tensors_are_left_alone_until_they_are_reduced(pg: ProcessGroup) -> None:
+async def test_plan_of_many_tensors_changes_none_before_the_reduction(pg: ProcessGroup) -> None:
     """More than is packed in one turn of the loop, by far."""
     tensors = [np.zeros(1000) for _ in range(1000)]
     plan = pg.plan(pg.allreduce_coalesced, tensors)
@@ -157,7 +157,7 @@ async def test_many_tensors_are_left_alone_until_they_are_reduced(pg: ProcessGro
 
 
 @pytest.mark.ranks(2)
-async def test_it_takes_numbers_and_keys_as_calls_do(pg: ProcessGroup) -> None:
+async def test_plan_takes_sequence_numbers_and_keys_like_calls(pg: ProcessGroup) -> None:
     x, y = np.ones(3), np.ones(3)
     plan, keyed = pg.plan(pg.allreduce, x), pg.plan(pg.allreduce, tensor=y, key="grad", timeout=30)
     assert comm_of(pg).entered == 0
@@ -182,14 +182,14 @@ async def test_it_takes_numbers_and_keys_as_calls_do(pg: ProcessGroup) -> None:
     started = [plan.start(), pg.plan(pg.send, x, pg.rank()).start(), pg.plan(pg.barrier).start()]
     sites = {completion_of(each).code for each in started}
     assert {code.co_filename for code in sites} == {__file__}
-    assert {code.co_name for code in sites} == {"test_it_takes_numbers_and_keys_as_calls_do"}
+    assert {code.co_name for code in sites} == {"test_plan_takes_sequence_numbers_and_keys_like_calls"}
     for each in started:
         await each
     await pg.recv(np.zeros(3), pg.rank())
 
 
 @pytest.mark.ranks(2)
-async def test_two_starts_do_not_overlap(pg: ProcessGroup) -> None:
+async def test_plan_cannot_start_twice_at_once(pg: ProcessGroup) -> None:
     x = np.ones(1)
     plan = pg.plan(pg.allreduce, x)
     other = pg.plan(pg.allreduce, np.ones(1))
@@ -210,7 +210,7 @@ async def test_two_starts_do_not_overlap(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_arguments_are_checked_at_the_plan(pg: ProcessGroup) -> None:
+async def test_plan_checks_its_arguments(pg: ProcessGroup) -> None:
     calls: list[tuple[Any, type[Exception], str]] = [
         (lambda: pg.plan(pg.allreduce, "text"), TypeError, "tensor must be"),
         (lambda: pg.plan(pg.allreduce, np.ones(1), "SUM"), TypeError, "op must be a ReduceOp"),
@@ -238,7 +238,7 @@ async def test_arguments_are_checked_at_the_plan(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1) == 2
 
 
-def test_every_call_that_returns_a_work_can_be_planned() -> None:
+def test_calls_that_return_a_work_can_be_planned() -> None:
     works = {
         name
         for name in dir(ProcessGroup)
@@ -249,7 +249,7 @@ def test_every_call_that_returns_a_work_can_be_planned() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_closed_group_starts_nothing(pg: ProcessGroup) -> None:
+async def test_plan_of_a_closed_group_cannot_start(pg: ProcessGroup) -> None:
     plans: list[Any] = [pg.plan(pg.allreduce, np.ones(1)), pg.plan(pg.recv, np.ones(1), 0), pg.plan(pg.barrier)]
     await plans[0].start()
     await pg.shutdown()
@@ -261,7 +261,7 @@ async def test_a_closed_group_starts_nothing(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_it_fails_as_the_call_does(pg: ProcessGroup) -> None:
+async def test_plan_fails_like_the_call(pg: ProcessGroup) -> None:
     plan = pg.plan(pg.allreduce, np.ones(1 + pg.rank()))
     with pytest.raises(CollectiveMismatchError, match="counts"):
         await plan.start()
@@ -270,7 +270,7 @@ async def test_it_fails_as_the_call_does(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_it_holds_its_arrays(pg: ProcessGroup) -> None:
+async def test_plan_keeps_its_arrays_alive(pg: ProcessGroup) -> None:
     x = np.full(1000, 3.0)
     held = weakref.ref(x)
     plan = pg.plan(pg.allreduce, x)
@@ -283,7 +283,7 @@ async def test_it_holds_its_arrays(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_in_blocks_where_calls_are_compared_and_in_dry_runs(pg: ProcessGroup) -> None:
+async def test_plan_works_in_blocks_with_compared_calls_and_dry_runs(pg: ProcessGroup) -> None:
     x, y = np.ones(2), np.ones(3)
     plan = pg.plan(pg.allreduce, x)
     async with pg.coalescing():
@@ -300,7 +300,7 @@ async def test_in_blocks_where_calls_are_compared_and_in_dry_runs(pg: ProcessGro
     assert (x == 2).all()
 
 
-async def test_where_calls_are_compared_and_in_a_dry_run() -> None:
+async def test_plan_works_with_compared_calls_and_in_a_dry_run() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         x = np.ones(2)
         plan = pg.plan(pg.allreduce, x)
@@ -315,7 +315,7 @@ async def test_where_calls_are_compared_and_in_a_dry_run() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_start_views_nothing(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plan_start_makes_no_views(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Any] = [pg.plan(pg.allgather_into_tensor, np.zeros(4), np.ones(4)), pg.plan(pg.send, np.ones(1), 0)]
     viewed: list[Any] = []
 
@@ -335,7 +335,7 @@ async def test_a_start_views_nothing(pg: ProcessGroup, monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks(2)
-async def test_planning_a_list_reads_and_writes_none_of_its_tensors(pg: ProcessGroup, limits: Limits) -> None:
+async def test_plan_of_a_list_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
     """Even if packing takes longer than a callback may."""
     limits(packing_budget=-1)
     x, y = np.zeros(3), np.zeros(2)

@@ -45,7 +45,7 @@ async def test_messages_of_a_source_and_tag_keep_their_order(pg: ProcessGroup) -
 @over(*TRANSPORTS)
 @pytest.mark.parametrize("posted", [True, False], ids=["posted", "unposted"])
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 300_000, 8 * MIB + 5])
-async def test_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
+async def test_messages_may_have_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
     async def rank(pg: ProcessGroup) -> None:
         data = (np.arange(nbytes) % 251).astype("uint8")
         if pg.rank() == 0:
@@ -73,7 +73,7 @@ async def test_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
 
 @pytest.mark.ranks(4)
 @over("memory", "unix", "shm")
-async def test_any_source_tells_whose_it_was(pg: ProcessGroup) -> None:
+async def test_receive_from_any_source_reports_the_sender(pg: ProcessGroup) -> None:
     if pg.rank():
         for number in range(5):
             await pg.send(np.array([pg.rank(), number]), 0, tag=3)
@@ -89,7 +89,7 @@ async def test_any_source_tells_whose_it_was(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_source_is_known_only_after_a_receive(pg: ProcessGroup) -> None:
+async def test_source_rank_is_known_only_after_the_receive(pg: ProcessGroup) -> None:
     work = pg.barrier()
     with pytest.raises(ValueError, match="only a completed receive has one"):
         work.source_rank()
@@ -98,7 +98,7 @@ async def test_a_source_is_known_only_after_a_receive(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over("memory", "unix", "shm")
-async def test_a_batch_starts_everything_and_gives_the_tensors(pg: ProcessGroup) -> None:
+async def test_batch_starts_all_members_and_returns_the_tensors(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     right, left = (rank + 1) % size, (rank - 1) % size
     out, into, big = np.full(5, rank), np.zeros(5, int), np.full(MIB, rank, "uint8")
@@ -111,7 +111,7 @@ async def test_a_batch_starts_everything_and_gives_the_tensors(pg: ProcessGroup)
 
 
 @pytest.mark.ranks(2)
-async def test_a_batch_with_a_wrong_member_starts_nothing(pg: ProcessGroup) -> None:
+async def test_batch_with_a_wrong_member_starts_nothing(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     with pytest.raises(TypeError, match=r"operations\[1\] must be a Send or a Recv, not str"):
         pg.batch([Send(np.ones(1), peer), "what"])
@@ -135,7 +135,7 @@ async def test_a_batch_with_a_wrong_member_starts_nothing(pg: ProcessGroup) -> N
     ],
     ids=["length", "dtype", "empty", "big"],
 )
-async def test_a_receive_of_another_kind_is_a_named_error(
+async def test_receive_of_another_kind_raises_a_named_error(
     pg: ProcessGroup, sent: Any, wanted: Any, message: str
 ) -> None:
     if pg.rank() == 0:
@@ -150,7 +150,7 @@ async def test_a_receive_of_another_kind_is_a_named_error(
 
 
 @pytest.mark.ranks(2)
-async def test_an_object_is_no_array(pg: ProcessGroup) -> None:
+async def test_receive_of_an_array_refuses_an_object(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         await pg.send_object([1, 2], 1)
         await pg.wait_revoked()
@@ -160,7 +160,7 @@ async def test_an_object_is_no_array(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_receive_without_a_message_fails_alone(pg: ProcessGroup) -> None:
+async def test_receive_timeout_does_not_fail_the_group(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     tensor = np.zeros(2)
     message = f"received no message with tag 4 from rank {peer} within 0.05 s"
@@ -175,7 +175,7 @@ async def test_a_receive_without_a_message_fails_alone(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(2)
-async def test_a_receive_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> None:
+async def test_receive_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     untouched = np.zeros(1)
     work = pg.recv(untouched, peer)
@@ -195,7 +195,7 @@ async def test_a_receive_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(2)
-async def test_a_batch_is_withdrawn_too(pg: ProcessGroup) -> None:
+async def test_batch_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     untouched = np.zeros(2)
     with pytest.raises(TimeoutError):
@@ -209,7 +209,7 @@ async def test_a_batch_is_withdrawn_too(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over("unix")
-async def test_a_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
+async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
     """Its message is on the way: half of it is here when the await is cancelled."""
     if pg.rank() == 0:
         await pg.send(np.ones(4 * MIB), 1)
@@ -299,7 +299,7 @@ async def test_incoming_ends_with_the_group(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory", "unix", "shm")
-async def test_cancelling_incoming_loses_nothing(pg: ProcessGroup) -> None:
+async def test_cancelled_incoming_loses_nothing(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(200):
             await pg.send_object(number, 1)
@@ -322,7 +322,7 @@ async def test_cancelling_incoming_loses_nothing(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_a_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
+async def test_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
     """As pending receives do; a step after the failure is a later call, whose error has the cause behind it."""
     incoming = pg.incoming()
     waiting = [asyncio.ensure_future(anext(each)) for each in (incoming, pg.incoming(tag=1))]
@@ -344,7 +344,7 @@ async def test_a_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
     assert isinstance(later.value.__cause__, PeerLostError)
 
 
-async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(limits: Limits) -> None:
+async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits: Limits) -> None:
     limits(received_size=1000)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -364,7 +364,7 @@ async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(lim
     await run_ranks(2, rank)
 
 
-async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     spied(monkeypatch, call_finished=lambda completion, *_: ended.append(completion))
 
@@ -383,7 +383,7 @@ async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.M
 
 
 @pytest.mark.ranks(2)
-async def test_incoming_asks_for_a_message_that_its_sender_holds_back(
+async def test_incoming_requests_a_message_that_its_sender_holds_back(
     pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of the message came before the window was used up, the READY for the rest in a later turn of the loop."""
@@ -411,7 +411,7 @@ async def test_incoming_asks_for_a_message_that_its_sender_holds_back(
     await pg.send_object("done", 1)
 
 
-async def test_a_message_longer_than_its_header_can_say_is_refused() -> None:
+async def test_message_longer_than_the_header_allows_is_refused() -> None:
     # Virtual memory alone: nothing touches it.
     huge = np.zeros(2**32, np.uint8)
 

@@ -54,7 +54,7 @@ def kept(pg: ProcessGroup, *calls: Callable[[], Any]) -> Keeping:
 
 
 @pytest.mark.ranks(2)
-async def test_a_call_on_arrays_is_its_plan_and_its_arrays(pg: ProcessGroup) -> None:
+async def test_call_on_arrays_has_a_plan_and_arrays(pg: ProcessGroup) -> None:
     tensor = np.arange(6.0).reshape(2, 3)
     keeping = kept(pg, lambda: pg.allreduce(tensor, timeout=7.0, key="k"))
     ((call, work),) = keeping.calls
@@ -69,7 +69,7 @@ async def test_a_call_on_arrays_is_its_plan_and_its_arrays(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(2)
-async def test_a_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
+async def test_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
     keeping = kept(pg, lambda: pg.allreduce(2.5), lambda: pg.allreduce(np.ones(4)[::2]))
     assert all(call.unwrap is not None for call, _ in keeping.calls)
     keeping.start()
@@ -91,7 +91,7 @@ async def test_objects_are_made_by_a_factory(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_message_has_ends_and_no_signature(pg: ProcessGroup) -> None:
+async def test_message_call_has_ends_and_no_signature(pg: ProcessGroup) -> None:
     other, tensor = 1 - pg.rank(), np.zeros(3)
     keeping = kept(pg, lambda: pg.batch([Send(np.full(3, float(pg.rank())), other, 5), Recv(tensor, None, 5)]))
     send, receive = (call for call, _ in keeping.calls)
@@ -106,7 +106,7 @@ async def test_a_message_has_ends_and_no_signature(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_call_that_starts_again_has_a_list_of_its_own(pg: ProcessGroup) -> None:
+async def test_repeated_start_of_a_call_gets_its_own_list(pg: ProcessGroup) -> None:
     """An operation may add to the list that it is given."""
     planned = PlannedCall(dispatcher_of(pg).plans.plan("barrier", None, ()), [], (3,), "result", 2.0, "key", list)
     again = planned.prepare_again()
@@ -119,7 +119,7 @@ async def test_a_call_that_starts_again_has_a_list_of_its_own(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(2)
-async def test_calls_of_a_plan_start_alike_from_a_record_and_from_its_arguments(pg: ProcessGroup) -> None:
+async def test_plan_starts_equally_from_a_record_and_from_arguments(pg: ProcessGroup) -> None:
     works: list[Work[Any]] = []
     d = dispatcher_of(pg)
     for key, from_record in ((None, True), (None, False), ("k", True), ("k", False)):
@@ -161,7 +161,7 @@ FROM_ROOT = {"broadcast_sparse", "broadcast_object", "scatter_object"}
 rows = pytest.mark.parametrize("kind", COMPOSITE)
 
 
-def test_each_row_has_a_call_here() -> None:
+def test_call_of_each_row_is_tested() -> None:
     others = {kind for kind, spec in SPECS.items() if spec.method in (Method.STEPS, Method.PARCELS)}
     assert others == set(COMPOSITE)
     rest = {kind for kind, spec in SPECS.items() if spec.method is Method.MESSAGES}
@@ -170,7 +170,7 @@ def test_each_row_has_a_call_here() -> None:
 
 @rows
 @pytest.mark.ranks(2)
-async def test_the_signature_of_a_call_finds_its_row(pg: ProcessGroup, kind: str) -> None:
+async def test_signature_of_a_call_finds_its_row(pg: ProcessGroup, kind: str) -> None:
     ((call, work),) = kept(pg, lambda: COMPOSITE[kind](pg)).calls
     assert call.signature is not None
     assert call.signature.spec is SPECS[kind]
@@ -179,7 +179,7 @@ async def test_the_signature_of_a_call_finds_its_row(pg: ProcessGroup, kind: str
 
 @rows
 @pytest.mark.ranks(2)
-async def test_an_estimate_takes_the_participants_of_the_row(pg: ProcessGroup, kind: str) -> None:
+async def test_estimate_uses_the_participants_of_the_row(pg: ProcessGroup, kind: str) -> None:
     with pg.time_estimator() as estimate:
         async with pg.coalescing():  # without which an allgather of any counts is one of equal counts
             COMPOSITE[kind](pg)
@@ -191,7 +191,7 @@ async def test_an_estimate_takes_the_participants_of_the_row(pg: ProcessGroup, k
 
 @rows
 @pytest.mark.ranks(2)
-async def test_a_block_records_what_its_row_allows(pg: ProcessGroup, kind: str) -> None:
+async def test_block_records_calls_that_its_row_allows(pg: ProcessGroup, kind: str) -> None:
     assert SPECS[kind].recordable
     async with pg.coalescing():
         work = COMPOSITE[kind](pg)
@@ -203,14 +203,14 @@ async def test_a_block_records_what_its_row_allows(pg: ProcessGroup, kind: str) 
 
 @rows
 @pytest.mark.ranks(2)
-async def test_statistics_count_bytes_of_what_is_sized(pg: ProcessGroup, kind: str) -> None:
+async def test_statistics_count_bytes_of_sized_calls(pg: ProcessGroup, kind: str) -> None:
     await COMPOSITE[kind](pg)
     (row,) = [each for each in pg.stats().operations if each.op == kind.upper()]
     assert (row.calls, row.nbytes > 0) == (1, SPECS[kind].sized)
 
 
 @rows
-async def test_a_call_is_compared_as_any_other(kind: str) -> None:
+async def test_prepared_call_is_compared(kind: str) -> None:
     async def rank(pg: ProcessGroup) -> Any:
         await COMPOSITE[kind](pg)
         return [each.op for each in pg.stats().operations]
@@ -219,7 +219,7 @@ async def test_a_call_is_compared_as_any_other(kind: str) -> None:
 
 
 @rows
-async def test_a_dry_run_ends_it_at_once(kind: str) -> None:
+async def test_dry_run_ends_the_call_at_once(kind: str) -> None:
     async with new_group("fake", rank=0, world_size=3) as pg:
         work = COMPOSITE[kind](pg)
         assert work.done()

@@ -30,7 +30,7 @@ MIB = 1024 * 1024
 @pytest.mark.ranks(2)
 @over(*TRANSPORTS)
 @pytest.mark.parametrize("first", ["probe", "message"])
-async def test_it_tells_what_a_receive_then_gets(pg: ProcessGroup, first: str) -> None:
+async def test_probe_reports_the_message_of_the_next_receive(pg: ProcessGroup, first: str) -> None:
     """Also of messages that wait at their sender, for the most part."""
     messages: list[Any] = [np.arange(3, dtype="int16"), np.zeros(0), np.ones((2, MIB)), {"a": 1}, None]
     if pg.rank() == 0:
@@ -70,7 +70,7 @@ async def test_it_tells_what_a_receive_then_gets(pg: ProcessGroup, first: str) -
 
 @pytest.mark.ranks(4)
 @over("memory", "unix", "shm")
-async def test_any_source_and_a_certain_one(pg: ProcessGroup) -> None:
+async def test_probe_supports_any_source_and_a_given_one(pg: ProcessGroup) -> None:
     me = pg.rank()
     if me:
         await pg.send(np.full(me, me), 0)
@@ -89,7 +89,7 @@ async def test_any_source_and_a_certain_one(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_several_probes_see_the_same_message(pg: ProcessGroup) -> None:
+async def test_probes_see_the_same_message(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         probes = [pg.probe(), pg.probe(0), pg.probe(1), pg.probe(0, tag=1), pg.probe()]
         await pg.send_object("ready", 0)
@@ -113,7 +113,7 @@ async def test_several_probes_see_the_same_message(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory", "unix", "shm")
-async def test_a_posted_receive_takes_its_message_first(pg: ProcessGroup) -> None:
+async def test_posted_receive_takes_its_message_before_a_probe(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         probe = pg.probe(0)
         receive = pg.recv(np.zeros(1), 0)
@@ -129,7 +129,7 @@ async def test_a_posted_receive_takes_its_message_first(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(2)
-async def test_incoming_takes_what_a_probe_has_seen(pg: ProcessGroup) -> None:
+async def test_incoming_takes_a_probed_message(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(3):
             await pg.send(np.full(number + 1, number), 1)
@@ -148,7 +148,7 @@ async def test_incoming_takes_what_a_probe_has_seen(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_cancelling_loses_nothing(pg: ProcessGroup) -> None:
+async def test_cancelled_probe_loses_no_message(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(100):
             await pg.send_object(number, 1)
@@ -176,9 +176,7 @@ async def test_cancelling_loses_nothing(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_message_that_incoming_gives_back_is_seen_again(
-    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_message_returned_by_incoming_is_probed_again(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     if pg.rank() == 0:
         await pg.send_object(list(range(50_000)), 1)
         await pg.barrier()
@@ -198,7 +196,7 @@ async def test_a_message_that_incoming_gives_back_is_seen_again(
 
 
 @pytest.mark.ranks(2)
-async def test_it_times_out_alone_and_fails_with_the_group(pg: ProcessGroup) -> None:
+async def test_probe_times_out_alone_and_fails_with_the_group(pg: ProcessGroup) -> None:
     message = r"received no message with tag 4 from any rank within 0.02 s"
     with pytest.raises(CollectiveTimeoutError, match=message):
         await pg.probe(tag=4, timeout=0.02)
@@ -215,7 +213,7 @@ async def test_it_times_out_alone_and_fails_with_the_group(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(2)
-async def test_it_fails_when_its_source_leaves(pg: ProcessGroup) -> None:
+async def test_probe_fails_when_its_source_leaves(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         await pg.barrier()
         return
@@ -226,7 +224,7 @@ async def test_it_fails_when_its_source_leaves(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_arguments_and_nobody(pg: ProcessGroup) -> None:
+async def test_probe_refuses_wrong_arguments_and_supports_proc_null(pg: ProcessGroup) -> None:
     for call in (pg.probe, pg.iprobe):
         with pytest.raises(ValueError, match="source=2 is not a rank"):
             call(2)
@@ -246,7 +244,7 @@ async def test_wrong_arguments_and_nobody(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_closed_group_refuses_both(pg: ProcessGroup) -> None:
+async def test_closed_group_refuses_probe_and_iprobe(pg: ProcessGroup) -> None:
     await pg.shutdown()
     for call in (pg.probe, pg.iprobe):
         with pytest.raises(GroupClosedError):
@@ -254,7 +252,7 @@ async def test_a_closed_group_refuses_both(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_in_a_block_a_probe_starts_with_it(pg: ProcessGroup) -> None:
+async def test_probe_in_a_block_starts_with_it(pg: ProcessGroup) -> None:
     other = 1 - pg.rank()
     async with pg.coalescing():
         work = pg.probe(other)
@@ -264,7 +262,7 @@ async def test_in_a_block_a_probe_starts_with_it(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm"])
-async def test_iprobe_takes_what_has_come_without_a_turn_of_the_loop(transport: str) -> None:
+async def test_iprobe_sees_received_messages_without_a_loop_iteration(transport: str) -> None:
     sent = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -285,9 +283,7 @@ async def test_iprobe_takes_what_has_come_without_a_turn_of_the_loop(transport: 
 
 
 @pytest.mark.ranks(1)
-async def test_a_dtype_that_numpy_lacks_fails_the_probe_alone(
-    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unknown_dtype_fails_only_the_probe(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.arange(4.0)
     await pg.send(x, 0)
     with monkeypatch.context() as patch:
@@ -299,9 +295,7 @@ async def test_a_dtype_that_numpy_lacks_fails_the_probe_alone(
 
 
 @pytest.mark.ranks(2)
-async def test_a_layout_that_this_process_does_not_know_is_bytes(
-    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unknown_layout_is_reported_as_bytes(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here both ranks are of one process, which is made to forget."""
     replaced(monkeypatch, probe_layout=lambda _: None)
     x = np.array([(1, 2.5)] * 3, [("a", "<i4"), ("b", "<f8")])

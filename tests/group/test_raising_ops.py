@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[ProcessGroup, ReduceOp, int], Awaitable[Any]]] = {
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("kind", CALLS)
-async def test_the_line_is_in_the_traceback(kind: str, world_size: int, transport: str) -> None:
+async def test_raising_op_has_its_line_in_the_traceback(kind: str, world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup, count: int) -> bool:
         op = Op()
         error = await failure(CALLS[kind](pg, op.op, count))
@@ -79,7 +79,7 @@ async def test_the_line_is_in_the_traceback(kind: str, world_size: int, transpor
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_the_line_is_in_the_traceback_of_a_block(transport: str) -> None:
+async def test_raising_op_in_a_block_has_its_line_in_the_traceback(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> bool:
         op = Op()
 
@@ -95,7 +95,7 @@ async def test_the_line_is_in_the_traceback_of_a_block(transport: str) -> None:
     assert any(await run_ranks(3, rank, transport=transport))
 
 
-async def test_other_works_that_fail_with_it_and_later_calls_have_it_too() -> None:
+async def test_raising_op_is_the_cause_of_other_works_and_later_calls() -> None:
     async def rank(pg: ProcessGroup) -> bool:
         op = Op()
         other = asyncio.ensure_future(failure(pg.recv_object()))
@@ -111,7 +111,7 @@ async def test_other_works_that_fail_with_it_and_later_calls_have_it_too() -> No
 
 
 @pytest.mark.ranks(1)
-async def test_a_rank_alone(pg: ProcessGroup) -> None:
+async def test_raising_op_of_a_single_rank_has_its_traceback(pg: ProcessGroup) -> None:
     op = Op()
     assert await pg.allreduce(1.0, op.op) == 1.0  # there is nothing to reduce
     assert op.raised is None

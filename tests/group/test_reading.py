@@ -60,7 +60,7 @@ CALLS: dict[str, tuple[Callable[[ProcessGroup], Any], Any]] = {
 @pytest.mark.ranks(2)
 @over(*LINKS)
 @pytest.mark.parametrize("call", CALLS)
-async def test_the_loop_turns_while_an_object_is_read(pg: ProcessGroup, call: str) -> None:
+async def test_loop_runs_while_an_object_is_read(pg: ProcessGroup, call: str) -> None:
     start, expected = CALLS[call]
     await pg.barrier()
     hurry(pg)
@@ -74,7 +74,7 @@ async def test_the_loop_turns_while_an_object_is_read(pg: ProcessGroup, call: st
 
 
 @pytest.mark.parametrize("call", ["allgather_object", "recv_object"])
-async def test_what_ends_the_group_ends_the_reading(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_end_of_the_group_ends_the_reading(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reached = asyncio.Event()
 
     def endless(*_: Any, **__: Any) -> Any:
@@ -99,7 +99,7 @@ async def test_what_ends_the_group_ends_the_reading(call: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("call", ["allgather_object", "recv_object", "incoming"])
-async def test_what_is_no_object_in_the_end(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_malformed_large_object_is_refused(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are read in many turns, and then refused; everything else goes on."""
     replaced(monkeypatch, object_dumped=lambda obj, **_: dumps(obj) + b"\xc0")
 
@@ -118,7 +118,7 @@ async def test_what_is_no_object_in_the_end(call: str, monkeypatch: pytest.Monke
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_cancelling_incoming_while_it_reads_loses_nothing(pg: ProcessGroup) -> None:
+async def test_cancelled_incoming_loses_nothing_while_it_reads(pg: ProcessGroup) -> None:
     """Nor what has been read: who is always cancelled soon gets each message some time."""
     await pg.barrier()
     hurry(pg)
@@ -142,5 +142,5 @@ async def test_cancelling_incoming_while_it_reads_loses_nothing(pg: ProcessGroup
     await pg.barrier()
 
 
-def test_a_step_is_that_of_the_decoder() -> None:
+def test_reading_step_is_that_of_the_decoder() -> None:
     assert decode._STEP == STEP

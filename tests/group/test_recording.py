@@ -43,7 +43,7 @@ async def one_rank(name: str | None = None, **given: Any) -> ProcessGroup:
 
 @pytest.mark.ranks(2, 3)
 @over(*LINKS)
-async def test_a_dump_has_what_was_called(pg: ProcessGroup) -> None:
+async def test_dump_has_the_calls(pg: ProcessGroup) -> None:
     me, ranks = pg.rank(), pg.size()
     await pg.allreduce(np.zeros((2, 3), np.float32))
     line = sys._getframe().f_lineno - 1
@@ -62,7 +62,7 @@ async def test_a_dump_has_what_was_called(pg: ProcessGroup) -> None:
     assert (first["op"], first["seq"], first["shape"], first["dtype"]) == ("ALLREDUCE", 1, [2, 3], "float32")
     assert (first["reduce"], first["bytes"], first["kind"]) == ("SUM", 24, "collective")
     assert first["site"] == f"{__file__}:{line}"
-    assert first["function"] == test_a_dump_has_what_was_called.__qualname__
+    assert first["function"] == test_dump_has_the_calls.__qualname__
     assert first["entered"] == first["started"] <= first["finished"] <= dump["clock"]["monotonic"]
     assert (barrier["key"], barrier["seq"], barrier["bytes"]) == ("done", 1, 0)
     assert [(each["op"], each["peer"], each["tag"], each["bytes"]) for each in messages] == (
@@ -76,7 +76,7 @@ async def test_a_dump_has_what_was_called(pg: ProcessGroup) -> None:
     await pending
 
 
-def test_a_pending_collective_says_who_is_missing() -> None:
+def test_pending_collective_in_a_dump_names_the_missing_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() != 1:
             work = pg.barrier()
@@ -93,7 +93,7 @@ def test_a_pending_collective_says_who_is_missing() -> None:
     run_virtual(3, rank)
 
 
-def test_a_compared_collective_is_one_entry_that_has_started_later() -> None:
+def test_compared_collective_is_one_entry_with_a_later_start() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(pg.rank())
         await pg.allreduce(np.zeros(3))
@@ -104,7 +104,7 @@ def test_a_compared_collective_is_one_entry_that_has_started_later() -> None:
     run_virtual(2, rank, options=GroupOptions(debug="detail"))
 
 
-async def test_files_are_what_dump_returns(tmp_path: Path) -> None:
+async def test_dump_file_equals_the_returned_dump(tmp_path: Path) -> None:
     async with await one_rank() as pg:
         await pg.allreduce(1.0)
         pg.recorder.dump_json(tmp_path / "a.json")
@@ -142,7 +142,7 @@ def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_a_trace_has_every_operation(world_size: int, tmp_path: Path) -> None:
+async def test_trace_has_every_operation(world_size: int, tmp_path: Path) -> None:
     async def rank(pg: ProcessGroup) -> dict[str, Any]:
         for work in [pg.allreduce(np.zeros(4), key=str(number)) for number in range(5)]:
             await work
@@ -163,7 +163,7 @@ async def test_a_trace_has_every_operation(world_size: int, tmp_path: Path) -> N
     assert {"ALLREDUCE '0' 1", "ALLREDUCE '4' 1"} < {event["name"] for event in whole} | {""}
 
 
-def test_no_operation_and_one_that_is_pending_have_a_trace() -> None:
+def test_trace_of_none_and_of_pending_operations_is_made() -> None:
     assert chrome_trace([])["traceEvents"] == []
     entries = [{"entered": 0.0, "finished": None}, {"entered": 1.0, "finished": 2.0}, {"entered": 2.0, "finished": 3.0}]
     assert lanes(entries, 5.0) == [0, 1, 1]
@@ -173,7 +173,7 @@ def test_no_operation_and_one_that_is_pending_have_a_trace() -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: Path) -> None:
+async def test_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: Path) -> None:
     where = tmp_path / "made" / "when needed"
 
     async def rank(pg: ProcessGroup) -> None:
@@ -194,13 +194,13 @@ async def test_a_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: P
         assert dump["entries"][0]["op"] == "BARRIER"
 
 
-async def test_a_group_that_is_only_closed_is_not_dumped(tmp_path: Path) -> None:
+async def test_closed_group_is_not_dumped(tmp_path: Path) -> None:
     async with await one_rank(dump_dir=str(tmp_path)) as pg:
         await pg.barrier()
     assert files(tmp_path) == []
 
 
-def test_on_a_virtual_clock_there_are_dumps_as_well(tmp_path: Path) -> None:
+def test_dumps_work_on_a_virtual_clock(tmp_path: Path) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pg.abort()
 
@@ -209,7 +209,7 @@ def test_on_a_virtual_clock_there_are_dumps_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "ä\n\0", "x" * 1000, "\udc80", "con:1", "a%2Fb"])
-def test_a_file_has_a_safe_name_of_its_own(name: str) -> None:
+def test_dump_file_has_a_safe_unique_name(name: str) -> None:
     found = file_name(name, 12)
     assert found.isascii()
     assert not set(found) & set('/\\:*?"<>|\n\0 ')
@@ -218,7 +218,7 @@ def test_a_file_has_a_safe_name_of_its_own(name: str) -> None:
     assert found not in {file_name(other, 12) for other in (name + "x", name + "%", "a%2F%62")}
 
 
-async def test_two_long_names_have_two_files(tmp_path: Path) -> None:
+async def test_long_group_names_have_different_dump_files(tmp_path: Path) -> None:
     for end in "ab":
         pg = await one_rank("/" * 300 + end, dump_dir=str(tmp_path))
         pg.abort()
@@ -227,7 +227,7 @@ async def test_two_long_names_have_two_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["a file", "/dev/full", "thread"])
-async def test_what_cannot_be_written_is_logged_and_nothing_else(
+async def test_failed_dump_is_only_logged(
     fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = tmp_path / "file"
@@ -255,7 +255,7 @@ async def test_what_cannot_be_written_is_logged_and_nothing_else(
     assert fault == "a file" or list(where.glob("*")) == []
 
 
-async def test_without_a_directory_the_log_says_how_to_get_a_dump(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_names_the_dump_option_without_a_directory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiocoll")
     pg = await one_rank()
     pg.abort()
@@ -281,7 +281,7 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     signal.signal(signal.SIGUSR2, old)
 
 
-async def test_the_signal_dumps_all_groups_and_reaches_the_handler_before(before: list[int], tmp_path: Path) -> None:
+async def test_signal_dumps_all_groups_and_calls_the_previous_handler(before: list[int], tmp_path: Path) -> None:
     one = await one_rank("one", dump_dir=str(tmp_path))
     async with one, await one_rank("two", dump_dir=str(tmp_path)), await one_rank("silent"):
         await one.allreduce(1)
@@ -292,7 +292,7 @@ async def test_the_signal_dumps_all_groups_and_reaches_the_handler_before(before
         assert (dump["state"], len(dump["entries"])) == ("open", 1)
 
 
-async def test_a_handler_set_later_stays_and_may_call_ours(before: list[int], tmp_path: Path) -> None:
+async def test_later_signal_handler_stays_and_may_call_the_dump_handler(before: list[int], tmp_path: Path) -> None:
     first = await one_rank("first", dump_dir=str(tmp_path))
     ours = signal.getsignal(signal.SIGUSR2)
     assert callable(ours)
@@ -313,13 +313,13 @@ async def test_a_handler_set_later_stays_and_may_call_ours(before: list[int], tm
     await (await one_rank("third", dump_dir=str(tmp_path))).shutdown()
 
 
-async def test_without_a_directory_a_handler_of_the_program_stays(before: list[int]) -> None:
+async def test_signal_handler_of_the_program_stays_without_a_directory(before: list[int]) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
     async with await one_rank():
         assert signal.getsignal(signal.SIGUSR2) is handler
 
 
-def test_in_another_thread_there_is_none_either(before: list[int], tmp_path: Path) -> None:
+def test_signal_handler_is_not_installed_in_another_thread(before: list[int], tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
 
     async def main() -> None:

@@ -52,7 +52,7 @@ def joined(dtype: np.dtype[Any], parts: list[Any]) -> Any:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_everything_moves(pg: ProcessGroup) -> None:
+async def test_structured_arrays_work_in_all_moving_calls(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     world = range(size)
     dtypes = DTYPES[:-1] if size < 4 else DTYPES[size - 2 : size]
@@ -95,7 +95,7 @@ async def test_everything_moves(pg: ProcessGroup) -> None:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4)
-async def test_blocks_and_lists(pg: ProcessGroup) -> None:
+async def test_structured_arrays_work_in_blocks_and_lists(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     world = range(size)
     for dtype, count in product(DTYPES[:-1], (0, 1, 5)):
@@ -121,7 +121,7 @@ async def test_blocks_and_lists(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_lengths_that_differ_and_arrays_of_other_kinds(pg: ProcessGroup) -> None:
+async def test_structured_arrays_of_other_lengths_or_kinds_are_a_mismatch(pg: ProcessGroup) -> None:
     rank = pg.rank()
     gathered = await pg.allgather(None, made(PARTICLE, rank, rank))
     assert all(same(part, made(PARTICLE, each, each)) for each, part in enumerate(gathered))
@@ -169,7 +169,7 @@ OTHERS = (
 @pytest.mark.parametrize(("other", "name"), OTHERS)
 @pytest.mark.parametrize("call", ["broadcast", "allgather", "gather", "send", "block"])
 @pytest.mark.ranks(2)
-async def test_layouts_that_differ(pg: ProcessGroup, call: str, other: Any, name: str) -> None:
+async def test_different_layouts_are_a_mismatch(pg: ProcessGroup, call: str, other: Any, name: str) -> None:
     dtype = np.dtype(other) if pg.rank() else PARTICLE
     x = np.ones(12 // dtype.itemsize, dtype)
 
@@ -196,7 +196,7 @@ async def test_layouts_that_differ(pg: ProcessGroup, call: str, other: Any, name
 
 
 @pytest.mark.ranks(2)
-async def test_what_is_refused(pg: ProcessGroup) -> None:
+async def test_unsupported_layouts_are_refused(pg: ProcessGroup) -> None:
     x = np.zeros(4, PARTICLE)
     for op in (ReduceOp.SUM, ReduceOp.BAND, ReduceOp.custom(np.add)):
         for call in (
@@ -223,7 +223,7 @@ async def test_what_is_refused(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1) == 2
 
 
-def test_names_of_layouts() -> None:
+def test_layout_name_describes_the_dtype() -> None:
     assert of_numpy(PARTICLE) is of_numpy(np.dtype((np.record, [("id", "i4"), ("mass", "f8")])))
     assert pickle.loads(pickle.dumps(of_numpy(PARTICLE))) is of_numpy(PARTICLE)
     assert of_numpy(DTYPES[2]).name == "{at: {x: <f4[2, 3], name: S5}, when: <M8[s]}"
@@ -239,7 +239,7 @@ def test_names_of_layouts() -> None:
         assert by_name(dtype.name) is by_code(dtype.code) is dtype
 
 
-def test_a_layout_that_nobody_uses_is_forgotten_after_many_others() -> None:
+def test_unused_layout_is_forgotten_after_many_others() -> None:
     code = of_numpy(np.dtype([("used once", "i4")])).code
     assert by_code(code).itemsize == 4, "a message that is still to be posted knows only the code"
     for number in range(256):
@@ -249,7 +249,7 @@ def test_a_layout_that_nobody_uses_is_forgotten_after_many_others() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_estimates_and_hooks_know_the_bytes(pg: ProcessGroup) -> None:
+async def test_estimates_and_hooks_have_the_bytes_of_structured_arrays(pg: ProcessGroup) -> None:
     x = np.zeros(1000, PARTICLE)
     with pg.time_estimator() as estimate:
         pg.broadcast(x, 0)

@@ -51,7 +51,7 @@ async def every_rank(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_name(transport: str) -> None:
+async def test_older_groups_frames_do_not_reach_a_newer_group_of_the_same_name(transport: str) -> None:
     store = HashStore()
 
     async def rank(number: int) -> None:
@@ -89,7 +89,7 @@ async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_nam
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_an_aborted_group_is_shrunk_and_all_stay(pg: ProcessGroup) -> None:
+async def test_aborted_group_shrinks_to_all_ranks(pg: ProcessGroup) -> None:
     await every_rank(pg)
     pg.abort(f"by rank {pg.rank()}")
     cause = await pg.wait_revoked()
@@ -104,7 +104,7 @@ async def test_an_aborted_group_is_shrunk_and_all_stay(pg: ProcessGroup) -> None
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
-async def test_a_healthy_group_goes_on_without_the_excluded(pg: ProcessGroup) -> None:
+async def test_healthy_group_shrinks_without_the_excluded_ranks(pg: ProcessGroup) -> None:
     await pg.allreduce(1)
     if pg.rank() == 1:
         with pytest.raises(GroupError, match=r"continued as a new group|given up"):
@@ -123,7 +123,7 @@ async def test_a_healthy_group_goes_on_without_the_excluded(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(2)
-async def test_a_mismatch_keeps_all_ranks(pg: ProcessGroup) -> None:
+async def test_shrink_after_a_mismatch_keeps_all_ranks(pg: ProcessGroup) -> None:
     with pytest.raises(CollectiveMismatchError):
         await pg.allreduce(np.ones(3 + pg.rank()))
     async with await pg.shrink() as small:
@@ -132,7 +132,7 @@ async def test_a_mismatch_keeps_all_ranks(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over("unix")
-async def test_a_timeout_keeps_all_ranks(pg: ProcessGroup) -> None:
+async def test_shrink_after_a_timeout_keeps_all_ranks(pg: ProcessGroup) -> None:
     if pg.rank():
         with pytest.raises(CollectiveTimeoutError):
             await pg.barrier(timeout=0.3)
@@ -143,7 +143,7 @@ async def test_a_timeout_keeps_all_ranks(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_what_was_completed_is_told(pg: ProcessGroup) -> None:
+async def test_shrunk_group_reports_completed_calls(pg: ProcessGroup) -> None:
     await pg.barrier()
     await pg.allreduce(1, key="a")
     await pg.allreduce(1, key="b")
@@ -175,7 +175,7 @@ async def test_what_was_completed_is_told(pg: ProcessGroup) -> None:
     await small.shutdown()
 
 
-def test_reports_are_put_together() -> None:
+def test_completion_reports_are_merged() -> None:
     reports = [
         {"upto": 9, "missing": [4, 8], "keyed": [["x", 1], ["y", 2]]},
         {"upto": 6, "missing": [], "keyed": [["x", 1]]},
@@ -191,7 +191,7 @@ def test_reports_are_put_together() -> None:
     assert Completed.of(somewhere.as_data()) == somewhere
 
 
-def test_a_report_fits_into_a_control_frame() -> None:
+def test_completion_report_fits_in_a_control_frame() -> None:
     crowd = Completed(100_000, frozenset(range(1, 100_000, 2)), frozenset((f"{key:0100}", 1) for key in range(5000)))
     told = crowd.as_data()
     assert len(told["missing"]) == 10_000
@@ -200,7 +200,7 @@ def test_a_report_fits_into_a_control_frame() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_calls(pg: ProcessGroup) -> None:
+async def test_shrink_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"exclude=2 is not a rank of group 'world:0'"):
         await pg.shrink(exclude=[2])
     with pytest.raises(TypeError, match="exclude must be a rank"):
@@ -224,7 +224,7 @@ async def test_wrong_calls(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_group_of_one_shrinks(pg: ProcessGroup) -> None:
+async def test_group_of_one_can_shrink(pg: ProcessGroup) -> None:
     pg.abort("alone")
     async with await pg.shrink() as small:
         assert await works(small) == (0,)
@@ -255,7 +255,7 @@ async def grow_by_two(pg: ProcessGroup) -> Any:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_newcomers_come_after_the_others(transport: str) -> None:
+async def test_newcomers_get_the_last_ranks(transport: str) -> None:
     where = {"store": HashStore(), "options": options(transport)}
     ranks = [member(where, rank, 3, grow_by_two) for rank in range(3)]
     results = await together(*ranks, newcomer(where), newcomer(where))
@@ -264,7 +264,7 @@ async def test_newcomers_come_after_the_others(transport: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-async def test_newcomers_find_the_store_of_the_group(scheme: str, tmp_path: Path) -> None:
+async def test_newcomers_use_the_store_of_the_group(scheme: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     where = {"init_method": f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"file://{tmp_path}/store"}
@@ -276,7 +276,7 @@ async def test_newcomers_find_the_store_of_the_group(scheme: str, tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_lost_rank_comes_in_again_and_then_another() -> None:
+async def test_lost_rank_rejoins_and_then_another() -> None:
     where = {"store": HashStore()}
 
     async def again(pg: ProcessGroup) -> Any:
@@ -303,7 +303,7 @@ async def test_a_lost_rank_comes_in_again_and_then_another() -> None:
     ]
 
 
-async def test_too_few_newcomers_are_counted_and_keep_waiting() -> None:
+async def test_too_few_newcomers_are_counted_and_continue_to_wait() -> None:
     where = {"store": HashStore()}
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -317,7 +317,7 @@ async def test_too_few_newcomers_are_counted_and_keep_waiting() -> None:
     assert results == [(rank, "world:0~1", (0, 1, 2)) for rank in range(3)]
 
 
-async def test_a_newcomer_that_gives_up_gets_no_seat() -> None:
+async def test_newcomer_that_gives_up_gets_no_rank() -> None:
     store = HashStore()
     where = {"store": store}
 
@@ -339,7 +339,7 @@ async def test_a_newcomer_that_gives_up_gets_no_seat() -> None:
     assert await together(member(where, 0, 1, rank)) == [(1, "world:0~1", (0, 1))]
 
 
-async def test_without_a_store_nobody_can_come() -> None:
+async def test_grow_requires_a_store() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     gone = asyncio.Event()
@@ -364,7 +364,7 @@ async def test_without_a_store_nobody_can_come() -> None:
     assert await together(one(0), one(1)) == [(0, 1)] * 2
 
 
-async def test_wrong_growth() -> None:
+async def test_grow_refuses_wrong_arguments() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         with pytest.raises(TypeError, match="n must be an int, not float"):
             await pg.grow(1.0)  # type: ignore[arg-type]
@@ -380,7 +380,7 @@ async def test_wrong_growth() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_who_waits_for_rank_0_learns_that_it_was_cancelled(pg: ProcessGroup) -> None:
+async def test_grow_on_other_ranks_fails_if_rank_0_cancels_it(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -394,7 +394,7 @@ async def test_who_waits_for_rank_0_learns_that_it_was_cancelled(pg: ProcessGrou
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
-async def test_old_and_new_groups_close_in_any_order(pg: ProcessGroup) -> None:
+async def test_old_and_new_groups_can_close_in_any_order(pg: ProcessGroup) -> None:
     """Each rank in an order of its own, some before others have made the new group."""
     await every_rank(pg)
     pg.abort("to shrink")
@@ -405,7 +405,7 @@ async def test_old_and_new_groups_close_in_any_order(pg: ProcessGroup) -> None:
         await group.shutdown()
 
 
-async def test_two_hubs_are_lost_in_one_turn(caplog: pytest.LogCaptureFixture) -> None:
+async def test_loss_of_two_hubs_in_one_iteration_is_survived(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> Any:
         await pg.barrier()
         if pg.rank() == 3:

@@ -69,7 +69,7 @@ async def objects(pg: ProcessGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(MANY)
-async def test_many_ranks_do_every_collective(pg: ProcessGroup) -> None:
+async def test_many_ranks_run_every_collective(pg: ProcessGroup) -> None:
     await arrays(pg)
     await objects(pg)
     part: Any = await pg.split_group([range(MANY // 2), range(MANY // 2, MANY)])
@@ -78,7 +78,7 @@ async def test_many_ranks_do_every_collective(pg: ProcessGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(FEW + 1)
-async def test_in_a_large_group_channels_are_made_when_they_are_needed(pg: ProcessGroup) -> None:
+async def test_large_group_makes_channels_on_first_use(pg: ProcessGroup) -> None:
     size = pg.size()
     await pg.barrier()
     channels = comm_of(pg).channels
@@ -107,7 +107,7 @@ async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.soak
-async def test_a_thousand_ranks() -> None:
+async def test_thousand_ranks_run_a_collective() -> None:
     size = 1024
 
     async def rank(pg: ProcessGroup) -> None:

@@ -72,7 +72,9 @@ def some() -> list[Case]:
     ],
     ids=label,
 )
-async def test_results(case: Case, options: GroupOptions, references: list[tuple[int, int]]) -> None:
+async def test_single_copy_gives_the_closed_form(
+    case: Case, options: GroupOptions, references: list[tuple[int, int]]
+) -> None:
     async def rank(pg: ProcessGroup) -> list[bytes]:
         without_accelerator(pg)
         return await check(pg, [case, case])
@@ -82,7 +84,7 @@ async def test_results(case: Case, options: GroupOptions, references: list[tuple
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "gather", "scatter", "allgather", "alltoall", "sendrecv"])
-async def test_nothing_is_copied_but_what_nobody_has_asked_for_yet(
+async def test_single_copy_copies_only_unexpected_data(
     kind: str, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
     """The second time, when all have shown their memory."""
@@ -151,7 +153,7 @@ CALLS = {
 @pytest.mark.parametrize(
     ("kind", "keyed", "sub"), [*product(CALLS, [False], [False, True]), ("broadcast", True, False)]
 )
-async def test_arrays_of_empty_are_read_in_their_segments(
+async def test_registered_arrays_are_read_in_their_segments(
     kind: str, keyed: bool, sub: bool, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
     """Single copy or not: of keyed calls and of sub-groups, too."""
@@ -179,7 +181,7 @@ async def test_arrays_of_empty_are_read_in_their_segments(
     assert kind in ("broadcast", "scatter", "alltoall") or segments
 
 
-async def test_a_message_that_nobody_has_asked_for_waits_where_it_is(options: GroupOptions) -> None:
+async def test_unexpected_large_message_stays_with_its_sender(options: GroupOptions) -> None:
     """Of a large message not more than its begin is taken before there is a receive."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -218,7 +220,7 @@ async def test_large_message_is_read_in_one_frame(options: GroupOptions, referen
     assert len(references) == messages
 
 
-async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(options: GroupOptions) -> None:
+async def test_failed_call_never_shows_later_contents_of_its_array(options: GroupOptions) -> None:
     """An operation that has failed gives its memory back at once: whoever reads it has failed too, or has all of it."""
     pattern = -7.0
 
@@ -246,7 +248,7 @@ async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(opti
         await run_ranks(2, rank, turns, options=options)
 
 
-async def test_what_is_taken_back_counts_no_more_against_the_window(options: GroupOptions) -> None:
+async def test_withdrawn_data_is_returned_to_the_window(options: GroupOptions) -> None:
     """Of groups that fail, on a link that others use: or in the end nothing could be sent unasked."""
     nbytes = 200_000
 
@@ -294,19 +296,19 @@ async def overwriting(pg: ProcessGroup, rounds: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-async def test_what_has_been_sent_may_be_overwritten_at_once(world_size: int, tmp_path: Path) -> None:
+async def test_sent_array_may_be_overwritten_at_once(world_size: int, tmp_path: Path) -> None:
     options = GroupOptions(transport="shm", tuning=tuning(tmp_path))
     assert await run_processes(world_size, overwriting, 5, options=options) == [0] * world_size
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 4])
-async def test_what_has_been_sent_may_be_overwritten_at_once_for_long(world_size: int, tmp_path: Path) -> None:
+async def test_sent_array_may_be_overwritten_at_once_many_times(world_size: int, tmp_path: Path) -> None:
     options = GroupOptions(transport="shm", tuning=tuning(tmp_path))
     assert await run_processes(world_size, overwriting, 500, options=options, timeout=600) == [0] * world_size
 
 
-async def test_one_rank_may_forbid_it(references: list[tuple[int, int]], tmp_path: Path) -> None:
+async def test_single_copy_can_be_disabled_by_one_rank(references: list[tuple[int, int]], tmp_path: Path) -> None:
     """Then nobody reads it, and it reads nobody."""
     from aiocoll import new_group
     from aiocoll.store import HashStore

@@ -88,31 +88,31 @@ async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
 
 @pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-async def test_the_union_of_all_places_with_the_sums(size: int, way: str) -> None:
+async def test_sparse_allreduce_is_the_union_of_places_with_their_sums(size: int, way: str) -> None:
     first, *others = await run_ranks(size, reduce_one, "csr_array", "float64")
     assert all(each == first for each in others)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.ranks(3)
-async def test_every_format_in_place(pg: ProcessGroup, form: str, way: str) -> None:
+async def test_sparse_allreduce_keeps_every_format_in_place(pg: ProcessGroup, form: str, way: str) -> None:
     await reduce_one(pg, form, "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.ranks(4)
-async def test_every_dtype(pg: ProcessGroup, dtype: str, way: str) -> None:
+async def test_sparse_allreduce_supports_every_dtype(pg: ProcessGroup, dtype: str, way: str) -> None:
     await reduce_one(pg, "coo_array", dtype)
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_every_transport(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_allreduce_works_over_every_transport(pg: ProcessGroup, way: str) -> None:
     await reduce_one(pg, "csc_array", "int64")
 
 
 @pytest.mark.ranks(3)
-async def test_integers_wrap_and_bool_is_or(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_integers_wrap_and_bools_are_ored(pg: ProcessGroup, way: str) -> None:
     small = scipy.sparse.coo_array(np.array([[100, 0, 1]], np.int8))
     flags = scipy.sparse.coo_array(np.array([[True, False, pg.rank() == 1]]))
     await pg.allreduce(small)
@@ -122,7 +122,7 @@ async def test_integers_wrap_and_bool_is_or(pg: ProcessGroup, way: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_duplicates_are_added_up_and_a_sum_of_zero_stays(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_duplicates_are_summed_and_zero_sums_stay(pg: ProcessGroup, way: str) -> None:
     sign = 1 if pg.rank() else -1
     rows, columns = np.array([1, 0, 1, 1]), np.array([2, 0, 2, 2])
     array = scipy.sparse.coo_array((np.array([1.0, sign * 5, 2, 3]), (rows, columns)), shape=(2, 3))
@@ -132,7 +132,7 @@ async def test_duplicates_are_added_up_and_a_sum_of_zero_stays(pg: ProcessGroup,
 
 
 @pytest.mark.ranks(2)
-async def test_unsorted_rows_and_spare_room(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_allreduce_accepts_unsorted_rows_and_spare_space(pg: ProcessGroup, way: str) -> None:
     # Columns in descending order, and arrays longer than the pointers say.
     array = scipy.sparse.csr_array((2, 4))
     array.indptr = np.array([0, 2, 3], array.indptr.dtype)
@@ -143,7 +143,7 @@ async def test_unsorted_rows_and_spare_room(pg: ProcessGroup, way: str) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_in_rank_order(pg: ProcessGroup) -> None:
+async def test_sparse_sums_are_in_rank_order(pg: ProcessGroup) -> None:
     array = scipy.sparse.coo_array(np.array([[(1e16, 1.0, -1e16, 1.0)[pg.rank()]]]))
     await pg.allreduce(array)
     assert array.data[0] == 1.0  # in pairs it were 0 or 2
@@ -152,7 +152,7 @@ async def test_in_rank_order(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("shape", [(4, 5), (0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("holder", [None, 1])
-async def test_nothing_stored_here_or_anywhere(
+async def test_sparse_allreduce_accepts_ranks_without_entries(
     pg: ProcessGroup, shape: tuple[int, int], holder: int | None, way: str
 ) -> None:
     for form in FORMATS:
@@ -169,7 +169,7 @@ async def test_nothing_stored_here_or_anywhere(
 
 
 @pytest.mark.ranks(2)
-async def test_one_and_three_dimensions(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_allreduce_supports_one_and_three_dimensions(pg: ProcessGroup, way: str) -> None:
     flat = scipy.sparse.coo_array((np.array([2.0, 3.0]), (np.array([4, pg.rank()]),)), shape=(5,))
     await pg.allreduce(flat)
     assert flat.toarray().tolist() == [3, 3, 0, 0, 4]
@@ -184,7 +184,7 @@ async def test_one_and_three_dimensions(pg: ProcessGroup, way: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_more_places_than_32_bits_number(pg: ProcessGroup) -> None:
+async def test_sparse_allreduce_supports_more_than_32_bit_places(pg: ProcessGroup) -> None:
     shape = (3_000_000, 3_000_000)
     last = np.array([2_999_999, pg.rank()])
     array = scipy.sparse.coo_array((np.array([1.0, 2.0]), (last, last)), shape=shape)
@@ -215,21 +215,21 @@ async def mismatched(pg: ProcessGroup, *arrays: Any) -> str:
     ],
     ids=["shape", "dtype", "dense"],
 )
-async def test_disagreement(pg: ProcessGroup, one: Any, other: Any, words: tuple[str, ...]) -> None:
+async def test_sparse_mismatch_is_raised(pg: ProcessGroup, one: Any, other: Any, words: tuple[str, ...]) -> None:
     message = await mismatched(pg, one, other)
     assert "Collectives differ in the following:" in message
     assert all(word in message for word in words), message
 
 
 @pytest.mark.ranks(3)
-async def test_formats_may_differ(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_formats_may_differ_between_ranks(pg: ProcessGroup, way: str) -> None:
     array = given(pg.rank(), FORMATS[pg.rank() * 2])
     await pg.allreduce(array)
     assert np.array_equal(array.toarray(), total(3))
 
 
 @pytest.mark.ranks(2)
-async def test_what_is_refused_at_the_call(pg: ProcessGroup) -> None:
+async def test_unsupported_sparse_array_is_refused_at_the_call(pg: ProcessGroup) -> None:
     array = given(pg.rank())
     for op in ("PRODUCT", "MIN", "MAX"):
         with pytest.raises(ValueError, match=f"op=ReduceOp.{op} is not defined on sparse arrays, since"):
@@ -260,7 +260,7 @@ async def test_what_is_refused_at_the_call(pg: ProcessGroup) -> None:
     await work
 
 
-async def test_wrong_indices_of_a_large_array_fail_it_everywhere(limits: Limits) -> None:
+async def test_wrong_indices_of_a_large_array_fail_on_all_ranks(limits: Limits) -> None:
     limits(sparse_inline=-1)
 
     async def one(pg: ProcessGroup) -> None:
@@ -277,7 +277,7 @@ async def test_wrong_indices_of_a_large_array_fail_it_everywhere(limits: Limits)
 
 
 @pytest.mark.parametrize("step", ["first", "last"])
-async def test_a_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"first": ("sparse_unpack", "sparse_scattered"), "last": ("sparse_merged", "sparse_gathered")}[step]
     failing(monkeypatch, MemoryError("no room"), *parts)
 
@@ -291,7 +291,7 @@ async def test_a_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, m
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_keys_in_opposite_orders(pg: ProcessGroup, way: str) -> None:
+async def test_keyed_sparse_calls_match_in_opposite_orders(pg: ProcessGroup, way: str) -> None:
     arrays = [given(pg.rank()) for _ in range(4)]
     order = range(4) if pg.rank() % 2 else reversed(range(4))
     works = {index: pg.allreduce(arrays[index], key=f"layer{index}") for index in order}
@@ -305,7 +305,7 @@ async def test_keys_in_opposite_orders(pg: ProcessGroup, way: str) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_many_at_once_are_drained(pg: ProcessGroup, way: str) -> None:
+async def test_concurrent_sparse_calls_are_drained(pg: ProcessGroup, way: str) -> None:
     arrays = [given(pg.rank()) for _ in range(20)]
     works = [pg.allreduce(array) for array in arrays]
     pending = pg.pending()
@@ -316,7 +316,7 @@ async def test_many_at_once_are_drained(pg: ProcessGroup, way: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_cancelling_the_await_leaves_the_collective(pg: ProcessGroup, way: str) -> None:
+async def test_cancelled_await_does_not_stop_the_sparse_call(pg: ProcessGroup, way: str) -> None:
     array = given(pg.rank())
     if pg.rank() == 0:
         work = pg.allreduce(array)
@@ -334,7 +334,7 @@ async def test_cancelling_the_await_leaves_the_collective(pg: ProcessGroup, way:
     assert np.array_equal(array.toarray(), total(2))
 
 
-async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+async def test_abort_ends_a_sparse_call_during_its_calculation(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     limits(sparse_inline=-1)
     held = threading.Event()
     started: list[int] = []
@@ -364,7 +364,7 @@ async def test_aborting_it_while_a_thread_calculates(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.ranks(3)
-async def test_what_failed_in_a_later_step_was_not_complete(
+async def test_sparse_call_that_fails_in_a_later_step_is_incomplete(
     pg: ProcessGroup, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pg.allreduce(given(pg.rank()))
@@ -385,7 +385,7 @@ async def test_what_failed_in_a_later_step_was_not_complete(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["coo_array", "csr_array"])
-async def test_the_arrays_of_the_result_are_its_own(pg: ProcessGroup, form: str) -> None:
+async def test_sparse_result_has_its_own_arrays(pg: ProcessGroup, form: str) -> None:
     """What comes is packed, so a single rank's entries lie at odd addresses."""
     array = getattr(scipy.sparse, form)((5, 5), dtype="complex128")
     if pg.rank() == 1:
@@ -399,7 +399,7 @@ async def test_the_arrays_of_the_result_are_its_own(pg: ProcessGroup, form: str)
 
 
 @pytest.mark.ranks(2)
-async def test_a_rank_that_leaves(pg: ProcessGroup) -> None:
+async def test_rank_that_leaves_fails_the_sparse_call(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         await pg.shutdown()
         return
@@ -407,7 +407,7 @@ async def test_a_rank_that_leaves(pg: ProcessGroup) -> None:
         await pg.allreduce(given(0))
 
 
-def test_the_timeout_is_for_the_whole_call() -> None:
+def test_timeout_covers_the_whole_sparse_call() -> None:
     async def one(pg: ProcessGroup) -> float:
         loop = asyncio.get_running_loop()
         array = given(pg.rank())
@@ -424,7 +424,7 @@ def test_the_timeout_is_for_the_whole_call() -> None:
         assert 1.5 <= took < 2.0
 
 
-def test_a_missing_rank_is_named() -> None:
+def test_sparse_timeout_names_the_missing_rank() -> None:
     async def one(pg: ProcessGroup) -> None:
         if pg.rank() < 2:
             with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE_SPARSE") as caught:
@@ -437,7 +437,7 @@ def test_a_missing_rank_is_named() -> None:
     run_virtual(3, one)
 
 
-def test_on_the_virtual_clock_it_is_the_same_again() -> None:
+def test_sparse_run_on_a_virtual_clock_is_reproducible() -> None:
     async def one(pg: ProcessGroup) -> tuple[bytes, float]:
         random = np.random.default_rng(pg.rank())
         array = scipy.sparse.random_array((300, 300), density=0.2, format="csr", rng=random)
@@ -449,7 +449,7 @@ def test_on_the_virtual_clock_it_is_the_same_again() -> None:
     assert len({data for data, _ in once}) == 1
 
 
-async def test_a_taker_may_start_it_later() -> None:
+async def test_interceptor_may_start_a_sparse_call_later() -> None:
     class Later:
         moves_nothing = records = False
 
@@ -500,7 +500,7 @@ def test_narrow_floats_are_rounded_once(name: str, many: int) -> None:
 
 
 @pytest.mark.parametrize("dense", [(), (3,), (0,)])
-def test_packing(dense: tuple[int, ...]) -> None:
+def test_sparse_packing_round_trips(dense: tuple[int, ...]) -> None:
     for count in (0, 1, 5):
         shape = (count, *dense)
         values = np.arange(np.prod(shape, dtype=int), dtype=np.float64)
@@ -511,7 +511,7 @@ def test_packing(dense: tuple[int, ...]) -> None:
         assert np.array_equal(again.values, entries.values)
 
 
-def test_dense_pays_for_many_entries_only() -> None:
+def test_dense_exchange_is_chosen_for_many_entries_only() -> None:
     machine = Tuning().machine
     for size, world_size in product((1000, 10**7), (2, 3, 4, 7, 64)):
         pays = [
@@ -527,7 +527,7 @@ def test_dense_pays_for_many_entries_only() -> None:
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("in_block", [False, True])
-async def test_in_blocks_and_with_calls_that_are_compared(in_block: bool, debug: Any) -> None:
+async def test_sparse_allreduce_works_in_blocks_and_with_compared_calls(in_block: bool, debug: Any) -> None:
     """Its steps follow each other there, too."""
 
     async def one(pg: ProcessGroup) -> None:

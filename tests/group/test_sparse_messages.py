@@ -39,7 +39,7 @@ def place(request: pytest.FixtureRequest, limits: Limits) -> str:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_around_a_ring(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_travel_around_a_ring(pg: ProcessGroup, place: str) -> None:
     """Of one rank, to itself."""
     rank, size = pg.rank(), pg.size()
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -59,7 +59,7 @@ async def test_around_a_ring(pg: ProcessGroup, place: str) -> None:
 
 @over(*LINKS)
 @pytest.mark.ranks(2)
-async def test_large_ones_keep_their_place_among_others(pg: ProcessGroup) -> None:
+async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
     """The first is read in a thread, and the second could be sent at once."""
     shape = 2000, 2000
     large = scipy.sparse.random_array(shape, density=0.05, format="coo", rng=np.random.default_rng(1))
@@ -79,7 +79,7 @@ async def test_large_ones_keep_their_place_among_others(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(2)
-async def test_a_send_is_read_before_it_ends_and_not_on_the_loop(pg: ProcessGroup, limits: Limits) -> None:
+async def test_sparse_send_reads_its_array_in_a_thread_before_it_ends(pg: ProcessGroup, limits: Limits) -> None:
     limits(sparse_inline=-1)
     x = given(0)
     if pg.rank() == 0:
@@ -96,7 +96,7 @@ async def test_a_send_is_read_before_it_ends_and_not_on_the_loop(pg: ProcessGrou
 
 
 @pytest.mark.ranks(2)
-async def test_entries_at_one_place_are_added_up(pg: ProcessGroup, place: str) -> None:
+async def test_duplicate_entries_of_a_sparse_message_are_summed(pg: ProcessGroup, place: str) -> None:
     """There are more entries than places."""
     x = scipy.sparse.coo_array((np.arange(1.0, 7), ([0, 1, 0, 1, 0, 1], [0] * 6)), shape=(2, 2))
     if pg.rank() == 0:
@@ -110,7 +110,7 @@ async def test_entries_at_one_place_are_added_up(pg: ProcessGroup, place: str) -
 
 
 @pytest.mark.ranks(2)
-async def test_nothing_stored_and_nobody(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_support_no_entries_and_proc_null(pg: ProcessGroup, place: str) -> None:
     x = scipy.sparse.coo_array((3, 3)) if pg.rank() == 0 else scipy.sparse.coo_array(np.eye(3))
     if pg.rank() == 0:
         await pg.send(x, 1)
@@ -126,7 +126,7 @@ async def test_nothing_stored_and_nobody(pg: ProcessGroup, place: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_probed_planned_in_blocks_and_by_other_names(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_work_probed_planned_and_in_blocks(pg: ProcessGroup, place: str) -> None:
     rank = pg.rank()
     x, y = given(rank), given(rank)
     plan = pg.plan(pg.send, x, 1) if rank == 0 else pg.plan(pg.recv, x, 0)
@@ -175,7 +175,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.ranks(2)
-async def test_disagreement(pg: ProcessGroup, other: str) -> None:
+async def test_sparse_message_mismatch_is_raised(pg: ProcessGroup, other: str) -> None:
     make, text = OTHERS[other]
     work = pg.send(given(0), 1) if pg.rank() == 0 else pg.recv(make(), 0)
     with pytest.raises(GroupError, match=text):
@@ -185,7 +185,7 @@ async def test_disagreement(pg: ProcessGroup, other: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "object"])
 @pytest.mark.ranks(2)
-async def test_another_message_is_no_sparse_array(pg: ProcessGroup, kind: str) -> None:
+async def test_sparse_receive_refuses_other_messages(pg: ProcessGroup, kind: str) -> None:
     if pg.rank():
         work: Any = pg.recv(given(0), 0)
     else:
@@ -195,7 +195,7 @@ async def test_another_message_is_no_sparse_array(pg: ProcessGroup, kind: str) -
 
 
 @pytest.mark.ranks(2)
-async def test_refusals(pg: ProcessGroup) -> None:
+async def test_unsupported_sparse_message_is_refused(pg: ProcessGroup) -> None:
     x, peer = given(0), 1 - pg.rank()
     for batch in ([Send(x, peer)], [Recv(x, peer)]):  # type: ignore[type-var]
         with pytest.raises(
@@ -217,7 +217,7 @@ async def test_refusals(pg: ProcessGroup) -> None:
         pg.send(huge, peer)
 
 
-async def test_entries_that_cannot_be_read_end_the_group(limits: Limits) -> None:
+async def test_unreadable_entries_of_an_announced_message_fail_the_group(limits: Limits) -> None:
     """It has been announced when that is found."""
     limits(sparse_inline=-1)
 
@@ -233,7 +233,7 @@ async def test_entries_that_cannot_be_read_end_the_group(limits: Limits) -> None
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.ranks(2)
-async def test_torch(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_support_torch(pg: ProcessGroup, place: str) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: sparse tensors of torch are not tested")
     rank = pg.rank()
     for dtype in (torch.float32, torch.bfloat16, torch.int32):

@@ -71,7 +71,9 @@ async def check(pg: ProcessGroup, sparse_dims: int, dense_dims: int, dtype: Any 
 
 @pytest.mark.parametrize(("sparse_dims", "dense_dims"), [(1, 0), (2, 0), (3, 0), (1, 1), (1, 2), (1, 3), (2, 1)])
 @pytest.mark.ranks(1, 2, 4)
-async def test_sparse_and_dense_dimensions(pg: ProcessGroup, sparse_dims: int, dense_dims: int, way: str) -> None:
+async def test_sparse_torch_tensors_may_have_dense_dimensions(
+    pg: ProcessGroup, sparse_dims: int, dense_dims: int, way: str
+) -> None:
     await check(pg, sparse_dims, dense_dims)
 
 
@@ -79,13 +81,15 @@ async def test_sparse_and_dense_dimensions(pg: ProcessGroup, sparse_dims: int, d
                                    "float32", "float64", "complex64", "complex128"])  # fmt: skip
 @pytest.mark.parametrize("dense_dims", [0, 1])
 @pytest.mark.ranks(3)
-async def test_every_dtype(pg: ProcessGroup, dtype: str, dense_dims: int, way: str) -> None:
+async def test_sparse_torch_tensors_support_every_dtype(
+    pg: ProcessGroup, dtype: str, dense_dims: int, way: str
+) -> None:
     await check(pg, 1, dense_dims, getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
 @pytest.mark.ranks(2)
-async def test_duplicates(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_duplicates_are_summed(pg: ProcessGroup, way: str) -> None:
     tensor = torch.sparse_coo_tensor([[3, 1, 3]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (4, 2))
     await pg.allreduce(tensor)
     assert tensor.indices().tolist() == [[1, 3]]
@@ -93,7 +97,7 @@ async def test_duplicates(pg: ProcessGroup, way: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_nothing_stored_and_no_elements(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_tensors_may_be_empty(pg: ProcessGroup, way: str) -> None:
     for shape, sparse_dims in (((3, 2), 1), ((0, 4), 2), ((3, 0), 1), ((), 0), ((2,), 0)):
         values = torch.empty((0, *shape[sparse_dims:]))
         tensor = torch.sparse_coo_tensor(torch.empty((sparse_dims, 0), dtype=torch.int64), values, shape)
@@ -110,7 +114,7 @@ async def test_nothing_stored_and_no_elements(pg: ProcessGroup, way: str) -> Non
 
 
 @pytest.mark.ranks(2)
-async def test_it_stays_the_tensor_autograd_knows(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_result_stays_the_same_tensor_for_autograd(pg: ProcessGroup, way: str) -> None:
     tensor = given(pg.rank(), 2, 1, 1).requires_grad_()
     assert await pg.allreduce(tensor) is tensor
     assert tensor.requires_grad
@@ -125,7 +129,7 @@ async def test_it_stays_the_tensor_autograd_knows(pg: ProcessGroup, way: str) ->
 
 
 @pytest.mark.ranks(2)
-async def test_lazy_conjugates_and_strided_values(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_tensors_may_have_lazy_conjugates_and_strided_values(pg: ProcessGroup, way: str) -> None:
     values = torch.tensor([[1 + 2j, 5], [3 - 1j, 6]])[:, :1]
     tensor = torch.sparse_coo_tensor([[0, 2]], values.conj(), (3, 1))
     await pg.allreduce(tensor)
@@ -134,7 +138,7 @@ async def test_lazy_conjugates_and_strided_values(pg: ProcessGroup, way: str) ->
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-async def test_of_csr_a_new_tensor_is_the_result(pg: ProcessGroup, dtype: str, way: str) -> None:
+async def test_sparse_csr_result_is_a_new_tensor(pg: ProcessGroup, dtype: str, way: str) -> None:
     dense = torch.zeros(3, 4, dtype=getattr(torch, dtype))
     dense[0, 1] = 1
     dense[pg.rank() + 1, 3] = 2
@@ -146,7 +150,7 @@ async def test_of_csr_a_new_tensor_is_the_result(pg: ProcessGroup, dtype: str, w
 
 
 @pytest.mark.ranks(2)
-async def test_together_with_scipy(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_tensors_match_scipy_arrays(pg: ProcessGroup, way: str) -> None:
     dense = np.diag([1.0, 2.0, 0.0])
     mine = scipy.sparse.csr_array(dense) if pg.rank() else torch.from_numpy(dense).to_sparse()
     result = await pg.allreduce(mine)
@@ -155,14 +159,14 @@ async def test_together_with_scipy(pg: ProcessGroup, way: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_other_dimensions_are_a_mismatch(pg: ProcessGroup) -> None:
+async def test_sparse_torch_tensors_of_other_dimensions_are_a_mismatch(pg: ProcessGroup) -> None:
     tensor = torch.eye(3).to_sparse(1 + pg.rank())
     with pytest.raises(CollectiveMismatchError, match="SUM over 1 sparse and 1 dense dimensions"):
         await pg.allreduce(tensor)
 
 
 @pytest.mark.ranks(2)
-async def test_what_is_refused_at_the_call(pg: ProcessGroup) -> None:
+async def test_unsupported_sparse_torch_tensor_is_refused(pg: ProcessGroup) -> None:
     tensor = torch.eye(4).to_sparse()
     with pytest.raises(ValueError, match=r"op=ReduceOp.MAX is not defined on sparse arrays, since"):
         pg.allreduce(tensor, ReduceOp.MAX)
@@ -179,7 +183,7 @@ async def test_what_is_refused_at_the_call(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_the_loop_stays_free(pg: ProcessGroup) -> None:
+async def test_loop_runs_during_a_large_sparse_torch_call(pg: ProcessGroup) -> None:
     """A large tensor is read, added up and written by threads: other tasks run meanwhile."""
     count = 300_000
     generator = torch.Generator().manual_seed(pg.rank())

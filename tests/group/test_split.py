@@ -36,7 +36,7 @@ async def works(pg: ProcessGroup) -> tuple[int, ...]:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_colours_and_keys(pg: ProcessGroup) -> None:
+async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     everyone = range(size)
     # The colour, the key, and the ranks of the group of this rank's colour.
@@ -65,7 +65,7 @@ async def test_colours_and_keys(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2, 5)
-async def test_ranks_without_a_colour_are_in_no_group(pg: ProcessGroup) -> None:
+async def test_rank_without_a_colour_gets_no_group(pg: ProcessGroup) -> None:
     group = await pg.split(None if pg.rank() == 0 else 1)
     assert (group is None) == (pg.rank() == 0)
     if group is not None:
@@ -79,7 +79,7 @@ async def test_ranks_without_a_colour_are_in_no_group(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @over("memory", "unix")
-async def test_beside_other_calls_of_the_group(pg: ProcessGroup) -> None:
+async def test_split_works_next_to_other_calls(pg: ProcessGroup) -> None:
     """Which of them ends first differs from rank to rank: their numbers are those of the calls."""
     rank = pg.rank()
     splits = [asyncio.ensure_future(pg.split(rank % 2, key)) for key in (0, -rank)]
@@ -100,7 +100,7 @@ async def test_beside_other_calls_of_the_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_a_group_in_another_order_shrinks_in_that_order(pg: ProcessGroup) -> None:
+async def test_reordered_group_shrinks_in_its_order(pg: ProcessGroup) -> None:
     group = await pg.split(0, -pg.rank())
     assert group is not None
     if pg.rank() == 1:
@@ -113,7 +113,7 @@ async def test_a_group_in_another_order_shrinks_in_that_order(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(2)
-async def test_a_split_of_a_split(pg: ProcessGroup) -> None:
+async def test_split_can_be_repeated_on_its_result(pg: ProcessGroup) -> None:
     group = await pg.split(0, -pg.rank())
     assert group is not None
     part = await group.split(group.rank() == 0)
@@ -126,7 +126,7 @@ async def test_a_split_of_a_split(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_an_await_that_is_cancelled_leaves_the_group_to_the_others(pg: ProcessGroup) -> None:
+async def test_cancelled_split_leaves_the_group_to_the_others(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         splitting = asyncio.ensure_future(pg.split(0))
         await asyncio.sleep(0)
@@ -142,7 +142,7 @@ async def test_an_await_that_is_cancelled_leaves_the_group_to_the_others(pg: Pro
     assert await works(group) == (0, 1)
 
 
-async def test_a_rank_that_does_not_know_the_colours_yet_is_waited_for() -> None:
+async def test_rank_without_the_colours_is_waited_for() -> None:
     """It is asked what it has called, and that was no other list."""
     called = asyncio.Event()
 
@@ -167,7 +167,7 @@ async def test_a_rank_that_does_not_know_the_colours_yet_is_waited_for() -> None
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_arguments_start_nothing(pg: ProcessGroup) -> None:
+async def test_split_with_wrong_arguments_starts_nothing(pg: ProcessGroup) -> None:
     for color, key, message in (
         (1.5, 0, "color must be an int, a str or None, not float"),
         ([1], 0, "color must be an int, a str or None, not list"),
@@ -184,7 +184,7 @@ async def test_wrong_arguments_start_nothing(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_group_that_ends_is_not_split(pg: ProcessGroup) -> None:
+async def test_closed_group_cannot_split(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         splitting = asyncio.ensure_future(pg.split(0))
         await asyncio.sleep(0)
@@ -198,7 +198,7 @@ async def test_a_group_that_ends_is_not_split(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_in_a_block_it_sends_what_the_block_has_recorded(pg: ProcessGroup) -> None:
+async def test_split_in_a_block_sends_the_recorded_calls(pg: ProcessGroup) -> None:
     x = np.ones(3)
     async with pg.coalescing():
         work = pg.allreduce(x)
@@ -210,7 +210,7 @@ async def test_in_a_block_it_sends_what_the_block_has_recorded(pg: ProcessGroup)
 
 
 @pytest.mark.ranks(4)
-async def test_ranks_of_a_local_split_call_it_alone(pg: ProcessGroup) -> None:
+async def test_local_split_is_called_by_its_ranks_only(pg: ProcessGroup) -> None:
     for _ in range(2):
         if pg.rank() in (1, 3):
             part = await pg.split_group([3, 1], local=True)
@@ -224,7 +224,7 @@ async def test_ranks_of_a_local_split_call_it_alone(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("local", [False, True])
-async def test_ranks_of_a_split_are_numbered_as_given(pg: ProcessGroup, local: bool) -> None:
+async def test_split_numbers_its_ranks_in_the_given_order(pg: ProcessGroup, local: bool) -> None:
     if pg.rank() != 1 or not local:
         part = await pg.split_group([2, 0], order="given", local=local)
         if pg.rank() == 1:
@@ -237,7 +237,7 @@ async def test_ranks_of_a_split_are_numbered_as_given(pg: ProcessGroup, local: b
 
 
 @pytest.mark.ranks(2)
-async def test_ranks_that_give_other_orders_are_told(pg: ProcessGroup) -> None:
+async def test_split_with_different_orders_is_a_mismatch(pg: ProcessGroup) -> None:
     part = await pg.split_group([pg.rank(), 1 - pg.rank()], order="given")
     with pytest.raises(CollectiveMismatchError, match="ranks"):
         await part.barrier()

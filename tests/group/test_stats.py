@@ -50,7 +50,7 @@ def by_op(stats: GroupStats) -> Mapping[str, tuple[int, int, int]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_every_call_is_counted_once(size: int, debug: str) -> None:
+async def test_stats_count_every_call_once(size: int, debug: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         me, ranks = pg.rank(), pg.size()
         begun = pg.stats()
@@ -101,7 +101,7 @@ async def test_every_call_is_counted_once(size: int, debug: str) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory", "unix", "tcp", "shm")
-async def test_messages_algorithms_and_transports(pg: ProcessGroup, transport: str) -> None:
+async def test_stats_have_messages_algorithms_and_transports(pg: ProcessGroup, transport: str) -> None:
     other = 1 - pg.rank()
     await pg.allreduce(np.ones(1))  # opens the link
     for _ in range(3):
@@ -120,14 +120,14 @@ async def test_messages_algorithms_and_transports(pg: ProcessGroup, transport: s
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_arrays_count_without_bytes(pg: ProcessGroup) -> None:
+async def test_stats_count_sparse_arrays_without_bytes(pg: ProcessGroup) -> None:
     sparse = pytest.importorskip("scipy.sparse")
     await pg.allreduce(sparse.coo_array(np.eye(3)))
     assert by_op(pg.stats()) == {"ALLREDUCE_SPARSE": (1, 0, 0)}
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_calls_on_devices(way: str) -> None:
+async def test_stats_count_calls_on_devices(way: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()  # opens the link
         for _ in range(3):
@@ -141,7 +141,7 @@ async def test_calls_on_devices(way: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_failures_count_and_what_was_withdrawn_does_not(pg: ProcessGroup) -> None:
+async def test_stats_count_failures_and_no_withdrawn_receives(pg: ProcessGroup) -> None:
     await pg.allreduce(np.ones(2))
     receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
     await asyncio.sleep(0)
@@ -158,7 +158,7 @@ async def test_failures_count_and_what_was_withdrawn_does_not(pg: ProcessGroup) 
     assert pg.stats().failures == 2
 
 
-async def test_it_may_be_asked_after_the_end() -> None:
+async def test_stats_are_available_after_the_end() -> None:
     pg = await new_group(store=HashStore(), rank=0, world_size=1)
     pending = pg.recv(np.ones(1), 0) if pg.size() > 1 else pg.barrier()
     await pending
@@ -169,7 +169,7 @@ async def test_it_may_be_asked_after_the_end() -> None:
 
 
 @pytest.mark.ranks(2, options=GroupOptions(stats=False))
-async def test_off(pg: ProcessGroup) -> None:
+async def test_stats_can_be_disabled(pg: ProcessGroup) -> None:
     await pg.allreduce(1)
     await pg.batch([Send(np.ones(1), 1 - pg.rank()), Recv(np.ones(1), 1 - pg.rank())])
     part = await pg.split_group([0, 1])
@@ -184,7 +184,7 @@ async def test_off(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
-async def test_who_came_last_was_waited_for(size: int, transport: Any) -> None:
+async def test_last_rank_was_waited_for(size: int, transport: Any) -> None:
     """Each rank in turn is the last one: all others have waited for it, or for a rank that has waited for it."""
     came = [asyncio.Event() for _ in range(size)]
     entered = [0] * size
@@ -240,7 +240,7 @@ async def test_who_came_last_was_waited_for(size: int, transport: Any) -> None:
 @pytest.mark.parametrize("op", ["gather", "gather without outputs", "scatter", "alltoall", "reduce", "broadcast"])
 @pytest.mark.parametrize("count", [3, 70_000])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_of_two_the_other_was_waited_for(op: str, count: int, transport: Any) -> None:
+async def test_late_one_of_two_ranks_was_waited_for(op: str, count: int, transport: Any) -> None:
     """Whatever a block comes in: rank 1 sends, or posts, after rank 0 has called."""
     called = asyncio.Event()
 
@@ -271,7 +271,7 @@ async def test_of_two_the_other_was_waited_for(op: str, count: int, transport: A
 
 @pytest.mark.parametrize("op", ["gather", "gather_object"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_rank_was_waited_for_if_its_data_take_several_turns_to_unpack(
+async def test_rank_whose_data_unpacks_in_several_iterations_was_waited_for(
     op: str, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, decoding_budget=0.0)
@@ -294,7 +294,7 @@ async def test_rank_was_waited_for_if_its_data_take_several_turns_to_unpack(
 
 @pytest.mark.ranks(2)
 @over("memory", "shm", "tcp")
-async def test_who_needs_nobody_has_waited_for_nobody(pg: ProcessGroup) -> None:
+async def test_independent_rank_has_waited_for_none(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.send(np.ones(2), 0)
         await pg.broadcast(np.ones(3), 0)
@@ -304,7 +304,7 @@ async def test_who_needs_nobody_has_waited_for_nobody(pg: ProcessGroup) -> None:
         assert pg.stats().peers == ()
 
 
-def test_nobody_waits_for_what_came_early() -> None:
+def test_early_data_is_not_waited_for() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if not pg.rank():
             await asyncio.sleep(2)  # what rank 1 has sent is here
@@ -314,7 +314,7 @@ def test_nobody_waits_for_what_came_early() -> None:
     run_virtual(2, rank)
 
 
-def test_a_rank_whose_data_did_not_complete_a_call_is_not_waited_for() -> None:
+def test_rank_whose_data_completes_no_call_is_not_waited_for() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(2.0 * pg.rank())
         work = pg.allreduce(np.ones(2))
@@ -328,7 +328,7 @@ def test_a_rank_whose_data_did_not_complete_a_call_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-def test_who_waits_for_a_part_of_a_call_waits_once(debug: Any) -> None:
+def test_wait_for_a_part_of_a_call_counts_once(debug: Any) -> None:
     """A block, and a compared call, consist of several operations."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -344,7 +344,7 @@ def test_who_waits_for_a_part_of_a_call_waits_once(debug: Any) -> None:
     run_virtual(2, rank, options=GroupOptions(debug=debug))
 
 
-def test_the_last_minute_passes_on_a_clock_of_its_own() -> None:
+def test_recent_waits_expire_on_the_groups_clock() -> None:
     async def rank(pg: ProcessGroup) -> list[tuple[int, float, int, float]]:
         found = []
         for pause in (0, 10, 45, 30, 61):
@@ -361,7 +361,7 @@ def test_the_last_minute_passes_on_a_clock_of_its_own() -> None:
     assert found == [(1, 2, 1, 2), (2, 4, 2, 4), (3, 6, 3, 6), (4, 8, 2, 4), (5, 10, 1, 2)]
 
 
-def test_who_is_missing_now() -> None:
+def test_stats_name_the_currently_missing_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 2:
             await asyncio.sleep(8)
@@ -383,7 +383,7 @@ def test_who_is_missing_now() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_tables_are_bounded(pg: ProcessGroup) -> None:
+async def test_stats_tables_are_bounded(pg: ProcessGroup) -> None:
     for count in range(2 * KNOWN + 3):
         await pg.allreduce(np.ones(count))
     assert len(comm_of(pg).journal._calls) <= KNOWN
@@ -391,7 +391,7 @@ async def test_tables_are_bounded(pg: ProcessGroup) -> None:
     assert (row.calls, row.nbytes) == (2 * KNOWN + 3, 8 * (2 * KNOWN + 2) * (2 * KNOWN + 3) // 2)
 
 
-async def test_another_thread_reads_while_the_loop_counts() -> None:
+async def test_stats_can_be_read_by_another_thread_during_calls() -> None:
     failures: list[BaseException] = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -428,7 +428,7 @@ def row(histogram: tuple[tuple[float, int], ...]) -> OperationStats:
     return OperationStats("ALLREDUCE", "ring", "tcp", calls, 0, 8 * calls, 1.0, histogram)
 
 
-def test_quantiles() -> None:
+def test_stats_quantiles_are_those_of_the_buckets() -> None:
     assert row(()).p50 is row(()).p99 is None
     assert row(((2.0, 1),)).quantile(0) == 1.0
     assert row(((2.0, 1),)).quantile(1) == 2.0
@@ -443,7 +443,7 @@ def test_quantiles() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_it_is_frozen_plain_data_and_a_table(pg: ProcessGroup) -> None:
+async def test_stats_are_frozen_plain_data_with_a_table(pg: ProcessGroup) -> None:
     await pg.allreduce(np.ones(256, np.float32))
     await pg.barrier()
     stats = pg.stats()

@@ -45,7 +45,7 @@ async def part(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_even_and_odd_ranks(pg: ProcessGroup) -> None:
+async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
     halves = [half for half in (range(0, pg.size(), 2), range(1, pg.size(), 2)) if half]
     async with await part(pg, halves) as half, await part(pg, [range(pg.size())]) as whole:
         mine = tuple(halves[pg.rank() % 2])
@@ -65,7 +65,7 @@ async def test_even_and_odd_ranks(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
-async def test_parts_of_parts(pg: ProcessGroup) -> None:
+async def test_subgroups_can_be_split(pg: ProcessGroup) -> None:
     found = []
     group: ProcessGroup | None = pg
     while group is not None:
@@ -77,7 +77,7 @@ async def test_parts_of_parts(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
-async def test_messages_name_the_ranks_of_their_group(pg: ProcessGroup) -> None:
+async def test_messages_use_the_ranks_of_their_subgroup(pg: ProcessGroup) -> None:
     group = await pg.split_group([3, 1])
     if pg.rank() % 2:
         assert group is not None
@@ -102,7 +102,7 @@ async def test_messages_name_the_ranks_of_their_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_what_it_is(pg: ProcessGroup) -> None:
+async def test_subgroup_has_its_name_ranks_and_size(pg: ProcessGroup) -> None:
     work = pg.split_group([2, 0], timeout=30, group_name="ends")
     assert (work.done(), work.op, work.group) == (True, "SPLIT_GROUP", pg)
     ends = await work
@@ -125,7 +125,7 @@ async def test_what_it_is(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_calls(pg: ProcessGroup) -> None:
+async def test_split_group_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     wrong: list[tuple[Any, type[Exception], str]] = [
         (3, TypeError, "ranks must be a list of ranks, or a list of such lists, not int"),
         ("01", TypeError, "ranks must be a list of ranks, or a list of such lists, not str"),
@@ -162,7 +162,7 @@ async def test_wrong_calls(pg: ProcessGroup) -> None:
 
 
 async def agreed(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> None:
-    """The first collective of the group this rank has made says what each rank did."""
+    """Check that the first collective of the new group reports the call of each rank."""
     if group is not None:
         with pytest.raises(CollectiveMismatchError, match=re.escape(words)) as raised:
             await group.allreduce(np.ones(3))
@@ -174,14 +174,14 @@ async def agreed(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> No
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_ranks_that_name_other_lists(pg: ProcessGroup) -> None:
+async def test_different_rank_lists_are_a_mismatch(pg: ProcessGroup) -> None:
     group = await pg.split_group([0, 1] if pg.rank() == 0 else [0, 1, 2])
     words = "following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank "
     await agreed(pg, group, words)
 
 
 @pytest.mark.ranks(3)
-async def test_a_rank_that_names_others_only(pg: ProcessGroup) -> None:
+async def test_rank_that_names_only_others_gets_no_group(pg: ProcessGroup) -> None:
     group = await pg.split_group([0, 1] if pg.rank() == 0 else [2])
     words = "SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[], SequenceNumber=1)"
     if pg.rank() == 2:
@@ -193,7 +193,7 @@ async def test_a_rank_that_names_others_only(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_ranks_that_give_other_names(pg: ProcessGroup) -> None:
+async def test_different_subgroup_names_are_a_mismatch(pg: ProcessGroup) -> None:
     words = (
         "Collectives differ in the following: group_name. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], "
         "SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[0, 1], group_name='b', SequenceNumber=1)"
@@ -202,7 +202,7 @@ async def test_ranks_that_give_other_names(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_parts_of_parts_that_were_other_ones(pg: ProcessGroup) -> None:
+async def test_subgroups_of_different_parents_are_a_mismatch(pg: ProcessGroup) -> None:
     outer = await part(pg, [[0, 1], [2]] if pg.rank() == 0 else [0, 1, 2])
     words = "differ in the following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1)"
     inner = await outer.split_group([0, 1])
@@ -212,7 +212,7 @@ async def test_parts_of_parts_that_were_other_ones(pg: ProcessGroup) -> None:
         await agreed(pg, inner, words)
 
 
-async def test_a_rank_that_has_not_split_yet_is_waited_for() -> None:
+async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -231,7 +231,7 @@ async def test_a_rank_that_has_not_split_yet_is_waited_for() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_rank_that_never_splits_is_named_at_the_timeout(pg: ProcessGroup) -> None:
+async def test_rank_that_never_splits_is_named_at_the_timeout(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         group = await part(pg, [0, 1])
         with pytest.raises(CollectiveTimeoutError, match="'world:0' 0 times only") as raised:
@@ -240,7 +240,7 @@ async def test_a_rank_that_never_splits_is_named_at_the_timeout(pg: ProcessGroup
     await pg.barrier()
 
 
-async def test_a_rank_whose_group_failed_before_it_could_split() -> None:
+async def test_rank_whose_group_failed_before_the_split_is_reported() -> None:
     told = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -261,7 +261,7 @@ async def test_a_rank_whose_group_failed_before_it_could_split() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_a_rank_that_has_left_before_it_could_split(ends: bool) -> None:
+async def test_rank_that_left_before_the_split_is_reported(ends: bool) -> None:
     store = HashStore()
 
     async def rank(number: int) -> None:
@@ -290,7 +290,7 @@ async def test_a_rank_that_has_left_before_it_could_split(ends: bool) -> None:
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
-async def test_a_failure_stays_in_its_group(pg: ProcessGroup) -> None:
+async def test_failure_stays_in_its_subgroup(pg: ProcessGroup) -> None:
     pair, trio = await pg.split_group([0, 1]), await pg.split_group([1, 2, 3])
     if pair is not None:
         with pytest.raises(CollectiveMismatchError, match="SequenceNumber=1"):
@@ -307,7 +307,7 @@ async def test_a_failure_stays_in_its_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_a_rank_that_fails_takes_along_the_groups_it_is_in(transport: str) -> None:
+async def test_failed_rank_fails_all_its_groups(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> Any:
         pairs, inner = await part(pg, [[0, 1], [2, 3]]), await part(pg, [1, 3]) if pg.rank() % 2 else None
         if pg.rank() == 3:
@@ -336,7 +336,7 @@ async def test_a_rank_that_fails_takes_along_the_groups_it_is_in(transport: str)
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_the_whole_closes_its_parts(pg: ProcessGroup) -> None:
+async def test_parent_group_closes_its_subgroups(pg: ProcessGroup) -> None:
     group = await part(pg, range(3))
     inner = await part(group, [[0], [1, 2]])
     late = inner.allreduce(np.ones(100_000))
@@ -354,7 +354,7 @@ async def test_the_whole_closes_its_parts(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_a_group_that_is_being_closed_is_not_split(pg: ProcessGroup) -> None:
+async def test_closing_group_cannot_split(pg: ProcessGroup) -> None:
     work = pg.barrier() if pg.rank() else None
     ending = asyncio.ensure_future(pg.shutdown())
     await asyncio.sleep(0)
@@ -367,7 +367,7 @@ async def test_a_group_that_is_being_closed_is_not_split(pg: ProcessGroup) -> No
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
-async def test_parts_shrink_and_their_parts_work(pg: ProcessGroup) -> None:
+async def test_subgroups_can_shrink_and_be_split(pg: ProcessGroup) -> None:
     trio = await pg.split_group([1, 2, 3])
     if trio is not None and trio.rank():
         small = await trio.shrink(exclude=[0])
@@ -389,7 +389,7 @@ async def newcomer(where: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_parts_grow(transport: str) -> None:
+async def test_subgroups_can_grow(transport: str) -> None:
     """One without rank 0 of the whole, which stays as it is next to another part."""
     where: dict[str, Any] = {"store": HashStore(), "options": options(transport)}
 
@@ -412,7 +412,7 @@ async def test_parts_grow(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_parts_grow_at_once_and_outlive_the_whole(transport: str) -> None:
+async def test_subgroups_can_grow_at_once_and_outlive_the_parent(transport: str) -> None:
     where: dict[str, Any] = {"store": HashStore(), "options": options(transport)}
 
     async def rank(number: int) -> Any:
@@ -441,7 +441,7 @@ async def test_parts_grow_at_once_and_outlive_the_whole(transport: str) -> None:
 
 @pytest.mark.ranks(4)
 @over("memory", "unix")
-async def test_groups_share_what_there_is(pg: ProcessGroup) -> None:
+async def test_subgroups_share_links_and_threads(pg: ProcessGroup) -> None:
     size = pg.size()
     await pg.alltoall_object([None] * size)  # every pair is linked
     await pg.barrier()
@@ -457,7 +457,7 @@ async def test_groups_share_what_there_is(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(7)
-async def test_a_split_sends_nothing(pg: ProcessGroup) -> None:
+async def test_split_group_sends_nothing(pg: ProcessGroup) -> None:
     await pg.barrier()
     frames: list[object] = []
     for link in links_of(pg):
@@ -472,7 +472,7 @@ async def test_a_split_sends_nothing(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-async def test_an_id_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_taken_group_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, group_id=lambda text: 7)
 
     async def rank(pg: ProcessGroup) -> None:

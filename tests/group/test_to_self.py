@@ -32,7 +32,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 @pytest.mark.ranks(2)
 @over(*TRANSPORTS)
-async def test_any_length_in_any_order(pg: ProcessGroup) -> None:
+async def test_messages_to_self_may_have_any_length_and_order(pg: ProcessGroup) -> None:
     me = pg.rank()
     for nbytes in (0, 1, 256 * KIB, 256 * KIB + 1, 3 * MIB + 5):
         data = (np.arange(nbytes) % 251).astype("uint8")
@@ -55,7 +55,7 @@ async def test_any_length_in_any_order(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_they_keep_their_order_and_do_not_mix_with_those_of_others(pg: ProcessGroup) -> None:
+async def test_messages_to_self_keep_their_order_separate_from_others(pg: ProcessGroup) -> None:
     me, size = pg.rank(), pg.size()
     lengths = [3, 300 * KIB, 0, 5, 300 * KIB]
     for dst in range(size):
@@ -70,7 +70,7 @@ async def test_they_keep_their_order_and_do_not_mix_with_those_of_others(pg: Pro
 
 
 @pytest.mark.ranks(1)
-async def test_every_dtype_and_layout(pg: ProcessGroup) -> None:
+async def test_messages_to_self_support_every_dtype_and_layout(pg: ProcessGroup) -> None:
     for dtype in ("bool", "int8", "uint16", "int64", "float16", "float32", "complex128", ml_dtypes.bfloat16):
         x = np.arange(12).reshape(3, 4).astype(dtype)
         y = np.zeros((4, 3), dtype)
@@ -80,7 +80,7 @@ async def test_every_dtype_and_layout(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over(*TRANSPORTS)
-async def test_any_source_objects_incoming_and_batches(pg: ProcessGroup) -> None:
+async def test_messages_to_self_work_with_any_source_objects_and_batches(pg: ProcessGroup) -> None:
     me, other = pg.rank(), 1 - pg.rank()
     pg.send(np.array([me]), me, tag=1)
     pg.send(np.array([me]), other, tag=1)
@@ -114,7 +114,7 @@ async def test_any_source_objects_incoming_and_batches(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(1)
-async def test_what_waits_is_bounded(pg: ProcessGroup) -> None:
+async def test_messages_to_self_are_bounded(pg: ProcessGroup) -> None:
     """Beyond the window a send waits for its receive, as with any other rank."""
     size = 256 * KIB
     works = [pg.send(np.full(size, number, "uint8"), 0) for number in range(LINK_WINDOW // size + 3)]
@@ -127,7 +127,7 @@ async def test_what_waits_is_bounded(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_send_may_overwrite_its_memory_when_it_is_done(pg: ProcessGroup) -> None:
+async def test_array_sent_to_self_may_be_overwritten_after_the_send(pg: ProcessGroup) -> None:
     x = np.ones(10)
     await pg.send(x, 0)
     x[:] = 2
@@ -135,7 +135,7 @@ async def test_a_send_may_overwrite_its_memory_when_it_is_done(pg: ProcessGroup)
 
 
 @pytest.mark.ranks(3)
-async def test_another_kind_is_a_named_error_on_all_ranks(pg: ProcessGroup) -> None:
+async def test_mismatched_message_to_self_raises_a_named_error_on_all_ranks(pg: ProcessGroup) -> None:
     if pg.rank() == 2:
         pg.send(np.ones(3), 2)
         with pytest.raises(CollectiveMismatchError, match=r"counts.*rank 2 called RECV\(.*rank 2 called SEND\("):
@@ -145,7 +145,7 @@ async def test_another_kind_is_a_named_error_on_all_ranks(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_timeouts_and_cancelling_are_as_with_others(pg: ProcessGroup) -> None:
+async def test_messages_to_self_time_out_and_can_be_cancelled(pg: ProcessGroup) -> None:
     me = pg.rank()
     with pytest.raises(CollectiveTimeoutError, match=f"received no message with tag 0 from rank {me} within 0.02 s"):
         await pg.recv(np.zeros(1), me, timeout=0.02)
@@ -162,7 +162,7 @@ async def test_timeouts_and_cancelling_are_as_with_others(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_an_abort_fails_both_ends(pg: ProcessGroup) -> None:
+async def test_abort_fails_both_ends_of_a_message_to_self(pg: ProcessGroup) -> None:
     works: list[Any] = [pg.send(np.ones(MIB), pg.rank()), pg.recv(np.ones(1), pg.rank(), tag=1)]
     await pg.barrier()
     if pg.rank():
@@ -175,7 +175,7 @@ async def test_an_abort_fails_both_ends(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_the_end_of_the_group_ends_them(pg: ProcessGroup) -> None:
+async def test_end_of_the_group_ends_messages_to_self(pg: ProcessGroup) -> None:
     sending, receiving = pg.send(np.ones(MIB), pg.rank()), pg.recv(np.ones(1), pg.rank(), tag=1)
     pg.timeout = 0.02
     await pg.shutdown()
@@ -184,7 +184,7 @@ async def test_the_end_of_the_group_ends_them(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_long_one_leaves_turns_to_others(pg: ProcessGroup, limits: Limits) -> None:
+async def test_long_message_to_self_lets_the_loop_run(pg: ProcessGroup, limits: Limits) -> None:
     data, target = np.ones(64 * MIB, "uint8"), np.zeros(64 * MIB, "uint8")
     receiving = pg.recv(target, 0)
     sending = pg.send(data, 0)
@@ -201,7 +201,7 @@ async def test_a_long_one_leaves_turns_to_others(pg: ProcessGroup, limits: Limit
 
 
 @pytest.mark.ranks(2)
-async def test_messages_with_nobody_end_at_once(pg: ProcessGroup) -> None:
+async def test_messages_with_proc_null_end_at_once(pg: ProcessGroup) -> None:
     x = np.arange(3.0)
     sent = pg.send(x, PROC_NULL, tag=5)
     assert sent.done()
@@ -235,7 +235,7 @@ async def test_messages_with_nobody_end_at_once(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_their_arguments_are_checked_as_always(pg: ProcessGroup) -> None:
+async def test_messages_with_proc_null_check_their_arguments(pg: ProcessGroup) -> None:
     calls: list[tuple[Any, type[Exception], str]] = [
         (lambda: pg.send("text", PROC_NULL), TypeError, "tensor must be"),
         (lambda: pg.send(np.ones(1), PROC_NULL, tag=-1), ValueError, "tag=-1 is out of range"),
@@ -268,12 +268,12 @@ async def test_their_arguments_are_checked_as_always(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_closed_group_refuses_them_too(pg: ProcessGroup) -> None:
+async def test_closed_group_refuses_messages_with_proc_null(pg: ProcessGroup) -> None:
     await pg.shutdown()
     for call in (lambda: pg.send(np.ones(1), PROC_NULL), lambda: pg.recv_object(PROC_NULL)):
         with pytest.raises(GroupClosedError):
             call()
 
 
-def test_no_rank_has_this_number() -> None:
+def test_proc_null_is_no_rank() -> None:
     assert PROC_NULL == aiocoll.PROC_NULL < -1

@@ -45,7 +45,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize(("kind", "algorithm"), two_level.ALGORITHMS, ids=lambda value: value)
-async def test_every_algorithm_runs(
+async def test_two_level_algorithm_is_used_and_gives_the_closed_form(
     kind: str, algorithm: str, hosts: tuple[int, ...], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -77,7 +77,7 @@ async def test_every_algorithm_runs(
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "PREMUL_SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
-async def test_what_rounds_has_the_same_bits_everywhere(dtype: str, op: str, hosts: tuple[int, ...]) -> None:
+async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: str, hosts: tuple[int, ...]) -> None:
     async def rank(pg: ProcessGroup) -> list[bytes]:
         place(pg, hosts)
         random = np.random.default_rng(pg.rank())
@@ -97,7 +97,7 @@ async def test_what_rounds_has_the_same_bits_everywhere(dtype: str, op: str, hos
 
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize("algorithm", SIZES)
-async def test_bytes_of_an_allreduce_between_hosts(
+async def test_allreduce_between_hosts_sends_the_expected_bytes(
     algorithm: str, hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
 ) -> None:
     """The hosts decide, not their ranks: 2n(h-1) in all, or each leader's tensor once to each other."""
@@ -117,7 +117,9 @@ async def test_bytes_of_an_allreduce_between_hosts(
 
 
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
-async def test_messages_of_a_barrier_between_hosts(hosts: tuple[int, ...], frames: list[tuple[int, int, int]]) -> None:
+async def test_barrier_between_hosts_sends_the_expected_messages(
+    hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
+) -> None:
     number = len(set(hosts))
 
     async def rank(pg: ProcessGroup) -> None:
@@ -129,7 +131,7 @@ async def test_messages_of_a_barrier_between_hosts(hosts: tuple[int, ...], frame
     assert crossing == [0] * (number * (number - 1).bit_length())
 
 
-async def test_nobody_leaves_a_barrier_before_the_last_of_any_host_has_come() -> None:
+async def test_barrier_waits_for_the_last_rank_of_every_host() -> None:
     """The last one comes when everybody else is known to wait."""
     hosts = (0, 1, 0, 1, 1)
 

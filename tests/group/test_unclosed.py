@@ -113,7 +113,7 @@ def test_runner_closes_groups_of_pending_works_at_once() -> None:
     assert found == expected(0, 1)
 
 
-def test_shutdown_that_waits_for_works_is_cut_short_at_the_end_of_the_loop() -> None:
+def test_shutdown_waiting_for_works_is_cut_short_at_the_loop_end() -> None:
     """Also where a program closes its generators and does not cancel its tasks."""
     loop = asyncio.new_event_loop()
     with unclosed() as found:
@@ -237,7 +237,7 @@ def test_collected_groups_of_a_loop_that_does_not_run_are_closed(closed: bool, t
 
 
 @pytest.mark.parametrize("transport", LINKS)
-def test_one_of_two_groups_of_a_job_is_collected(transport: str) -> None:
+def test_collected_group_leaves_another_of_its_job_usable(transport: str) -> None:
     """The other one goes on, and its shutdown releases what both have shared."""
 
     async def main() -> None:
@@ -284,7 +284,7 @@ class Item:
         self.calls.append("closed")
 
 
-def test_loop_end_closes_what_it_has_and_nothing_once_forgotten() -> None:
+def test_loop_end_closes_its_callbacks_until_they_are_forgotten() -> None:
     kept: list[LoopEnd] = []
     items = [Item(), Item(is_ending=True), Item(), Item()]
 

@@ -98,30 +98,30 @@ async def exchanged(pg: ProcessGroup, name: str) -> None:
 
 
 @pytest.mark.ranks(*SIZES)
-async def test_every_call(pg: ProcessGroup) -> None:
+async def test_uneven_parts_work_in_every_call(pg: ProcessGroup) -> None:
     await every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS[1:])
-async def test_every_transport(pg: ProcessGroup) -> None:
+async def test_uneven_parts_work_over_every_transport(pg: ProcessGroup) -> None:
     await every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
 @over(*LINKS)
-async def test_every_call_everywhere(pg: ProcessGroup) -> None:
+async def test_uneven_parts_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
     await every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_frames_that_take_their_time(seed: int) -> None:
+def test_uneven_parts_work_with_delayed_frames(seed: int) -> None:
     run_virtual(4, every_call, list(LENGTHS), seed=seed, latency=(0.0001, 0.01))
 
 
 @pytest.mark.ranks(2)
-async def test_shapes_may_be_any_of_that_many_elements(pg: ProcessGroup) -> None:
+async def test_uneven_parts_may_have_any_shape(pg: ProcessGroup) -> None:
     tensor = np.full((2, 3) if pg.rank() else (1, 1, 4), pg.rank(), np.int16)
     outputs = [np.empty((4, 1), np.int16), np.empty(6, np.int16)]
     await pg.allgather(outputs, tensor)
@@ -150,7 +150,7 @@ WRONG: dict[str, Callable[[ProcessGroup, int], Any]] = {
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.ranks(3)
 @over("memory", "shm")
-async def test_lengths_that_do_not_fit(pg: ProcessGroup, kind: str, count: int) -> None:
+async def test_uneven_parts_of_wrong_lengths_are_refused(pg: ProcessGroup, kind: str, count: int) -> None:
     # On some ranks it may be done before anybody can know.
     with contextlib.suppress(CollectiveMismatchError):
         await WRONG[kind](pg, count if pg.rank() == 1 else 2)

@@ -45,7 +45,7 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
 
 @pytest.mark.ranks(*WORLDS)
 @over(*LINKS)
-async def test_lengths(pg: ProcessGroup) -> None:
+async def test_unsized_gathers_accept_any_lengths(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
         lengths = [length(each, p) for each in range(p)]
@@ -62,7 +62,7 @@ async def test_lengths(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float32", "complex128"])
-async def test_dtypes(pg: ProcessGroup, dtype: str) -> None:
+async def test_unsized_gathers_support_every_dtype(pg: ProcessGroup, dtype: str) -> None:
     lengths = [3, 0, 5]
     mine = given(pg.rank(), lengths[pg.rank()], dtype)
     check(await pg.allgather(None, mine), lengths, dtype)
@@ -73,7 +73,7 @@ async def test_dtypes(pg: ProcessGroup, dtype: str) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_narrow_dtypes(pg: ProcessGroup) -> None:
+async def test_unsized_gathers_support_narrow_dtypes(pg: ProcessGroup) -> None:
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     check(await pg.allgather(None, given(pg.rank(), pg.rank(), dtype)), [0, 1, 2], dtype)
     outputs = await pg.gather(None, given(pg.rank(), pg.rank(), dtype), 1)
@@ -82,7 +82,7 @@ async def test_narrow_dtypes(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_shapes_follow_the_tensor_of_this_rank(pg: ProcessGroup) -> None:
+async def test_unsized_outputs_take_the_row_shape_of_the_own_tensor(pg: ProcessGroup) -> None:
     """As many rows as there are; flat if they are not of that length."""
     shapes = [(2, 3), (4, 3), (5,)]
     mine = np.full(shapes[pg.rank()], pg.rank())
@@ -99,7 +99,7 @@ async def test_shapes_follow_the_tensor_of_this_rank(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_keys_in_any_order_and_many_at_once(pg: ProcessGroup) -> None:
+async def test_unsized_keyed_gathers_match_in_any_order(pg: ProcessGroup) -> None:
     r = pg.rank()
     keys = ["a", "b", "c"][:: 1 if r % 2 else -1]
     works = {key: pg.allgather(None, given(r, 10 * r + ord(key)), key=key) for key in keys}
@@ -116,7 +116,7 @@ async def test_keys_in_any_order_and_many_at_once(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_a_root_that_comes_last_finds_all(pg: ProcessGroup) -> None:
+async def test_late_gather_root_gets_all_unsized_blocks(pg: ProcessGroup) -> None:
     """Even those that gave nothing, and thousands of operations ago."""
     if pg.rank():
         for number in range(3000):
@@ -131,7 +131,7 @@ async def test_a_root_that_comes_last_finds_all(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(*WORLDS)
-async def test_where_the_root_gives_outputs_lengths_may_be_zero_too(pg: ProcessGroup) -> None:
+async def test_gather_with_outputs_accepts_zero_lengths(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for root in range(p):
         outputs = [np.empty(each % 2) for each in range(p)] if r == root else None
@@ -141,7 +141,7 @@ async def test_where_the_root_gives_outputs_lengths_may_be_zero_too(pg: ProcessG
 
 
 @pytest.mark.ranks(2, 3, 4, options=GroupOptions(debug="detail"))
-async def test_detail(pg: ProcessGroup) -> None:
+async def test_unsized_gathers_work_with_detail(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
         lengths = [length(each, p) for each in range(p)]
@@ -154,7 +154,7 @@ async def test_detail(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("world_size", WORLDS)
-async def test_blocks(world_size: int, debug: Any) -> None:
+async def test_unsized_gathers_work_in_blocks(world_size: int, debug: Any) -> None:
     """Of `gather` the tensors have to be as long as the root's there."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -177,9 +177,7 @@ async def test_blocks(world_size: int, debug: Any) -> None:
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_a_step_that_takes_long_is_no_mismatch(
-    debug: Any, monkeypatch: pytest.MonkeyPatch, limits: Limits
-) -> None:
+async def test_slow_step_is_not_a_mismatch(debug: Any, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     """Reports of the rank that waits and of the one that is asked describe the same call."""
     limits(report_after=0.01)
     steps: dict[int, Callable[[], None]] = {}
@@ -209,7 +207,7 @@ async def test_a_step_that_takes_long_is_no_mismatch(
 
 
 @pytest.mark.ranks(2)
-async def test_a_gather_in_a_block_takes_what_is_as_long_as_the_roots(pg: ProcessGroup) -> None:
+async def test_gather_in_a_block_requires_the_roots_length(pg: ProcessGroup) -> None:
     with suppress(errors.GroupError):  # who only sends may be done
         async with pg.coalescing():
             pg.gather(None, given(pg.rank(), 3 + pg.rank()), 0)
@@ -220,7 +218,7 @@ async def test_a_gather_in_a_block_takes_what_is_as_long_as_the_roots(pg: Proces
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_outputs_on_some_ranks_only_are_a_mismatch(debug: Any) -> None:
+async def test_outputs_on_some_ranks_are_a_mismatch(debug: Any) -> None:
     async def rank(pg: ProcessGroup) -> str:
         outputs = None if pg.rank() else [np.empty(3) for _ in range(3)]
         with pytest.raises(CollectiveMismatchError, match=r"Collectives differ in the following: op") as raised:
@@ -234,7 +232,7 @@ async def test_outputs_on_some_ranks_only_are_a_mismatch(debug: Any) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_dtypes_that_differ_are_a_mismatch(pg: ProcessGroup, kind: str) -> None:
+async def test_different_dtypes_are_a_mismatch(pg: ProcessGroup, kind: str) -> None:
     mine = given(pg.rank(), 3, "float32" if pg.rank() else "float64")
     with suppress(errors.GroupError):  # who only sends may be done
         await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
@@ -243,7 +241,7 @@ async def test_dtypes_that_differ_are_a_mismatch(pg: ProcessGroup, kind: str) ->
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_a_rank_that_has_left_is_named(pg: ProcessGroup, kind: str) -> None:
+async def test_rank_that_has_left_is_named(pg: ProcessGroup, kind: str) -> None:
     if pg.rank() == 1:
         return
     mine = given(pg.rank(), 3)
@@ -254,7 +252,7 @@ async def test_a_rank_that_has_left_is_named(pg: ProcessGroup, kind: str) -> Non
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_a_rank_that_does_not_come_is_named(pg: ProcessGroup, kind: str) -> None:
+async def test_missing_rank_is_named(pg: ProcessGroup, kind: str) -> None:
     if pg.rank() == 1:
         await pg.wait_revoked()
         return
@@ -265,7 +263,7 @@ async def test_a_rank_that_does_not_come_is_named(pg: ProcessGroup, kind: str) -
 
 
 @pytest.mark.ranks(3)
-async def test_given_outputs_take_no_step_more(pg: ProcessGroup) -> None:
+async def test_gathers_with_outputs_take_no_additional_step(pg: ProcessGroup) -> None:
     """Their operations are those of before: one each."""
     before = len(comm_of(pg).journal.collectives)
     await pg.allgather([np.empty(3) for _ in range(3)], given(pg.rank(), 3))
@@ -275,7 +273,7 @@ async def test_given_outputs_take_no_step_more(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over("unix")
-async def test_what_is_lost_on_the_way_is_forgotten(pg: ProcessGroup) -> None:
+async def test_unsized_gather_of_an_ended_group_leaves_nothing(pg: ProcessGroup) -> None:
     """A group that ends in the middle leaves nothing, and other groups go on."""
     mine = given(pg.rank(), 300_000 + pg.rank())
     works = [pg.allgather(None, mine), pg.gather(None, mine, 0)]

@@ -24,7 +24,7 @@ async def give_up(waiting: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_drain_watches_receives_and_does_not_take_them_back(pg: ProcessGroup) -> None:
+async def test_drain_does_not_withdraw_receives(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     work = pg.recv(np.zeros(1), peer)
     await give_up(pg.drain())
@@ -39,7 +39,7 @@ async def test_drain_watches_receives_and_does_not_take_them_back(pg: ProcessGro
 
 
 @pytest.mark.ranks(2)
-async def test_a_future_wants_the_receive_like_an_await(pg: ProcessGroup) -> None:
+async def test_future_keeps_its_receive_like_an_await(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     works = [pg.recv(np.zeros(1), peer, tag) for tag in range(2)]
     futures = [work.get_future() for work in works]
@@ -56,7 +56,7 @@ async def test_a_future_wants_the_receive_like_an_await(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(2)
-async def test_a_batch_that_was_given_up_tells_of_the_failure_of_its_parts(pg: ProcessGroup) -> None:
+async def test_abandoned_batch_reports_the_failure_of_its_parts(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     withdrawn = pg.batch([Recv(np.zeros(1), peer, 1), Recv(np.zeros(5), None, 2)])
     await give_up(withdrawn)
@@ -73,7 +73,7 @@ async def test_a_batch_that_was_given_up_tells_of_the_failure_of_its_parts(pg: P
 
 
 @pytest.mark.ranks(2)
-async def test_pending_is_what_has_not_ended_whoever_waits(pg: ProcessGroup) -> None:
+async def test_pending_lists_all_unfinished_works(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         tensor = np.ones(3)
         works: list[Work[Any]] = [pg.allreduce(tensor, key="first"), pg.recv_object(1, 7), pg.barrier()]
@@ -92,7 +92,7 @@ async def test_pending_is_what_has_not_ended_whoever_waits(pg: ProcessGroup) -> 
 @pytest.mark.ranks(2)
 @over("unix")
 @pytest.mark.parametrize("way", ["sibling", "gather", "timeout", "first"])
-async def test_every_way_of_giving_up_leaves_the_collective_going(pg: ProcessGroup, way: str) -> None:
+async def test_collective_continues_after_every_kind_of_abandoned_wait(pg: ProcessGroup, way: str) -> None:
     async def fail(_: Any) -> None:
         raise KeyError(way)
 
@@ -137,7 +137,7 @@ async def test_every_way_of_giving_up_leaves_the_collective_going(pg: ProcessGro
 
 
 @pytest.mark.ranks(2)
-async def test_waiting_for_a_revocation_may_end_otherwise(pg: ProcessGroup) -> None:
+async def test_wait_revoked_ends_by_cancellation_or_close(pg: ProcessGroup) -> None:
     await give_up(pg.wait_revoked())
     assert comm_of(pg).on_revoked == []
     watching = asyncio.ensure_future(pg.wait_revoked())
@@ -150,7 +150,7 @@ async def test_waiting_for_a_revocation_may_end_otherwise(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_any_number_of_tasks_hear_of_a_revocation(pg: ProcessGroup) -> None:
+async def test_revocation_is_reported_to_all_waiting_tasks(pg: ProcessGroup) -> None:
     watching = [asyncio.ensure_future(pg.wait_revoked()) for _ in range(4)]
     await asyncio.sleep(0)
     watching.pop().cancel()
@@ -165,7 +165,7 @@ async def test_any_number_of_tasks_hear_of_a_revocation(pg: ProcessGroup) -> Non
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("taking", ["receives", "incoming", "nobody"])
-async def test_a_tag_used_once_leaves_nothing_behind(pg: ProcessGroup, taking: str) -> None:
+async def test_tag_used_once_leaves_no_records(pg: ProcessGroup, taking: str) -> None:
     peer = 1 - pg.rank()
     for tag in range(100):
         if taking == "nobody":
@@ -187,7 +187,7 @@ async def test_a_tag_used_once_leaves_nothing_behind(pg: ProcessGroup, taking: s
 
 
 @pytest.mark.ranks(2)
-async def test_a_thousand_waiting_messages_leave_the_loop_its_turns(pg: ProcessGroup) -> None:
+async def test_thousand_waiting_messages_let_the_loop_run(pg: ProcessGroup) -> None:
     count = 3000
     if pg.rank():
         for number in range(count):

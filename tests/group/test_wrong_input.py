@@ -184,7 +184,7 @@ WRONG: list[Row] = [
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_a_refused_call_leaves_no_trace(pg: ProcessGroup) -> None:
+async def test_refused_call_leaves_no_trace(pg: ProcessGroup) -> None:
     """After each of them, ordered calls, keyed calls and messages of both ranks still meet."""
     for number, (call, error, message) in enumerate(WRONG, start=1):
         if pg.rank() == 0:
@@ -201,7 +201,7 @@ async def test_a_refused_call_leaves_no_trace(pg: ProcessGroup) -> None:
             assert got[0] == number
 
 
-async def test_narrow_floats_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_narrow_float_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """An array of bfloat16 from torch needs no ml_dtypes, but one that we allocate does."""
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
 
@@ -214,7 +214,7 @@ async def test_narrow_floats_say_what_to_install(monkeypatch: pytest.MonkeyPatch
     await run_ranks(2, rank)
 
 
-def test_clash_finds_any_two_that_share_memory() -> None:
+def test_clash_finds_any_two_arrays_that_share_memory() -> None:
     whole = np.zeros(100)
     parts = [whole[start : start + 10] for start in range(0, 100, 10)]
     assert clash(parts) is None
@@ -266,7 +266,7 @@ async def test_calls_from_another_thread_are_refused(pg: ProcessGroup, name: str
 
 @pytest.mark.ranks(2)
 @over("unix")
-async def test_a_forked_child_is_refused_and_disturbs_nobody(pg: ProcessGroup) -> None:
+async def test_forked_child_is_refused_without_disturbing_ranks(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         out, into = os.pipe()
         child = os.fork()
@@ -284,7 +284,7 @@ async def test_a_forked_child_is_refused_and_disturbs_nobody(pg: ProcessGroup) -
 
 @pytest.mark.ranks(2)
 @over("unix")
-async def test_a_forked_child_that_awaits_takes_nothing_away(pg: ProcessGroup) -> None:
+async def test_forked_child_that_awaits_takes_no_data_of_its_parent(pg: ProcessGroup) -> None:
     """What it would poll are the connections of its parent."""
     if pg.rank() == 1:
         await pg.recv(ones(), 0)
@@ -347,7 +347,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({"timeout": "1"}, "timeout must be seconds, a timedelta or None, not str"),
     ],
 )
-def test_arguments_of_a_wrong_type(given: dict[str, Any], message: str, environment: pytest.MonkeyPatch) -> None:
+def test_argument_of_a_wrong_type_is_refused(
+    given: dict[str, Any], message: str, environment: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(TypeError, match=message):
         new_group(**{"rank": 1, "world_size": 2, **given})
 
@@ -368,7 +370,9 @@ def test_arguments_of_a_wrong_type(given: dict[str, Any], message: str, environm
         ("AIOCOLL_PORT", "http", "AIOCOLL_PORT='http' in the environment must be a port number"),
     ],
 )
-def test_variables_of_the_environment(variable: str, value: str, message: str, environment: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_variable_is_refused(
+    variable: str, value: str, message: str, environment: pytest.MonkeyPatch
+) -> None:
     environment.setenv(variable, value)
     with pytest.raises(ValueError, match=message):
         new_group()
@@ -384,7 +388,7 @@ def test_variables_of_the_environment(variable: str, value: str, message: str, e
         ("AIOCOLL_JOB_KEY_FILE", "/nowhere", "AIOCOLL_JOB_KEY_FILE='/nowhere': cannot be opened"),
     ],
 )
-async def test_options_of_the_environment(
+async def test_invalid_option_in_the_environment_is_refused(
     variable: str, value: str, message: str, environment: pytest.MonkeyPatch
 ) -> None:
     environment.setenv(variable, value)
@@ -393,7 +397,9 @@ async def test_options_of_the_environment(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no such host"])
-async def test_a_master_out_of_reach(host: str, port: int, environment: pytest.MonkeyPatch) -> None:
+async def test_unreachable_master_is_reported_with_address_and_reason(
+    host: str, port: int, environment: pytest.MonkeyPatch
+) -> None:
     """The error has address and port, how long it tried, and why not."""
     environment.setenv("MASTER_ADDR", host)
     environment.setenv("MASTER_PORT", str(port))
@@ -408,7 +414,7 @@ async def test_a_master_out_of_reach(host: str, port: int, environment: pytest.M
         await new_group(timeout=0.3)
 
 
-async def test_a_master_that_says_nothing(environment: pytest.MonkeyPatch) -> None:
+async def test_silent_master_is_reported(environment: pytest.MonkeyPatch) -> None:
     """Its backlog is full, so that a connection attempt gets no answer, as behind a firewall."""
     with socket.socket() as server, socket.socket() as first:
         server.bind(("127.0.0.1", 0))
@@ -421,7 +427,7 @@ async def test_a_master_that_says_nothing(environment: pytest.MonkeyPatch) -> No
             await new_group(timeout=0.3)
 
 
-async def test_an_address_of_another_host_without_a_key(environment: pytest.MonkeyPatch) -> None:
+async def test_address_of_another_host_without_a_key_is_refused(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("MASTER_ADDR", "192.0.2.1")
     with pytest.raises(
         ConnectionError, match=r"192\.0\.2\.1 can be reached from other machines, and there is no job key"
@@ -429,7 +435,7 @@ async def test_an_address_of_another_host_without_a_key(environment: pytest.Monk
         await new_group(timeout=5)
 
 
-async def test_ranks_that_were_given_different_jobs() -> None:
+async def test_different_world_sizes_are_reported() -> None:
     """Two world sizes: the second rank raises what the first one said. A rank that has given up may try again."""
     store = HashStore()
 

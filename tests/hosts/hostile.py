@@ -153,7 +153,7 @@ def context(version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLContext:
 
 @cache
 def client_hello(version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> bytes:
-    """The first words of a client of TLS."""
+    """Return the first message of a TLS client."""
     said = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         context(version).wrap_bio(ssl.MemoryBIO(), said).do_handshake()
@@ -161,7 +161,7 @@ def client_hello(version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> bytes:
 
 
 def liar(number: int, bound: bytes = b"") -> ClientHandshake:
-    """A client that claims to be some rank, for some purpose, and has another key."""
+    """Return the messages of a client with another key that claims a rank and a purpose."""
     kind = list(ConnKind)[number % len(ConnKind)]
     rank = -1 if kind is ConnKind.STORE else number // len(ConnKind) % 2
     return ClientHandshake(Identity(job_id(""), 0, rank, 2, kind), b"another key of this length", os.urandom, bound)

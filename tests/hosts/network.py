@@ -162,6 +162,7 @@ class Network:
             rate: bits per second, headers and gaps of Ethernet included; 0: as fast as this machine can.
             delay: seconds from one end of a cable to the other. From host to host it is that of both cables.
             loss: share of the packets that are lost.
+            hosts: numbers of the hosts; None: all.
             queue: bytes that may wait to enter the cable; what is more is lost.
 
         Returns:

@@ -37,7 +37,7 @@ async def warned(process: Process) -> Any:
 
 
 @pytest.mark.parametrize(("what", "lost"), [("busy", ""), ("receive", ""), ("dial", ""), ("dial", "meta l4proto tcp")])
-async def test_two_ranks_cut_off_from_each_other_are_lost_to_one_another(
+async def test_ranks_cut_off_from_each_other_are_lost_to_one_another(
     network: Callable[[int], Network], ranks: Ranks, what: str, lost: str
 ) -> None:
     """Rank 0, which watches both, reaches both; a firewall that loses only TCP leaves the hosts known to each other."""
@@ -54,7 +54,7 @@ async def test_two_ranks_cut_off_from_each_other_are_lost_to_one_another(
         assert told["at"] - cut <= UNREACHABLE
 
 
-async def test_connections_that_a_firewall_forgets_end_the_group_at_once(
+async def test_connections_dropped_by_a_firewall_fail_the_group_at_once(
     network: Callable[..., Network], ranks: Ranks
 ) -> None:
     net = network(3)
@@ -67,7 +67,7 @@ async def test_connections_that_a_firewall_forgets_end_the_group_at_once(
         assert told["at"] - cut <= 1.0, told
 
 
-async def test_of_two_ranks_cut_off_from_each_other_one_goes_on_with_the_rest(
+async def test_one_of_two_ranks_cut_off_from_each_other_continues_with_the_rest(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     """Each may have said first that the other is lost; there are two that all others reach, and rank 0 decides."""
@@ -80,9 +80,7 @@ async def test_of_two_ranks_cut_off_from_each_other_one_goes_on_with_the_rest(
 
 
 @pytest.mark.skipif(not knows_rto_max(), reason="needs TCP_RTO_MAX_MS (Linux 6.15)")
-async def test_an_outage_that_heals_in_time_costs_nothing_but_time(
-    network: Callable[[int], Network], ranks: Ranks
-) -> None:
+async def test_short_outage_only_delays_calls(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(3)
     started = await ranks.start_all(net, "endure")
     await ready(started)
@@ -94,7 +92,7 @@ async def test_an_outage_that_heals_in_time_costs_nothing_but_time(
         assert await warned(process) > OUTAGE - 1
 
 
-async def test_a_blocked_loop_is_not_an_unreachable_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_blocked_loop_is_not_an_unreachable_host(network: Callable[[int], Network], ranks: Ranks) -> None:
     """What its kernel does not take any more stays where it is, and no host is silent for that."""
     started = await ranks.start_all(network(3), "block", BLOCKED=str(UNREACHABLE + 1))
     for process, expected in zip(started, [0.0, 7.0, 7.0], strict=True):

@@ -83,7 +83,9 @@ def all_match(patterns: Sequence[str], sentences: Sequence[str]) -> bool:
 @pytest.mark.parametrize(
     ("size", "version"), [(3, 4), (2, 6), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, 4), (3, 6)))]
 )
-async def test_all_reach_all(network: Callable[[int], Network], ranks: Ranks, size: int, version: int) -> None:
+async def test_doctor_reports_full_reachability(
+    network: Callable[[int], Network], ranks: Ranks, size: int, version: int
+) -> None:
     net = network(size)
     found = await examined(net, ranks, master=net.hosts[0].ipv6 if version == 6 else "")
     for source, row in enumerate(found.table):
@@ -98,7 +100,7 @@ async def test_all_reach_all(network: Callable[[int], Network], ranks: Ranks, si
     assert (len(found.table), found.problems, found.hints, found.verdict) == (size, [], [], MEETS)
 
 
-async def test_a_firewall_that_is_open_one_way(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_accepts_a_one_way_firewall(network: Callable[[int], Network], ranks: Ranks) -> None:
     """Lower ranks dial in vain, and higher ones do not."""
     net = network(3)
     for lower, higher in (0, 1), (0, 2), (1, 2):
@@ -117,7 +119,9 @@ async def test_a_firewall_that_is_open_one_way(network: Callable[[int], Network]
     assert await meet(net, ranks)
 
 
-async def test_a_firewall_that_hides_the_first_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_reports_a_firewall_in_front_of_the_first_host(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     """But for the store: host 0 can dial host 1, which is of no use."""
     net = network(2)
     net.refuse_dials(1, 0, "tcp dport != 29500")
@@ -131,7 +135,7 @@ async def test_a_firewall_that_hides_the_first_host(network: Callable[[int], Net
 
 
 @pytest.mark.parametrize(("lost", "why"), [("meta l4proto tcp", SILENT), ("", NO_ROUTE)], ids=["tcp", "all"])
-async def test_two_hosts_that_are_cut_from_each_other(
+async def test_doctor_reports_two_hosts_without_a_connection(
     network: Callable[[int], Network], ranks: Ranks, lost: str, why: str
 ) -> None:
     net = network(3)
@@ -146,7 +150,7 @@ async def test_two_hosts_that_are_cut_from_each_other(
     assert not await meet(net, ranks)
 
 
-async def test_ports_that_a_firewall_refuses(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_reports_ports_that_a_firewall_rejects(network: Callable[[int], Network], ranks: Ranks) -> None:
     """It rejects what is not for the store or for the range; with that range on all hosts there is no problem."""
     net = network(2)
     for host in net.hosts:
@@ -164,7 +168,7 @@ async def test_ports_that_a_firewall_refuses(network: Callable[[int], Network], 
     assert await meet(net, ranks, AIOCOLL_PORT_RANGE="31000-31003")
 
 
-async def test_an_address_that_leads_nowhere(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_reports_an_unreachable_address(network: Callable[[int], Network], ranks: Ranks) -> None:
     """Host 0 tells a wrong one, to which host 1 has no way; host 1 the right one, of two."""
     net = network(2)
     net.hosts[1].run("ip", "addr", "add", "10.77.0.22/24", "dev", "eth0")
@@ -183,7 +187,7 @@ async def test_an_address_that_leads_nowhere(network: Callable[[int], Network], 
     assert problem.endswith(f"if another address leads to host 0, {NAME_IT}")
 
 
-async def test_a_host_that_never_comes(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_reports_a_missing_host(network: Callable[[int], Network], ranks: Ranks) -> None:
     """Those that come are told of each other."""
     net = network(3)
     started = [
@@ -199,7 +203,7 @@ async def test_a_host_that_never_comes(network: Callable[[int], Network], ranks:
     assert first.verdict == DOES_NOT
 
 
-async def test_a_store_that_cannot_be_reached(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_reports_an_unreachable_store(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(2)
     net.refuse_dials(1, 0)
     started = [await ranks.examine(host, 2, net.hosts[0].ipv4, "--timeout", "6") for host in net.hosts]
@@ -214,7 +218,7 @@ async def test_a_store_that_cannot_be_reached(network: Callable[[int], Network],
     )
 
 
-async def test_a_wrong_key_on_one_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_reports_a_wrong_key(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(2)
     master = net.hosts[0].ipv4
     started = [
@@ -229,7 +233,7 @@ async def test_a_wrong_key_on_one_host(network: Callable[[int], Network], ranks:
     ]
 
 
-async def test_encryption_that_differs(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_reports_different_encryption_options(network: Callable[[int], Network], ranks: Ranks) -> None:
     """The store, which is reached first, cannot be."""
     net = network(2)
     master = net.hosts[0].ipv4
@@ -244,7 +248,9 @@ async def test_encryption_that_differs(network: Callable[[int], Network], ranks:
     assert "check that the server also uses encryption='none' (AIOCOLL_ENCRYPTION)" in problem
 
 
-async def test_a_name_that_means_the_loopback_on_its_own_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_accepts_a_name_that_is_loopback_on_its_own_host(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     """As Debian writes it into /etc/hosts: the store listens on all addresses, and is found."""
     net = network(2)
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
@@ -253,7 +259,9 @@ async def test_a_name_that_means_the_loopback_on_its_own_host(network: Callable[
     assert (found.problems, found.hints, found.verdict) == ([], [], MEETS)
 
 
-async def test_a_name_that_means_the_loopback_on_another_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_doctor_reports_a_name_that_is_loopback_on_another_host(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     net = network(1)
     net.hosts[0].number = 1
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")

@@ -24,10 +24,10 @@ async def kill(kills: int, net: Network, ranks: Ranks) -> None:
     assert await supervisor.end() == (0, "")
 
 
-async def test_some_kills(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_elastic_job_survives_kills_on_two_hosts(network: Callable[[int], Network], ranks: Ranks) -> None:
     await kill(6, network(2), ranks)
 
 
 @pytest.mark.soak
-async def test_two_hundred_kills(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_elastic_job_survives_200_kills_on_two_hosts(network: Callable[[int], Network], ranks: Ranks) -> None:
     await kill(200, network(2), ranks)

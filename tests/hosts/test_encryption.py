@@ -20,7 +20,7 @@ SECRETS = (b"a tensor is secret", b"an object is secret", b"a message is secret"
 
 
 @pytest.mark.parametrize("encryption", ["auto", "none"])
-async def test_what_crosses_the_cable(network: Callable[..., Network], ranks: Ranks, encryption: str) -> None:
+async def test_captured_traffic_shows_no_data(network: Callable[..., Network], ranks: Ranks, encryption: str) -> None:
     """Without encryption the same capture has it all."""
     net = network(2)
     with net.captured(1) as captured:
@@ -32,7 +32,7 @@ async def test_what_crosses_the_cable(network: Callable[..., Network], ranks: Ra
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-async def test_what_crosses_the_cable_between_copies_of_one_machine(
+async def test_captured_traffic_between_machine_copies_shows_no_data(
     network: Callable[..., Network], ranks: Ranks, transport: str
 ) -> None:
     """They have one identity, so ranks of both believe to be on one host."""
@@ -45,7 +45,7 @@ async def test_what_crosses_the_cable_between_copies_of_one_machine(
     assert not [secret for secret in SECRETS if secret in crossed]
 
 
-async def test_ranks_that_do_not_agree(network: Callable[..., Network], ranks: Ranks) -> None:
+async def test_different_encryption_options_are_reported(network: Callable[..., Network], ranks: Ranks) -> None:
     """The store, which is reached first, cannot be."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
@@ -70,7 +70,7 @@ def of_job(authority: Authority, *parts: str, file: str = "own") -> dict[str, st
 
 
 @pytest.mark.parametrize(("size", "with_launcher"), [(2, False), (3, False), (2, True)])
-async def test_hosts_with_certificates_of_a_ca(
+async def test_hosts_with_certificates_of_a_ca_meet(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, size: int, with_launcher: bool
 ) -> None:
     """Each host has one for its ranks, two if launched; that of host 0 is for the store, too."""
@@ -92,7 +92,7 @@ async def test_hosts_with_certificates_of_a_ca(
         assert await process.end() == (0, "")
 
 
-async def test_what_crosses_the_cable_with_a_ca(
+async def test_captured_traffic_with_a_ca_shows_no_data(
     network: Callable[..., Network], ranks: Ranks, authority: Authority
 ) -> None:
     """Nor are certificates seen, in TLS 1.3."""
@@ -106,7 +106,7 @@ async def test_what_crosses_the_cable_with_a_ca(
 
 
 @pytest.mark.parametrize("part", ["rank/0", "store"])
-async def test_a_certificate_of_another_rank(
+async def test_certificate_of_another_rank_is_refused_on_both_hosts(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, part: str
 ) -> None:
     """Both hosts say so."""
@@ -120,7 +120,7 @@ async def test_a_certificate_of_another_rank(
         assert f"bad.pem' names aiocoll://train/{part}, but aiocoll://train/rank/1 was expected" in complaints
 
 
-async def test_a_host_of_another_job_or_ca_or_of_none(
+async def test_host_with_another_job_or_ca_is_refused_at_the_store(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, tmp_path: Path
 ) -> None:
     """It reaches the store and no further; the host of the store logs who it was, if it was told."""

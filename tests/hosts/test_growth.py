@@ -19,7 +19,7 @@ async def kill_the_first(started: list[Process]) -> None:
     assert code == -9
 
 
-async def test_with_the_store_in_the_launcher_another_takes_the_place_of_rank_0(
+async def test_rank_0_is_replaced_if_the_launcher_hosts_the_store(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(3)
@@ -34,7 +34,7 @@ async def test_with_the_store_in_the_launcher_another_takes_the_place_of_rank_0(
     assert await launcher.end() == (0, "")
 
 
-async def test_with_the_store_in_rank_0_growing_fails_and_says_what_to_do(
+async def test_grow_fails_with_a_remedy_if_lost_rank_0_hosted_the_store(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(3)

@@ -114,7 +114,9 @@ def check(found: dict[str, list[float]], store: Any, worked: list[Any], met: lis
 
 
 @pytest.mark.parametrize("encryption", ["auto", pytest.param("none", marks=pytest.mark.soak)])
-async def test_strangers_of_every_kind(network: Callable[..., Network], ranks: Ranks, encryption: str) -> None:
+async def test_strangers_of_every_kind_do_not_disturb_ranks(
+    network: Callable[..., Network], ranks: Ranks, encryption: str
+) -> None:
     job = Job(network(3), ranks, encryption)
     recorded = await job.start()
     found = await job.flood(recorded, each=8, processes=1, at_once=1000)
@@ -123,7 +125,9 @@ async def test_strangers_of_every_kind(network: Callable[..., Network], ranks: R
 
 
 @pytest.mark.parametrize("conduct", ["hold", "repeat", "flood", "half open"])
-async def test_strangers_of_every_conduct(network: Callable[..., Network], ranks: Ranks, conduct: str) -> None:
+async def test_strangers_of_every_conduct_do_not_disturb_a_rendezvous(
+    network: Callable[..., Network], ranks: Ranks, conduct: str
+) -> None:
     """As on one host, and now from another, while ranks meet: at the store and at each rank."""
     net = network(3)
     places = [(net.hosts[0].ipv4, PORT), *((net.hosts[rank].ipv4, MEET) for rank in range(2))]
@@ -140,7 +144,7 @@ async def test_strangers_of_every_conduct(network: Callable[..., Network], ranks
 
 @pytest.mark.soak
 @pytest.mark.parametrize("encryption", ["auto", "none"])
-async def test_ten_thousand_strangers(
+async def test_ten_thousand_strangers_do_not_disturb_ranks(
     network: Callable[..., Network], ranks: Ranks, encryption: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = Job(network(3), ranks, encryption)

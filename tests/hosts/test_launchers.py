@@ -30,7 +30,9 @@ exec ip netns exec $name sh -c "$*"
 
 
 @pytest.mark.parametrize("library", ["mpich", "openmpi"])
-async def test_ranks_on_two_hosts(library: str, network: Callable[..., Network], ranks: Ranks, tmp_path: Path) -> None:
+async def test_mpiexec_starts_ranks_on_two_hosts(
+    library: str, network: Callable[..., Network], ranks: Ranks, tmp_path: Path
+) -> None:
     program = mpiexec(library)
     if program is None:
         pytest.skip(f"needs {library}: python3 -m venv .venv-{library} && .venv-{library}/bin/pip install {library}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     ("size", "encryption"),
     [(3, "auto"), (2, "none"), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, "auto"), (3, "none")))],
 )
-async def test_all_ranks_know_the_slowest_link(
+async def test_slowest_link_is_known_to_all_ranks(
     network: Callable[[int], Network], ranks: Ranks, size: int, encryption: str
 ) -> None:
     """So slow that the work of a loaded machine is little beside it: a packet takes a millisecond."""
@@ -31,9 +31,7 @@ async def test_all_ranks_know_the_slowest_link(
     assert 0.5e6 / size < rate < 10e6 / 8
 
 
-async def test_a_link_that_only_one_side_may_dial_delays_nobody_for_long(
-    network: Callable[[int], Network], ranks: Ranks
-) -> None:
+async def test_one_way_link_does_not_delay_the_measurement(network: Callable[[int], Network], ranks: Ranks) -> None:
     """Two of the four ways between three hosts are measured."""
     net = network(3)
     net.shape(delay=10e-3, hosts=[2])

@@ -24,7 +24,7 @@ async def failure(process: Process) -> tuple[str, str]:
     return complaints.splitlines()[-1], complaints
 
 
-async def test_a_firewall_that_hides_a_rank_is_found(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], Network], ranks: Ranks) -> None:
     """Only the store can be reached. Both ranks say which connection is missing, and warn of it before.
 
     Before that rank 0 has tried for a while to measure the way to rank 1, which keeps nobody out.
@@ -52,7 +52,7 @@ async def test_a_firewall_that_hides_a_rank_is_found(network: Callable[[int], Ne
 
 
 @pytest.mark.parametrize("version", [4, 6])
-async def test_in_a_store_of_the_callers(network: Callable[[int], Network], ranks: Ranks, version: int) -> None:
+async def test_ranks_meet_in_a_callers_store(network: Callable[[int], Network], ranks: Ranks, version: int) -> None:
     """Ranks tell each other the address by which they have reached it, not that of the loopback."""
     net = network(3)
     host = net.hosts[0].ipv4 if version == 4 else net.hosts[0].ipv6
@@ -60,7 +60,9 @@ async def test_in_a_store_of_the_callers(network: Callable[[int], Network], rank
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_in_a_store_that_a_rank_reaches_by_its_loopback(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_ranks_meet_in_a_store_that_one_reaches_by_loopback(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     """The others know by which address that host is found."""
     net = network(2)
     started = [
@@ -70,7 +72,7 @@ async def test_in_a_store_that_a_rank_reaches_by_its_loopback(network: Callable[
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
-async def test_on_a_redis_server(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+async def test_ranks_meet_on_a_redis_server(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
     """Ranks tell each other the address by which they have reached it; one is on its host."""
     net = network(3)
     everywhere = ("--bind", "0.0.0.0", "--protected-mode", "no")
@@ -79,12 +81,14 @@ async def test_on_a_redis_server(network: Callable[[int], Network], ranks: Ranks
         assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_in_a_file(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+async def test_ranks_meet_in_a_shared_file(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
     started = await ranks.start_all(network(3), "total", f"file://{tmp_path}/store")
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_in_a_file_with_two_ways_out(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+async def test_ambiguous_interfaces_are_reported_for_a_shared_file(
+    network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
+) -> None:
     """What cannot be known is asked for, on every rank; then it is taken."""
     net = network(2)
     net.hosts[1].run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "eth2")
@@ -104,7 +108,7 @@ async def test_in_a_file_with_two_ways_out(network: Callable[[int], Network], ra
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
-async def test_a_default_route_tells_which_way_is_out(
+async def test_default_route_selects_the_interface(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
 ) -> None:
     net = network(2)
@@ -120,7 +124,9 @@ async def test_a_default_route_tells_which_way_is_out(
 # -- the name of the master
 
 
-async def test_a_name_that_means_the_loopback_on_its_own_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_master_name_that_is_loopback_on_its_own_host_works(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     """As Debian writes it into /etc/hosts."""
     net = network(3)
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
@@ -130,7 +136,7 @@ async def test_a_name_that_means_the_loopback_on_its_own_host(network: Callable[
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_a_name_that_means_the_loopback_on_the_host_of_the_launcher(
+async def test_master_name_that_is_loopback_on_the_launchers_host_works(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(2)
@@ -140,9 +146,7 @@ async def test_a_name_that_means_the_loopback_on_the_host_of_the_launcher(
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
-async def test_the_address_of_a_service_in_front_of_the_launcher(
-    network: Callable[[int], Network], ranks: Ranks
-) -> None:
+async def test_service_address_in_front_of_the_launcher_works(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(2)
     service = "10.96.0.9"
     translate(net, service)
@@ -151,7 +155,7 @@ async def test_the_address_of_a_service_in_front_of_the_launcher(
 
 
 @pytest.mark.parametrize("bind", ["any", "10.77.0.1"])
-async def test_the_address_of_a_service_in_front_of_the_master(
+async def test_service_address_in_front_of_the_master_works(
     network: Callable[[int], Network], ranks: Ranks, bind: str
 ) -> None:
     """Its address is of no host; here the router of rank 1 is what leads to it."""
@@ -174,7 +178,7 @@ def translate(net: Network, service: str) -> None:
     net.hosts[1].run("nft", f"add table ip nat; {chain}; {rule}")
 
 
-async def test_the_address_of_a_service_is_explained(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_service_address_without_a_listener_is_explained(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(1)
     error, _ = await failure(await ranks.start(net.hosts[0], "total", 0, 1, "tcp://10.96.0.9:29500"))
     assert error == (

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("what", ["total", "one_way"])
-async def test_a_firewall_that_is_open_one_way(network: Callable[[int], Network], ranks: Ranks, what: str) -> None:
+async def test_ranks_meet_through_a_one_way_firewall(
+    network: Callable[[int], Network], ranks: Ranks, what: str
+) -> None:
     """The lower rank of each pair dials in vain, and has something to send."""
     net = network(3)
     for lower, higher in (0, 1), (0, 2), (1, 2):
@@ -25,7 +27,7 @@ async def test_a_firewall_that_is_open_one_way(network: Callable[[int], Network]
     assert [await process.result() for process in started] == expected
 
 
-async def test_a_firewall_that_is_open_for_some_ports(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_ranks_meet_through_a_firewall_with_open_ports(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(3)
     for host, other in itertools.permutations(range(3), 2):
         net.refuse_dials(other, host, "tcp dport != { 29500, 31000-31001 }")
@@ -33,7 +35,7 @@ async def test_a_firewall_that_is_open_for_some_ports(network: Callable[[int], N
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_routers_that_translate_addresses(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_ranks_meet_through_address_translation(network: Callable[[int], Network], ranks: Ranks) -> None:
     """Both ranks know themselves by an address that means nothing elsewhere; one by another port, too."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
@@ -51,13 +53,13 @@ async def test_routers_that_translate_addresses(network: Callable[[int], Network
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
-async def test_copies_of_one_machine(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_ranks_meet_on_copies_of_one_machine(network: Callable[[int], Network], ranks: Ranks) -> None:
     """They believe to be one host, and have no unix socket in common."""
     started = await ranks.start_all(network(3), "total", AIOCOLL_HOST_ID="copied")
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_two_users_of_one_host(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_ranks_of_two_users_of_one_host_meet_by_tcp(network: Callable[[int], Network], ranks: Ranks) -> None:
     """As a container without root and a process beside it; each may reach the other by TCP only."""
     (host,) = network(1).hosts
     method = f"tcp://{host.ipv4}:29500"

@@ -40,7 +40,7 @@ def members(folder: Path) -> dict[str, int]:
     return {name.split()[1]: int(name.split()[2]) for name in os.listdir(folder) if name.startswith("member ")}
 
 
-async def test_all_hosts_begin_anew(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+async def test_restart_starts_all_hosts_again(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
     net = network(3)
     script = """
         import asyncio, os, signal
@@ -67,7 +67,7 @@ async def test_all_hosts_begin_anew(network: Callable[[int], Network], ranks: Ra
 
 
 @pytest.mark.parametrize("victim", ["0", pytest.param("2", marks=pytest.mark.soak), "5"])
-async def test_a_group_that_mends_itself_gets_a_newcomer(
+async def test_self_repairing_group_gets_a_newcomer(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path, victim: str
 ) -> None:
     net = network(3)
@@ -86,7 +86,7 @@ async def test_a_group_that_mends_itself_gets_a_newcomer(
     ]
 
 
-async def test_a_host_that_is_cut_off_is_lost(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+async def test_host_that_is_cut_off_is_lost(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
     """It knows, too."""
     net = network(3)
     script = """

@@ -43,7 +43,7 @@ async def reduce_all(pg: Any, times: int) -> bool:
 
 
 async def stop(pg: Any) -> None:
-    """The last rank is stopped before it reads; the others fill all slots, and end calls in a group of their own."""
+    """Stop the last rank before it reads: the others fill all slots, and finish calls in a group of their own."""
     some = await pg.split_group(list(range(LAST)))
     pid = int(await pg.broadcast_object(os.getpid() if RANK == LAST else None, LAST))
     await pg.barrier()
@@ -70,7 +70,7 @@ async def stop(pg: Any) -> None:
 
 
 async def die(pg: Any) -> None:
-    """The last rank is killed before it reads; the others make a new group, in which all goes by slots again."""
+    """Kill the last rank before it reads: the others make a new group, whose calls use slots again."""
     if RANK == LAST:
         await pg.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -89,7 +89,7 @@ async def die(pg: Any) -> None:
 
 
 async def leave(pg: Any) -> None:
-    """The last rank has posted, and leaves: what it has posted is read all the same."""
+    """Leave with the last rank right after its post: the others still read the post."""
     if RANK == LAST:
         for number in range(CALLS):
             await pg.broadcast(np.full(4, float(number)), LAST)

@@ -103,7 +103,7 @@ async def busy(pg: ProcessGroup, victim: int, how: str, seconds: float) -> tuple
 
 
 async def stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, float, list[str]]:
-    """A rank stops for a while; return how an operation that needs it ended, after how long, and what was logged."""
+    """Stop a rank for a while; return the outcome of an operation that needs it, its duration, and the log."""
     pids = await pg.allgather_object(os.getpid())
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -152,7 +152,7 @@ def check_lost(results: list[tuple[str, float, list[str]]], victim: int, how: st
 
 
 @pytest.mark.slow
-async def test_a_blocked_loop_is_slow_not_dead() -> None:
+async def test_blocked_loop_is_reported_slow_not_dead() -> None:
     """The lowest rank, which is asked first who is missing, and another."""
     both = await asyncio.gather(*(run_processes(3, busy, victim, "block", 3.0) for victim in (0, 2)))
     for victim, results in zip((0, 2), both, strict=True):
@@ -210,7 +210,7 @@ async def late(pg: ProcessGroup, victim: int, timeout: float) -> tuple[Any, floa
 
 
 @pytest.mark.slow
-async def test_a_timeout_names_the_blocked_rank_that_is_asked_first() -> None:
+async def test_timeout_names_a_blocked_coordinator() -> None:
     results = await run_processes(4, late, 0, 0.4)
     for error, took in results[1:]:
         assert error.ranks == (0, 3)
@@ -220,7 +220,7 @@ async def test_a_timeout_names_the_blocked_rank_that_is_asked_first() -> None:
 
 
 @pytest.mark.slow
-async def test_a_call_that_holds_the_gil_is_slow_not_dead(tmp_path: Path) -> None:
+async def test_call_that_holds_the_gil_is_reported_slow_not_dead(tmp_path: Path) -> None:
     here, there = await asyncio.gather(
         run_processes(2, busy, 1, "hog", 3.0), run_processes(3, apart, tmp_path / "store", busy, 0, "hog", 3.0)
     )
@@ -229,7 +229,7 @@ async def test_a_call_that_holds_the_gil_is_slow_not_dead(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-async def test_a_rank_that_is_stopped_for_two_seconds_goes_on() -> None:
+async def test_rank_stopped_for_two_seconds_continues() -> None:
     both = await asyncio.gather(*(run_processes(3, stopped, victim, 2.0) for victim in (0, 1)))
     for victim, results in zip((0, 1), both, strict=True):
         for rank, (outcome, _, said) in enumerate(results):
@@ -241,14 +241,14 @@ async def test_a_rank_that_is_stopped_for_two_seconds_goes_on() -> None:
 
 
 @pytest.mark.slow
-async def test_a_rank_that_stays_stopped_is_lost() -> None:
+async def test_rank_that_stays_stopped_is_lost() -> None:
     both = await asyncio.gather(*(run_processes(3, stopped, victim, LOST_WITHIN) for victim in (0, 1)))
     for victim, results in zip((0, 1), both, strict=True):
         check_lost(results, victim, "stopped")
 
 
 @pytest.mark.slow
-async def test_between_hosts_silence_is_death_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
+async def test_silent_host_is_dead_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
     """All blocked or stopped for longer than a heartbeat may be silent."""
     cut = await asyncio.gather(
         run_processes(3, apart, tmp_path / "a", stopped, 0, LOST_WITHIN),
@@ -262,7 +262,7 @@ async def test_between_hosts_silence_is_death_and_a_blocked_loop_is_not(tmp_path
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", range(4))
-async def test_for_ten_seconds(victim: int, tmp_path: Path) -> None:
+async def test_rank_blocked_for_ten_seconds_is_not_dead(victim: int, tmp_path: Path) -> None:
     check_busy(await run_processes(4, busy, victim, "block", 10.0), victim, ", its process is alive", "block")
     check_lost(await run_processes(4, stopped, victim, 10.0), victim, "stopped")
     there = await run_processes(4, apart, tmp_path / "a", busy, victim, "block", 10.0)

@@ -43,7 +43,7 @@ async def each_in_a_group(pg: aiocoll.ProcessGroup) -> list[Told]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), (3, "shm"), (4, "unix")])
-def test_it_is_found_on_every_rank(world_size: int, transport: Literal["unix", "tcp", "shm"]) -> None:
+def test_mismatch_is_found_on_every_process(world_size: int, transport: Literal["unix", "tcp", "shm"]) -> None:
     assert len(CASES) == len(NAMES)
     results = asyncio.run(run_processes(world_size, each_in_a_group, options=GroupOptions(transport=transport)))
     for number, (case, told) in enumerate(zip(CASES, zip(*results, strict=True), strict=True)):
@@ -66,7 +66,7 @@ async def beside_a_blocked_rank(pg: aiocoll.ProcessGroup) -> tuple[float, float,
 
 
 @pytest.mark.slow
-def test_ranks_need_no_third_one_to_disagree() -> None:
+def test_mismatch_of_two_processes_is_found() -> None:
     results = asyncio.run(run_processes(3, beside_a_blocked_rank))
     called, heard, texts = zip(*results, strict=True)
     assert max(heard) <= max(called) + SOON

@@ -23,7 +23,7 @@ ENDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
-def test_the_one_that_ends_is_quiet_and_the_other_one_knows(how: str, ranks: Ranks, port: int) -> None:
+def test_ending_rank_is_quiet_and_its_peer_is_notified(how: str, ranks: Ranks, port: int) -> None:
     processes = [ranks.start(ENDING, how, f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]
     (out, err), (_, last) = [process.communicate(timeout=LIMIT) for process in processes]
     code, words = ENDS[how]
@@ -33,7 +33,7 @@ def test_the_one_that_ends_is_quiet_and_the_other_one_knows(how: str, ranks: Ran
     assert out in ("GroupError None [1]\n", "PeerLostError left [1]\n"), out
 
 
-def test_works_left_behind_are_quiet_when_another_told_of_the_cause(ranks: Ranks, port: int) -> None:
+def test_pending_works_are_quiet_after_the_cause_was_reported(ranks: Ranks, port: int) -> None:
     processes = [ranks.start(ENDING, "leave", f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]
     (out, err), (_, last) = [process.communicate(timeout=LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
@@ -42,7 +42,7 @@ def test_works_left_behind_are_quiet_when_another_told_of_the_cause(ranks: Ranks
     assert last == ""
 
 
-def test_an_interrupted_rendezvous_is_quiet_too(ranks: Ranks, port: int) -> None:
+def test_interrupted_rendezvous_is_quiet(ranks: Ranks, port: int) -> None:
     process = ranks.start(ENDING, "interrupt rendezvous", f"tcp://127.0.0.1:{port}", "0")
     _, last = process.communicate(timeout=LIMIT)
     assert process.returncode == -2

@@ -72,7 +72,7 @@ def key(tmp_path: Path) -> str:
 
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_torchrun(hello: str, tmp_path: Path) -> None:
+def test_torchrun_starts_the_program(hello: str, tmp_path: Path) -> None:
     """With its store on the loopback, not at the name of this machine; a Python of its own would print in pieces."""
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--no-python"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", *options, sys.executable, hello]
@@ -82,39 +82,39 @@ def test_torchrun(hello: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # the socket is gone
 
 
-def test_mpich(mpich: Launch, hello: str) -> None:
+def test_mpich_starts_the_program(mpich: Launch, hello: str) -> None:
     assert mpich(hello) == Ended(0, [SUM] * 3, "")
 
 
-def test_openmpi(openmpi: Launch, hello: str, tmp_path: Path) -> None:
+def test_openmpi_starts_the_program(openmpi: Launch, hello: str, tmp_path: Path) -> None:
     assert openmpi(hello, XDG_RUNTIME_DIR=str(tmp_path)) == Ended(0, [SUM] * 3, "")
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # the socket is gone
 
 
-def test_slurm_with_pmi(slurm: Slurm, hello: str) -> None:
+def test_slurm_with_pmi_starts_the_program(slurm: Slurm, hello: str) -> None:
     """Two nodes, and nothing but the launcher's own store."""
     assert slurm.srun("--mpi=pmi2", "-n3", script=hello, AIOCOLL_BIND="127.0.0.1") == Ended(0, [SUM] * 3, "")
 
 
-def test_slurm_without_pmi(slurm: Slurm, hello: str, key: str) -> None:
+def test_slurm_without_pmi_starts_the_program(slurm: Slurm, hello: str, key: str) -> None:
     assert slurm.srun("--mpi=none", "-n3", script=hello, AIOCOLL_JOB_KEY_FILE=key) == Ended(0, [SUM] * 3, "")
 
 
-def test_slurm_on_one_node(slurm: Slurm, hello: str, tmp_path: Path) -> None:
+def test_slurm_on_one_node_needs_no_key(slurm: Slurm, hello: str, tmp_path: Path) -> None:
     """Which needs no key."""
     done = slurm.srun("--nodes=1", "-n3", script=hello, XDG_RUNTIME_DIR=str(tmp_path))
     assert done == Ended(0, [SUM] * 3, "")
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]
 
 
-def test_slurm_says_that_a_key_is_missing(slurm: Slurm, hello: str) -> None:
+def test_slurm_without_a_key_is_reported(slurm: Slurm, hello: str) -> None:
     done = slurm.srun("--mpi=none", "-n3", script=hello)
     assert (done.code, done.out) == (1, [])
     wanted = r"^aiocoll\.errors\.AuthenticationError: Slurm has started ranks on several hosts.*AIOCOLL_JOB_KEY_FILE"
     assert len(re.findall(wanted, done.err, re.MULTILINE)) == 3
 
 
-def test_the_lists_of_slurm_mean_what_slurm_says(slurm: Slurm) -> None:
+def test_slurm_host_lists_are_expanded_like_slurm(slurm: Slurm) -> None:
     from aiocoll.rendezvous.launchers import SLURM
 
     variables = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "9"}
@@ -127,17 +127,17 @@ def test_the_lists_of_slurm_mean_what_slurm_says(slurm: Slurm) -> None:
 # -- they lose a rank
 
 
-def test_mpich_loses_a_rank_that_fails(mpich: Launch) -> None:
+def test_mpich_reports_a_failed_rank(mpich: Launch) -> None:
     done = mpich(LOST, "failed")
     assert (done.code, done.out) == (3, SEEN), done.err
 
 
-def test_mpich_kills_all_if_one_is_killed(mpich: Launch) -> None:
+def test_mpich_ends_all_ranks_if_one_is_killed(mpich: Launch) -> None:
     """Its mpiexec does, at once; nothing is left behind."""
     assert mpich(LOST, "killed").code == 9
 
 
-def test_openmpi_loses_a_rank_that_is_killed(openmpi: Launch, tmp_path: Path) -> None:
+def test_openmpi_reports_a_killed_rank(openmpi: Launch, tmp_path: Path) -> None:
     """It ends the others, unless it is told not to."""
     assert openmpi(LOST, "killed", XDG_RUNTIME_DIR=str(tmp_path)).code == 137
     done = openmpi(LOST, "killed", more=("--enable-recovery",), XDG_RUNTIME_DIR=str(tmp_path))
@@ -145,7 +145,7 @@ def test_openmpi_loses_a_rank_that_is_killed(openmpi: Launch, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("pmi", ["pmi2", "none"])
-def test_slurm_loses_a_rank_that_is_killed(slurm: Slurm, key: str, pmi: str) -> None:
+def test_slurm_reports_a_killed_rank(slurm: Slurm, key: str, pmi: str) -> None:
     done = slurm.srun(
         f"--mpi={pmi}", "-n3", script=LOST, given=("killed",), AIOCOLL_JOB_KEY_FILE=key, AIOCOLL_BIND="127.0.0.1"
     )
@@ -153,7 +153,7 @@ def test_slurm_loses_a_rank_that_is_killed(slurm: Slurm, key: str, pmi: str) -> 
 
 
 @pytest.mark.parametrize("by", ["mpich", "slurm"])
-def test_a_rank_that_never_asks_is_waited_for_until_the_timeout(by: str, request: pytest.FixtureRequest) -> None:
+def test_rank_that_never_joins_is_waited_for_until_the_timeout(by: str, request: pytest.FixtureRequest) -> None:
     if by == "mpich":
         done = request.getfixturevalue("mpich")(LOST, "absent")
     else:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         *(pytest.param(*each, marks=pytest.mark.soak) for each in ((0, "tcp"), (2, "unix"), (2, "shm"))),
     ],
 )
-def test_a_rank_is_killed(ranks: Ranks, port: int, victim: int, transport: str) -> None:
+def test_killed_rank_is_reported_by_all_others(ranks: Ranks, port: int, victim: int, transport: str) -> None:
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport}
     results = ranks("lose", f"tcp://127.0.0.1:{port}", 4, env=env, killed=[victim])
     for rank in {0, 1, 2, 3} - {victim}:
@@ -31,7 +31,7 @@ def test_a_rank_is_killed(ranks: Ranks, port: int, victim: int, transport: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_rank_is_killed_whose_memory_others_read(ranks: Ranks, port: int, victim: int) -> None:
+def test_killed_rank_with_memory_in_use_is_reported(ranks: Ranks, port: int, victim: int) -> None:
     """It stays as it is until they give it back."""
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "shm", "EMPTY": "1"}
     results = ranks("lose", f"tcp://127.0.0.1:{port}", 3, env=env, killed=[victim])
@@ -40,7 +40,7 @@ def test_a_rank_is_killed_whose_memory_others_read(ranks: Ranks, port: int, vict
         assert (name, how, lost, cause) == ("PeerLostError", "killed", [victim], "PeerLostError")
 
 
-def test_a_rank_is_killed_and_its_child_holds_its_connections(ranks: Ranks, port: int) -> None:
+def test_killed_rank_whose_child_keeps_its_connections_is_reported(ranks: Ranks, port: int) -> None:
     results = ranks("lose", f"tcp://127.0.0.1:{port}", 4, env={"VICTIM": "0", "HEIR": "3"}, killed=[0])
     for name, how, lost, text, cause in results[1:]:
         assert (name, how, lost, cause) == ("PeerLostError", "killed", [0], "PeerLostError")
@@ -49,7 +49,7 @@ def test_a_rank_is_killed_and_its_child_holds_its_connections(ranks: Ranks, port
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_leaves(ranks: Ranks, port: int, victim: int) -> None:
+def test_rank_that_leaves_is_reported_by_all_others(ranks: Ranks, port: int, victim: int) -> None:
     results = ranks("leave", f"tcp://127.0.0.1:{port}", 4, env={"VICTIM": str(victim)})
     assert results.pop(victim) == "left"
     for name, how, lost, text, cause in results:

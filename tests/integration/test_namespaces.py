@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_in_another_process_namespace_is_seen(ranks: Ranks, port: int, victim: int) -> None:
+def test_death_in_another_process_namespace_is_detected(ranks: Ranks, port: int, victim: int) -> None:
     """Neither sees the other in /proc; the socket between them tells of the process."""
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "unix"}
     # A process that is the first of its namespace does not die of its own signals.

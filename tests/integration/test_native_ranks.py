@@ -68,7 +68,7 @@ async def digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int, int, 
 
 
 @pytest.mark.parametrize("job", jobs(2))
-async def test_mixed_processes_have_the_results_of_pure_ones(job: str, set_job: Any) -> None:
+async def test_mixed_processes_give_the_results_of_pure_ones(job: str, set_job: Any) -> None:
     size, start = len(job), JOBS.index(job)
     places = list(range(start, len(DTYPES), len(JOBS)))
     set_job(job)
@@ -110,7 +110,7 @@ async def in_flight(pg: ProcessGroup) -> int:
 
 
 @pytest.mark.parametrize("job", jobs(1))
-async def test_mixed_processes_have_many_calls_in_flight(job: str, set_job: Any) -> None:
+async def test_mixed_processes_support_many_calls_in_flight(job: str, set_job: Any) -> None:
     set_job(job)
     native = await run_processes(len(job), in_flight, options=SHM)
     assert [each > 0 for each in native] == [letter == "N" for letter in job]

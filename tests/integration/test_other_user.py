@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """A folder like /tmp: everybody may make files there, and remove his own."""
+    """Return a sticky folder: every user may create files there, and remove only their own."""
     made = tempfile.mkdtemp(dir="/tmp")
     os.chmod(made, 0o1777)
     yield made
@@ -76,7 +76,9 @@ class Program:
     ("method", "transport"),
     [("unix:{}/store", "auto"), ("file://{}/store", "unix"), ("tcp", "tcp"), ("tcp", "shm")],
 )
-async def test_another_user(method: str, transport: str, prefix: list[str], folder: str, port: int) -> None:
+async def test_other_user_cannot_join_read_or_stop_a_job(
+    method: str, transport: str, prefix: list[str], folder: str, port: int
+) -> None:
     """All attempts are made while ranks work; then these meet again, while connections are held.
 
     In a user namespace in which neither user has a number, both are 65534 to the ranks.

@@ -42,7 +42,7 @@ def run(ranks: Ranks, port: int, what: str, *before: str) -> list[list[object]]:
 
 
 @pytest.mark.slow
-def test_stopped_reader_costs_another_group_frames_and_no_wait(ranks: Ranks, port: int) -> None:
+def test_stopped_reader_makes_another_group_use_frames_without_waiting(ranks: Ranks, port: int) -> None:
     for right, early, used in run(ranks, port, "stop"):
         assert right
         assert early, "the other group did not wait for the rank that was stopped"
@@ -51,7 +51,7 @@ def test_stopped_reader_costs_another_group_frames_and_no_wait(ranks: Ranks, por
 
 
 @pytest.mark.slow
-def test_killed_reader_keeps_no_slot(ranks: Ranks, port: int) -> None:
+def test_killed_reader_blocks_no_slot(ranks: Ranks, port: int) -> None:
     for right, named, used in run(ranks, port, "die"):
         assert right
         assert named
@@ -66,6 +66,6 @@ def test_posts_of_a_rank_that_has_left_are_read(ranks: Ranks, port: int) -> None
 
 @needs_namespaces
 @pytest.mark.slow
-def test_ranks_in_process_namespaces_of_their_own_share_outboxes(ranks: Ranks, port: int) -> None:
+def test_ranks_in_separate_process_namespaces_share_outboxes(ranks: Ranks, port: int) -> None:
     unshare = "import os, sys; os.execvp('unshare', ['unshare', '--pid', '--fork', '--kill-child', *sys.argv[1:]])"
     assert run(ranks, port, "leave", "-c", unshare) == [[True, True, 0]] * (WORLD - 1)

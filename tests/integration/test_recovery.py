@@ -40,7 +40,7 @@ async def store(ranks: Ranks) -> AsyncIterator[dict[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (2, "tcp"), (3, "shm")])
-def test_the_others_go_on_and_another_takes_its_place(
+def test_killed_rank_is_replaced_and_the_others_continue(
     ranks: Ranks, store: dict[str, str], victim: int, transport: str
 ) -> None:
     env = {**store, "VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport, "WORLD_SIZE": "4"}
@@ -57,7 +57,7 @@ def test_the_others_go_on_and_another_takes_its_place(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (3, "tcp"), (3, "shm")])
-def test_a_death_while_newcomers_are_waited_for_ends_growth_on_all_ranks(
+def test_death_while_newcomers_are_waited_for_ends_grow_on_all_ranks(
     ranks: Ranks, store: dict[str, str], victim: int, transport: str
 ) -> None:
     env = {**store, "VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport}
@@ -70,9 +70,7 @@ def test_a_death_while_newcomers_are_waited_for_ends_growth_on_all_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_death_while_newcomers_are_waited_for_where_rank_0_hosts_the_store(
-    ranks: Ranks, port: int, victim: int
-) -> None:
+def test_death_of_the_store_host_while_newcomers_are_waited_for_ends_grow(ranks: Ranks, port: int, victim: int) -> None:
     results = ranks("lose_growing", f"tcp://127.0.0.1:{port}", 3, env={"VICTIM": str(victim)}, killed=[victim])
     for rank in {0, 1, 2} - {victim}:
         took, how, lost, size = results[rank]
@@ -81,7 +79,7 @@ def test_a_death_while_newcomers_are_waited_for_where_rank_0_hosts_the_store(
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_that_was_replaced_learns_of_it_when_it_goes_on(ranks: Ranks, store: dict[str, str]) -> None:
+def test_replaced_rank_learns_of_its_exclusion_when_it_continues(ranks: Ranks, store: dict[str, str]) -> None:
     env = {**store, "VICTIM": "1", "WORLD_SIZE": "3"}
     processes = [ranks.start(PROGRAM, "replace", "env://", env={**env, "RANK": str(rank)}) for rank in range(3)]
     processes.append(ranks.start(PROGRAM, "join", "env://", env=env))

@@ -48,17 +48,17 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.mark.slow
-def test_ranks_that_are_given(ranks: Ranks, server: RedisServer) -> None:
+def test_ranks_with_numbers_meet_on_redis(ranks: Ranks, server: RedisServer) -> None:
     assert ranks("every", server.url, 3) == [COUNTS] * 3
 
 
 @pytest.mark.slow
-def test_ranks_meet_again_and_again(ranks: Ranks, server: RedisServer) -> None:
+def test_ranks_meet_repeatedly_on_redis(ranks: Ranks, server: RedisServer) -> None:
     assert ranks("meet", server.url, 3, env={"AIOCOLL_TRANSPORT": "tcp"}) == [3] * 3
 
 
 @pytest.mark.slow
-def test_over_tls_with_a_password(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_meet_on_redis_over_tls_with_a_password(ranks: Ranks, tmp_path: Path) -> None:
     files = Authority(tmp_path).make("DNS:localhost")
     with redis_server(tmp_path, files, "--requirepass", "hunter2") as server:
         url = server.tls_url.replace("//", "//:hunter2@")
@@ -66,7 +66,7 @@ def test_over_tls_with_a_password(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_are_assigned(ranks: Ranks, server: RedisServer) -> None:
+def test_ranks_without_numbers_are_assigned_on_redis(ranks: Ranks, server: RedisServer) -> None:
     """Each has a store of its own, and waits there when the server loses its data."""
     processes = [ranks.start("-c", OWN_STORE, server.url, "4") for _ in range(4)]
     assert sorted(said(process) for process in processes) == ["[0, 1, 2, 3]"] * 4
@@ -78,7 +78,7 @@ def test_ranks_that_are_assigned(ranks: Ranks, server: RedisServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_comes_late(ranks: Ranks, server: RedisServer) -> None:
+def test_ranks_wait_for_a_late_redis_server(ranks: Ranks, server: RedisServer) -> None:
     server.kill()
     processes = [ranks.start("-c", OWN_STORE, server.url, "2", str(rank)) for rank in range(2)]
     server.start()
@@ -91,7 +91,7 @@ def test_a_server_that_comes_late(ranks: Ranks, server: RedisServer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_lost_rank_is_replaced(ranks: Ranks, server: RedisServer, victim: int) -> None:
+def test_lost_rank_is_replaced_on_redis(ranks: Ranks, server: RedisServer, victim: int) -> None:
     env = {"VICTIM": str(victim), "AIOCOLL_JOB_ID": "elastic"}
     processes = [ranks.start(PROGRAM, "recover", server.url, str(rank), "3", env=env) for rank in range(3)]
     processes.append(ranks.start(PROGRAM, "join", server.url, env=env))

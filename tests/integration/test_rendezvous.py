@@ -21,18 +21,18 @@ COUNTS = 4
 
 
 @pytest.mark.slow
-def test_from_the_environment(ranks: Ranks, port: int) -> None:
+def test_ranks_meet_from_the_environment(ranks: Ranks, port: int) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     assert ranks("every", "env://", 3, numbers=False, env=env) == [COUNTS] * 3
 
 
-def test_over_tcp(ranks: Ranks, port: int) -> None:
+def test_ranks_meet_over_tcp(ranks: Ranks, port: int) -> None:
     env = {"AIOCOLL_TRANSPORT": "tcp"}
     assert ranks("every", f"tcp://127.0.0.1:{port}", 3, env=env) == [COUNTS] * 3
 
 
 @pytest.mark.slow
-def test_over_tcp_6(ranks: Ranks) -> None:
+def test_ranks_meet_over_tcp_6(ranks: Ranks) -> None:
     try:
         port = free_port("::1")
     except OSError:
@@ -42,7 +42,7 @@ def test_over_tcp_6(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_say_they_are_on_other_hosts(ranks: Ranks, port: int) -> None:
+def test_ranks_that_claim_different_hosts_meet(ranks: Ranks, port: int) -> None:
     processes = [
         ranks.start(
             PROGRAM, "every", f"tcp://127.0.0.1:{port}", str(rank), "2", env={"AIOCOLL_HOST_ID": f"host {rank}"}
@@ -55,12 +55,12 @@ def test_ranks_that_say_they_are_on_other_hosts(ranks: Ranks, port: int) -> None
         assert json.loads(out)["result"] == COUNTS
 
 
-def test_in_a_file(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_meet_in_a_file(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks("every", f"file://{tmp_path}/meet", 3) == [COUNTS] * 3
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_port_of_its_agent_is_left_alone(ranks: Ranks, tmp_path: Path) -> None:
+def test_torchrun_agents_port_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = agent.getsockname()[1]
         env = {
@@ -81,7 +81,7 @@ def test_under_torchrun_the_port_of_its_agent_is_left_alone(ranks: Ranks, tmp_pa
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_under_torchrun_itself(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_meet_under_torchrun(ranks: Ranks, tmp_path: Path) -> None:
     process = ranks.start(
         "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", PROGRAM, "every", "env://",
         env={"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)},
@@ -92,7 +92,7 @@ def test_under_torchrun_itself(ranks: Ranks, tmp_path: Path) -> None:
     assert sorted((each["rank"], each["size"], each["result"]) for each in results) == [(0, 2, COUNTS), (1, 2, COUNTS)]
 
 
-def test_under_the_launcher(ranks: Ranks) -> None:
+def test_ranks_meet_under_the_launcher(ranks: Ranks) -> None:
     ranks.environment.pop("AIOCOLL_JOB_KEY_FILE")
     process = ranks.start("-m", "aiocoll", "run", "-n", "4", PROGRAM, "every", "env://")
     out, err = process.communicate(timeout=LIMIT)
@@ -104,12 +104,12 @@ def test_under_the_launcher(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "method", [pytest.param("tcp://127.0.0.1:{port}", marks=pytest.mark.slow), "file://{path}/meet"]
 )
-def test_the_same_ranks_meet_again_and_again(ranks: Ranks, port: int, tmp_path: Path, method: str) -> None:
+def test_ranks_meet_repeatedly(ranks: Ranks, port: int, tmp_path: Path, method: str) -> None:
     assert ranks("meet", method.format(port=port, path=tmp_path), 3) == [3] * 3
 
 
 @pytest.mark.slow
-def test_the_same_ranks_meet_again_and_again_under_the_launcher(ranks: Ranks) -> None:
+def test_ranks_meet_repeatedly_under_the_launcher(ranks: Ranks) -> None:
     ranks.environment.pop("AIOCOLL_JOB_KEY_FILE")
     process = ranks.start("-m", "aiocoll", "run", "-n", "3", PROGRAM, "meet", "env://")
     out, err = process.communicate(timeout=LIMIT)

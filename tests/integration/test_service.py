@@ -123,7 +123,7 @@ async def service(ranks: Ranks) -> AsyncIterator[Service]:
         yield service
 
 
-async def test_requests_that_are_cancelled_disturb_no_collective(service: Service) -> None:
+async def test_cancelled_requests_disturb_no_collective(service: Service) -> None:
     await service.busy(0, 1)
     # Rank 1 waits in its allreduce for rank 0, so that is where its clients leave it.
     assert (await service.settled(1))["gone"] > 0
@@ -133,7 +133,7 @@ async def test_requests_that_are_cancelled_disturb_no_collective(service: Servic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_rank_that_is_killed_is_replaced(victim: int, service: Service) -> None:
+async def test_killed_rank_of_the_service_is_replaced(victim: int, service: Service) -> None:
     """Not one answer is missing at the other rank, nor one count of what all ranks knew."""
     other = 1 - victim
     await service.busy(0, 1)
@@ -152,7 +152,7 @@ async def test_a_rank_that_is_killed_is_replaced(victim: int, service: Service) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_the_launcher_replaces_a_rank_that_is_killed(victim: int, ranks: Ranks) -> None:
+async def test_launcher_replaces_a_killed_rank(victim: int, ranks: Ranks) -> None:
     launcher = ranks.start("-m", "aiocoll", "run", "-n", "2", "--max-restarts", "1", SCRIPT, "--port", "0")
     said = re.compile(r"\[(\d)\] rank \d of 2 serves (http://\S+)\n")
 

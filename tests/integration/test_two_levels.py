@@ -104,7 +104,7 @@ async def apart(pg: ProcessGroup, path: Path, names: str, cases: list[Case]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["aabb", "abab", pytest.param("aaab", marks=pytest.mark.soak)])
-async def test_results_and_what_crosses_between_hosts(names: str, tmp_path: Path) -> None:
+async def test_two_level_calls_give_right_results_and_send_the_expected_bytes(names: str, tmp_path: Path) -> None:
     cases = matrix(len(names))
     results = await run_processes(len(names), apart, tmp_path / "store", names, cases)
     bits, crossed = zip(*results, strict=True)

@@ -58,7 +58,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_workers_are_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
+def test_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
     def serve() -> int:
         processes.append(ranks.start(SERVER, APP, env=environ))
         return int(processes[-1].stdout.readline())
@@ -105,7 +105,7 @@ def test_workers_are_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str
 
 
 @pytest.mark.slow
-def test_two_deaths_in_a_row(ranks: Ranks, environ: dict[str, str]) -> None:
+def test_service_survives_two_consecutive_deaths(ranks: Ranks, environ: dict[str, str]) -> None:
     """The second while the others are finding out about the first, or soon after."""
     processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]
     ports = [int(process.stdout.readline()) for process in processes]
@@ -121,7 +121,7 @@ def test_two_deaths_in_a_row(ranks: Ranks, environ: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_one_scrape_has_the_numbers_of_all_workers(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
+def test_scrape_has_the_metrics_of_all_workers(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
     """After one was killed and replaced, its counters are still part of those, and its gauges are not."""
     directory = tmp_path / "metrics"
     directory.mkdir()

@@ -100,7 +100,7 @@ def blocks(folder: str) -> None:
 
 
 def remains() -> tuple[list[str], list[str]]:
-    """What a worker keeps of the ranks that it had."""
+    """Return the objects of earlier ranks that a worker still holds."""
     return sorted(held()), sorted(map(str, dask._running))
 
 
@@ -154,7 +154,7 @@ async def summed(x: float) -> float:
 
 
 async def from_another_client() -> Any:
-    """A synchronous one, as most programs have."""
+    """Run the job by a synchronous client, as most programs do."""
     await whole()
 
     def make() -> Client:

@@ -11,7 +11,7 @@ from aiocoll import BackendUnavailableError
 
 
 @pytest.mark.parametrize(("name", "package"), [("ray", "ray"), ("dask", "distributed"), ("torch", "torch")])
-def test_it_says_what_to_install(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_error_names_the_package(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for loaded in [each for each in sys.modules if each.startswith(f"aiocoll.integrations.{name}")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, None)

@@ -23,17 +23,17 @@ def driver() -> Iterator[Driver]:
     driver.close()
 
 
-def test_the_program_of_the_readme_runs_as_it_is(driver: Driver) -> None:
+def test_readme_program_runs_unchanged(driver: Driver) -> None:
     assert driver.call("say_hello") == ["[3. 3. 3.] ['rank 0', 'rank 1']\n"] * 2
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["coroutine", "function"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_each_rank_has_a_worker(driver: Driver, n: int, blocking: bool) -> None:
+def test_rank_has_its_own_worker(driver: Driver, n: int, blocking: bool) -> None:
     assert driver.call("sums", n=n, blocking=blocking) == [1.5 * n] * n
 
 
-def test_the_client_may_be_synchronous(driver: Driver) -> None:
+def test_client_may_be_synchronous(driver: Driver) -> None:
     assert driver.call("from_another_client") == [4.0, 4.0]
 
 
@@ -42,7 +42,7 @@ def test_workers_may_be_threads_of_one_process(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_worker_is_replaced(driver: Driver, victim: int, tmp_path: Path) -> None:
+def test_killed_worker_is_replaced(driver: Driver, victim: int, tmp_path: Path) -> None:
     """The nanny starts another one: within 10 s of that the world is whole again."""
     results, seconds, restarts = driver.call("lose", folder=str(tmp_path), n=3, victim=victim, alone=False)
     assert results == [[2, 3, [7.0]]] * 3
@@ -50,7 +50,7 @@ def test_a_killed_worker_is_replaced(driver: Driver, victim: int, tmp_path: Path
     assert seconds < 10
 
 
-def test_one_to_spare_takes_the_place(driver: Driver, tmp_path: Path) -> None:
+def test_spare_worker_replaces_a_lost_one(driver: Driver, tmp_path: Path) -> None:
     results, _, _ = driver.call("lose", folder=str(tmp_path), n=2, victim=1, alone=False)
     assert results == [[2, 2, [3.0]]] * 2
 
@@ -61,39 +61,39 @@ def test_dask_proves_a_death_that_the_ranks_cannot_see(driver: Driver, tmp_path:
     assert results == [[2, 2, [3.0]]] * 2
 
 
-def test_a_program_that_does_not_mend_fails(driver: Driver, tmp_path: Path) -> None:
+def test_program_without_recovery_fails(driver: Driver, tmp_path: Path) -> None:
     said, kept = driver.call("lose_a_rank_of_a_plain_program", folder=str(tmp_path))
     assert "rank 1 of group 'world:0' is gone" in said
     assert kept == [[]] * 3
 
 
 @pytest.mark.parametrize("how", ["waits", "sleeps"])
-def test_a_rank_that_fails_ends_all(driver: Driver, how: str) -> None:
+def test_failed_rank_ends_the_run(driver: Driver, how: str) -> None:
     said, left, kept = driver.call("fail", how=how)
     assert said == "rank 1 does not like it"
     assert (left, kept) == ([], [[]] * 3)
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["coroutine", "function"])
-def test_a_run_that_is_cancelled_leaves_nothing(driver: Driver, blocking: bool, tmp_path: Path) -> None:
+def test_cancelled_run_leaves_nothing(driver: Driver, blocking: bool, tmp_path: Path) -> None:
     seconds, left, kept = driver.call("cancel", folder=str(tmp_path), blocking=blocking)
     assert seconds < 4  # nothing had to be waited for
     assert (left, kept) == ([], [[]] * 3)
 
 
-def test_nor_does_one_that_has_not_begun(driver: Driver) -> None:
+def test_run_cancelled_before_its_start_leaves_nothing(driver: Driver) -> None:
     assert driver.call("cancel_early") == []
 
 
-def test_it_waits_for_workers(driver: Driver) -> None:
+def test_run_waits_for_workers(driver: Driver) -> None:
     assert driver.call("grow_until_there_are_enough") == [4.0] * 4
 
 
-def test_scaling_down_ends_ranks_and_the_others_go_on(driver: Driver, tmp_path: Path) -> None:
+def test_scale_down_ends_ranks_and_the_others_continue(driver: Driver, tmp_path: Path) -> None:
     assert driver.call("scale_down", folder=str(tmp_path)) == [[2, 2], 1]
 
 
-def test_wrong_arguments(driver: Driver) -> None:
+def test_run_refuses_wrong_arguments(driver: Driver) -> None:
     assert driver.call("wrong") == [
         "program must be a function, not int",
         "n=0: must be positive",
@@ -102,5 +102,5 @@ def test_wrong_arguments(driver: Driver) -> None:
     ]
 
 
-def test_the_examples_of_the_page(driver: Driver) -> None:
+def test_page_examples_work(driver: Driver) -> None:
     assert driver.call("page") == [[4.5] * 3, [300.0] * 3]

@@ -75,7 +75,7 @@ async def engine(n: int) -> AsyncIterator[Engine]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-async def test_they_become_one_group_in_their_order(n: int) -> None:
+async def test_parts_form_one_group_in_order(n: int) -> None:
     async with engine(n) as engine_:
         assert await engine_.become_whole() == [(number, n) for number in range(n)]
         assert [part.group.rank() for part in engine_.processes.values() if part and part.group] == list(range(n))
@@ -84,7 +84,7 @@ async def test_they_become_one_group_in_their_order(n: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [(0,), (2,), (0, 2)])
-async def test_newcomers_take_the_places_of_those_that_are_lost(lost: tuple[int, ...]) -> None:
+async def test_newcomers_replace_lost_parts(lost: tuple[int, ...]) -> None:
     async with engine(3) as engine_:
         await engine_.become_whole()
         for number in lost:
@@ -93,7 +93,7 @@ async def test_newcomers_take_the_places_of_those_that_are_lost(lost: tuple[int,
         assert await engine_.total() == [6] * 3
 
 
-async def test_the_others_mend_the_group_while_nobody_looks() -> None:
+async def test_remaining_parts_repair_the_group_between_calls() -> None:
     async with engine(3) as engine_:
         await engine_.become_whole()
         old = engine_.processes[0]
@@ -106,7 +106,7 @@ async def test_the_others_mend_the_group_while_nobody_looks() -> None:
         await until(lambda: engine_.states()[1] is None)
 
 
-async def test_all_meet_anew_if_none_is_left() -> None:
+async def test_parts_meet_again_if_none_is_left() -> None:
     async with engine(2) as engine_:
         await engine_.become_whole()
         for number in range(2):
@@ -115,7 +115,7 @@ async def test_all_meet_anew_if_none_is_left() -> None:
         assert await engine_.total() == [3, 3]
 
 
-async def test_nobody_waits_for_one_that_is_lost_before_they_have_met() -> None:
+async def test_part_lost_before_the_rendezvous_is_not_waited_for() -> None:
     async with engine(3) as engine_:
         assert not await engine_.parts.are_whole(engine_.states())
         await engine_.leave(1)
@@ -123,7 +123,7 @@ async def test_nobody_waits_for_one_that_is_lost_before_they_have_met() -> None:
         assert await engine_.total() == [6] * 3
 
 
-async def test_what_nothing_replaces_is_missing() -> None:
+async def test_unreplaced_part_is_missing() -> None:
     async with engine(3) as engine_:
         await engine_.become_whole()
         await engine_.lose(0)
@@ -132,7 +132,7 @@ async def test_what_nothing_replaces_is_missing() -> None:
         assert await engine_.total() == [3, 3]
 
 
-async def test_a_group_that_is_aborted_has_a_successor_of_the_same_ranks() -> None:
+async def test_aborted_group_has_a_successor_of_the_same_ranks() -> None:
     async with engine(2) as engine_:
         await engine_.become_whole()
         first = engine_.processes[0]
@@ -147,7 +147,7 @@ async def test_a_group_that_is_aborted_has_a_successor_of_the_same_ranks() -> No
         assert first.state() == State(True, "world:0~1", 2)
 
 
-async def test_what_ends_a_part_for_good_is_raised() -> None:
+async def test_permanent_failure_of_a_part_is_raised() -> None:
     part = Part("nonsense")  # type: ignore[arg-type]
     assert part.state() == State(False, "", 0)
     await asyncio.wait([part._task])
@@ -156,7 +156,7 @@ async def test_what_ends_a_part_for_good_is_raised() -> None:
 
 
 @pytest.mark.parametrize("error", [GroupError, RendezvousError, StoreError])
-async def test_what_ends_a_part_for_the_others_is_not(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failure_of_another_part_is_not_raised(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     async def ends(**given: Any) -> AsyncIterator[Any]:
         raise error("of the others")
         yield
@@ -167,7 +167,7 @@ async def test_what_ends_a_part_for_the_others_is_not(error: type[Exception], mo
     assert part.state() is None
 
 
-async def test_a_group_that_has_failed_is_nobodys() -> None:
+async def test_failed_group_is_not_current() -> None:
     async with engine(2) as engine_:
         await engine_.become_whole()
         first = engine_.processes[0]
@@ -180,7 +180,7 @@ async def test_a_group_that_has_failed_is_nobodys() -> None:
         assert first.state() == State(True, "world:0~1", 2)
 
 
-async def test_the_others_are_told_of_whom_another_one_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parts_are_notified_of_a_replaced_part(monkeypatch: pytest.MonkeyPatch) -> None:
     report, told = Meeting.report_death, []
 
     def telling(meeting: Meeting, ticket: Ticket, reason: str) -> None:

@@ -34,13 +34,13 @@ async def outcome_of(*errors: BaseException) -> BaseException:
     raise AssertionError("the program did not fail")
 
 
-async def test_the_error_of_the_program_itself_comes_first() -> None:
+async def test_programs_own_error_is_raised_first() -> None:
     blamed = ValueError("negative")
     for errors in ([blamed, lost()], [lost(), blamed], [revoked(), lost(), blamed]):
         assert await outcome_of(*errors) is blamed
 
 
-async def test_a_group_that_failed_before_a_call_raises_what_it_failed_of() -> None:
+async def test_group_that_failed_before_a_call_raises_its_cause() -> None:
     """As it does during a call: which of the two a rank meets is chance."""
     for errors in ([lost(), revoked()], [revoked(), lost()], [revoked(), revoked()]):
         assert isinstance(await outcome_of(*errors), PeerLostError)

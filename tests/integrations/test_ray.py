@@ -40,7 +40,7 @@ def summed(n: int, value: float, steps: int) -> list[list[float]]:
 
 
 @KINDS
-def test_the_program_of_the_readme_runs_as_it_is(driver: Driver, kind: str) -> None:
+def test_readme_program_runs_unchanged(driver: Driver, kind: str) -> None:
     assert driver.call("say_hello", kind=kind) == ["[3. 3. 3.] ['rank 0', 'rank 1']\n"] * 2
 
 
@@ -54,7 +54,7 @@ def test_actors_are_ranks(driver: Driver, kind: str, n: int) -> None:
     ("kind", "n", "victim", "again"),
     [("async", 3, 0, True), ("async", 3, 2, False), ("blocking", 3, 1, True), ("blocking", 2, 0, False)],
 )
-def test_an_actor_that_is_killed_amid_allreduces_is_replaced(
+def test_actor_killed_during_allreduces_is_replaced(
     driver: Driver, kind: str, n: int, victim: int, again: bool
 ) -> None:
     """Within 10 s of its restart the world is whole, and the sums are right."""
@@ -75,36 +75,36 @@ def test_ray_proves_a_death_that_the_ranks_cannot_see(driver: Driver) -> None:
 
 
 @KINDS
-def test_an_elastic_program_goes_on_with_the_actor_that_was_started_again(driver: Driver, kind: str) -> None:
+def test_elastic_program_continues_with_a_restarted_actor(driver: Driver, kind: str) -> None:
     results, sums = driver.call("lose_in_program", kind=kind)
     assert results == [[6.0, 3, 2]] * 3
     assert [each[:2] for each in sums] == [[6.0, 3]] * 3
 
 
 @KINDS
-def test_several_die_between_calls(driver: Driver, kind: str) -> None:
+def test_several_actors_lost_between_calls_are_replaced(driver: Driver, kind: str) -> None:
     assert driver.call("lose_between_calls", kind=kind) == summed(3, 1.0, 2)
 
 
-def test_all_die(driver: Driver) -> None:
+def test_all_lost_actors_are_replaced(driver: Driver) -> None:
     assert driver.call("lose_all") == summed(2, 1.0, 1)
 
 
-def test_what_nothing_replaces_is_missing(driver: Driver) -> None:
+def test_unreplaced_actor_is_missing(driver: Driver) -> None:
     assert driver.call("lose_for_good") == [summed(2, 1.0, 2), 2]
 
 
-def test_an_actor_that_never_was_there(driver: Driver) -> None:
+def test_missing_actor_is_reported(driver: Driver) -> None:
     assert "actor 1 has died and is not replaced" in driver.call("never_there")
 
 
 @KINDS
-def test_what_an_actor_raises_is_raised_and_the_group_goes_on(driver: Driver, kind: str) -> None:
+def test_exception_of_an_actor_is_raised_and_the_group_continues(driver: Driver, kind: str) -> None:
     assert driver.call("fail", kind=kind) == ["rank 1 does not like it", summed(3, 1.0, 1)]
 
 
 @KINDS
-def test_a_group_that_is_closed_leaves_nothing(driver: Driver, kind: str) -> None:
+def test_closed_group_leaves_nothing(driver: Driver, kind: str) -> None:
     before, within, after, left, said = driver.call("close", kind=kind)
     assert before == after == [[], []]
     assert within == [True, True]
@@ -113,7 +113,7 @@ def test_a_group_that_is_closed_leaves_nothing(driver: Driver, kind: str) -> Non
 
 
 @KINDS
-def test_a_call_that_is_cancelled_ends_on_the_actors(driver: Driver, kind: str) -> None:
+def test_cancelled_call_ends_on_the_actors(driver: Driver, kind: str) -> None:
     again, seconds, left, after = driver.call("cancel", kind=kind)
     assert again == summed(2, 1.0, 1)
     assert seconds < 4
@@ -121,11 +121,11 @@ def test_a_call_that_is_cancelled_ends_on_the_actors(driver: Driver, kind: str) 
 
 
 @KINDS
-def test_a_group_that_is_cancelled_while_it_is_made_leaves_nothing(driver: Driver, kind: str) -> None:
+def test_group_cancelled_during_its_creation_leaves_nothing(driver: Driver, kind: str) -> None:
     assert driver.call("cancel_early", kind=kind) == [[], [[], []]]
 
 
-def test_wrong_arguments(driver: Driver) -> None:
+def test_actors_refuse_wrong_arguments(driver: Driver) -> None:
     ending = "must be the handle of an actor whose class derives from Member or BlockingMember"
     assert driver.call("wrong") == [
         "actors is empty: a group has at least one rank",
@@ -135,7 +135,7 @@ def test_wrong_arguments(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(("torch", "declared"), [(False, False), (True, True)], ids=["numpy-init", "torch-create"])
-def test_the_backend_of_ray_util_collective(driver: Driver, torch: bool, declared: bool) -> None:
+def test_ray_util_collective_backend_works(driver: Driver, torch: bool, declared: bool) -> None:
     if torch and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     found, kept = driver.call("backend", torch=torch, declared=declared)
@@ -147,7 +147,7 @@ def test_the_backend_of_ray_util_collective(driver: Driver, torch: bool, declare
     assert kept == [[]] * 3
 
 
-def test_the_examples_of_the_page(driver: Driver) -> None:
+def test_page_examples_work(driver: Driver) -> None:
     totals, found = driver.call("page")
     assert totals == [4.5] * 3
     assert found == [[4.0] * 2, [1] * 2, [2.0] * 2, [3.0] * 2, [[2.0] * 2] * 2]

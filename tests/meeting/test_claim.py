@@ -99,7 +99,7 @@ async def _replaced(size: int, victim: int, last: int, late: int | None) -> bool
 
 
 @pytest.mark.parametrize(("size", "victim", "late"), [(2, 0, 1), (2, 1, 0), (3, 1, 2), (3, 0, 1), (4, 3, 0), (7, 5, 2)])
-def test_successor_takes_the_place_before_all_have_come(size: int, victim: int, late: int) -> None:
+def test_successor_takes_a_free_rank_before_all_have_come(size: int, victim: int, late: int) -> None:
     for last in itertools.count():
         held = run_virtual(_replaced(size, victim, last, late))
         if not held:  # it waits for the others at its last request
@@ -202,7 +202,7 @@ async def test_server_marks_the_claims_of_clients_that_disconnect() -> None:
         assert await master._hold("part/held", LEFT, b"next") == b"next"
 
 
-async def test_server_does_not_trust_numbers_of_processes() -> None:
+async def test_server_does_not_trust_process_ids() -> None:
     """They may be those of another host that was cloned; the connection tells."""
     async with TCPStore("127.0.0.1", 0, is_master=True) as store:
         await store.set("aiocoll/1/claim/0", mark())
@@ -210,7 +210,7 @@ async def test_server_does_not_trust_numbers_of_processes() -> None:
             await claims(store, 0, 2).claim()
 
 
-async def test_successor_fails_where_all_cards_are_there() -> None:
+async def test_successor_fails_once_all_cards_are_published() -> None:
     store = HashStore()
     await store.multi_set(["aiocoll/1/claim/1", "aiocoll/1/card/0", "aiocoll/1/card/1"], [LEFT, b"card", b"card"])
     successor = claims(store, 1, 2)
@@ -232,7 +232,7 @@ async def test_ranks_meet_again_where_some_have_met_and_some_have_failed() -> No
     assert await store.get("aiocoll/rank/0") == b"5"
 
 
-async def test_rank_that_finds_an_ended_process_gets_the_reason_why_the_meeting_was_called_off() -> None:
+async def test_rank_gets_the_reason_of_a_cancelled_rendezvous() -> None:
     store = HashStore()
     await store.set("aiocoll/1/claim/0", LEFT)
     rank = claims(store, 1, 2)
@@ -242,7 +242,7 @@ async def test_rank_that_finds_an_ended_process_gets_the_reason_why_the_meeting_
         await rank.leave_ended()
 
 
-async def test_ranks_that_meet_again_get_the_reason_why_they_cannot() -> None:
+async def test_ranks_that_cannot_meet_again_get_the_reason() -> None:
     store = HashStore()
     await store.set("aiocoll/1/claim/0", LEFT)
     rank = claims(store, 1, 2)
@@ -254,7 +254,7 @@ async def test_ranks_that_meet_again_get_the_reason_why_they_cannot() -> None:
     assert await rank.store.get("job") == b"off:on purpose"
 
 
-async def test_meeting_that_is_called_off_between_the_two_requests_that_begin_it_again() -> None:
+async def test_rendezvous_cancelled_between_its_two_restart_requests_fails() -> None:
     store = HashStore()
     await store.set("aiocoll/1/claim/0", LEFT)
     await call_off(store, 2, "on purpose")

@@ -65,7 +65,7 @@ class Deaf(HashStore):
 @pytest.mark.parametrize("order", ["dead first", "dead last"])
 @pytest.mark.parametrize("dead", [1, 2, 5])
 @pytest.mark.parametrize("living", [1, 2, 5])
-def test_the_dead_get_no_rank(living: int, dead: int, order: str) -> None:
+def test_dead_newcomers_get_no_rank(living: int, dead: int, order: str) -> None:
     async def test(store: HashStore) -> None:
         waiting: list[asyncio.Future[Assignment]] = []
         for alive in sorted([True] * living + [False] * dead, reverse=order == "dead last"):
@@ -83,7 +83,7 @@ def test_the_dead_get_no_rank(living: int, dead: int, order: str) -> None:
     on_a_clock_that_jumps(test)
 
 
-def test_who_answers_late_takes_another_ticket() -> None:
+def test_late_newcomer_takes_another_ticket() -> None:
     async def test(store: HashStore) -> None:
         late = asyncio.ensure_future(await_assignment(Deaf(store, 2 * ANSWER), 100))
         assert await invite(store, Invitation(1, 1, 1, "large"), 100) == seat(0, 2)
@@ -95,7 +95,7 @@ def test_who_answers_late_takes_another_ticket() -> None:
 
 
 @pytest.mark.parametrize(("came", "least"), [(1, 1), (2, 1), (2, 2), (3, 1)])
-def test_at_least_so_many(came: int, least: int) -> None:
+def test_grow_at_least_takes_the_present_newcomers(came: int, least: int) -> None:
     """It goes on when the time is over, or when all have come."""
 
     async def test(store: HashStore) -> None:
@@ -109,7 +109,7 @@ def test_at_least_so_many(came: int, least: int) -> None:
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_fewer_than_at_least_keep_waiting(dead: int) -> None:
+def test_too_few_newcomers_continue_to_wait(dead: int) -> None:
     async def test(store: HashStore) -> None:
         for _ in range(dead):
             await die(store)
@@ -122,7 +122,7 @@ def test_fewer_than_at_least_keep_waiting(dead: int) -> None:
     on_a_clock_that_jumps(test)
 
 
-def test_who_has_waited_long_enough_is_not_called() -> None:
+def test_timed_out_newcomer_is_not_called() -> None:
     async def test(store: HashStore) -> None:
         with pytest.raises(RendezvousError, match="no group has grown within 5 s"):
             await await_assignment(store, 5)
@@ -161,7 +161,7 @@ class Mortal(HashStore):
 
 @pytest.mark.parametrize("heard", [False, True])
 @pytest.mark.parametrize("newcomers", [1, 3])
-def test_newcomers_are_found_wherever_rank_0_has_died(newcomers: int, heard: bool) -> None:
+def test_newcomers_are_found_after_rank_0_died_at_any_step(newcomers: int, heard: bool) -> None:
     """Who follows it finds them all, and none waits where nobody comes."""
 
     async def test(store: HashStore, last: int) -> bool:
@@ -205,7 +205,7 @@ def test_two_groups_grow_at_once() -> None:
     on_a_clock_that_jumps(test)
 
 
-def test_who_waits_for_a_newcomer_hears_of_those_that_live() -> None:
+def test_waiting_rank_learns_which_newcomers_live() -> None:
     async def test(store: HashStore) -> None:
         await die(store)
         looking = asyncio.ensure_future(await_newcomer(store))
@@ -230,7 +230,7 @@ class TooLate(HashStore):
         return value
 
 
-def test_an_assignment_that_comes_when_time_is_over_is_taken() -> None:
+def test_assignment_at_the_deadline_is_taken() -> None:
     """Rank 0 has stored it, and so it counts on the newcomer."""
 
     async def test(_: HashStore) -> None:
@@ -242,7 +242,7 @@ def test_an_assignment_that_comes_when_time_is_over_is_taken() -> None:
     on_a_clock_that_jumps(test)
 
 
-def test_who_has_been_cancelled_is_not_called() -> None:
+def test_cancelled_newcomer_is_not_called() -> None:
     async def test(store: HashStore) -> None:
         cancelled = asyncio.ensure_future(await_assignment(store, 100))
         await asyncio.sleep(0.1)
@@ -272,7 +272,7 @@ class Lingering(HashStore):
         return await asyncio.shield(self.left[-1])
 
 
-def test_a_wait_that_was_cancelled_takes_away_nothing() -> None:
+def test_cancelled_wait_consumes_no_newcomer() -> None:
     """Who looks for newcomers after it hears of the next one at once."""
 
     async def test(store: HashStore) -> None:

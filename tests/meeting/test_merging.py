@@ -54,7 +54,7 @@ async def worlds(*sizes: int, fn: Rank, transport: str = "memory", names: tuple[
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_worlds_follow_each_other_by_name(transport: str) -> None:
+async def test_merged_worlds_are_ordered_by_name(transport: str) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -72,7 +72,7 @@ async def test_worlds_follow_each_other_by_name(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_parts_of_a_world_follow_each_other_by_their_lowest_rank(transport: str) -> None:
+async def test_merged_parts_of_a_world_are_ordered_by_their_lowest_rank(transport: str) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -88,7 +88,7 @@ async def test_parts_of_a_world_follow_each_other_by_their_lowest_rank(transport
     assert await run_ranks(4, rank, transport=transport) == [0, 1, 3, 2]
 
 
-async def test_groups_that_nothing_tells_apart_come_in_turn() -> None:
+async def test_merged_groups_without_a_difference_are_ordered_by_arrival() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -99,7 +99,7 @@ async def test_groups_that_nothing_tells_apart_come_in_turn() -> None:
     assert sorted(await worlds(1, 1, 1, fn=rank)) == [[0], [1], [2]]
 
 
-async def test_a_store_serves_one_merger_after_another_and_several_at_once() -> None:
+async def test_store_serves_consecutive_and_concurrent_merges() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -118,7 +118,7 @@ async def test_a_store_serves_one_merger_after_another_and_several_at_once() -> 
     await worlds(2, 3, fn=rank, names=("a", "b"))
 
 
-async def test_too_few_ranks() -> None:
+async def test_merge_with_too_few_ranks_times_out() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -131,7 +131,7 @@ async def test_too_few_ranks() -> None:
     await worlds(2, fn=rank)
 
 
-async def test_too_many_ranks() -> None:
+async def test_merge_with_too_many_ranks_is_refused() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -143,7 +143,7 @@ async def test_too_many_ranks() -> None:
     await worlds(2, 2, fn=rank, names=("a", "b"))
 
 
-async def test_sizes_that_differ() -> None:
+async def test_merge_with_different_sizes_is_refused() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -155,7 +155,7 @@ async def test_sizes_that_differ() -> None:
     await worlds(2, 2, fn=rank, names=("a", "b"))
 
 
-async def test_wrong_calls() -> None:
+async def test_merge_refuses_wrong_arguments() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -176,7 +176,7 @@ async def test_wrong_calls() -> None:
     await worlds(2, fn=rank)
 
 
-async def test_a_store_that_is_gone() -> None:
+async def test_merge_fails_without_its_store() -> None:
     store = HashStore()
     await store.aclose()
 
@@ -188,7 +188,7 @@ async def test_a_store_that_is_gone() -> None:
     await worlds(2, fn=rank)
 
 
-async def test_a_rank_that_gives_up() -> None:
+async def test_merge_fails_if_a_rank_gives_up() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -206,7 +206,7 @@ async def test_a_rank_that_gives_up() -> None:
     await worlds(2, fn=rank)
 
 
-async def test_a_group_that_fails_meanwhile() -> None:
+async def test_merge_fails_if_a_group_fails() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:

@@ -41,7 +41,7 @@ def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.fixture
 def registry(directory: Path) -> Any:
-    """The registry of `collector`."""
+    """Return the registry of `collector`."""
     return prometheus_client.CollectorRegistry()
 
 
@@ -68,7 +68,7 @@ def asked(registry: Any) -> Samples:
 
 
 @pytest.mark.usefixtures("collector")
-async def test_files_have_the_samples_of_a_scrape(registry: Any) -> None:
+async def test_metric_files_have_the_samples_of_a_scrape(registry: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pending = pg.recv(np.ones(1), 1 - pg.rank())
         for count in (1, 2, 5):
@@ -97,7 +97,7 @@ async def test_files_have_the_samples_of_a_scrape(registry: Any) -> None:
     assert asked(registry) == {}
 
 
-async def test_counters_of_a_file_only_grow(directory: Path) -> None:
+async def test_counters_of_a_file_never_decrease(directory: Path) -> None:
     """Also when a group is removed and added again, or when the file is that of an ended process."""
     kind = {"group": "a", "rank": 0, "op": "ALLREDUCE", "algorithm": "alone", "transport": "", "outcome": "completed"}
     calls = key("aiocoll_operations_total", **kind)
@@ -157,7 +157,7 @@ async def test_files_that_are_not_named_by_processes_are_kept(directory: Path, c
 
 
 @pytest.mark.usefixtures("collector")
-async def test_a_lost_directory_fails_no_group(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_lost_metrics_directory_fails_no_group(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.rmtree(directory)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -169,7 +169,7 @@ async def test_a_lost_directory_fails_no_group(directory: Path, caplog: pytest.L
 
 
 @pytest.mark.usefixtures("collector")
-async def test_a_group_is_made_where_no_thread_can_be_started(
+async def test_group_is_made_although_no_thread_can_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
@@ -186,7 +186,7 @@ async def test_a_group_is_made_where_no_thread_can_be_started(
 
 
 @pytest.mark.usefixtures("directory")
-def test_the_directory_has_to_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_metrics_directory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"none' is not a directory; create it before the program starts"):
@@ -195,7 +195,7 @@ def test_the_directory_has_to_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     GroupCollector(registry).close()
 
 
-def test_a_directory_that_is_set_too_late_is_reported(
+def test_late_metrics_directory_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))

@@ -43,7 +43,7 @@ def key(name: str, **attributes: Any) -> tuple[str, frozenset[tuple[str, Any]]]:
     return f"aiocoll.{name}", frozenset((f"aiocoll.{label}", value) for label, value in attributes.items())
 
 
-async def test_metrics() -> None:
+async def test_opentelemetry_exports_the_metrics() -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     meter = GroupMeter(provider)
@@ -87,7 +87,7 @@ async def test_metrics() -> None:
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_a_span_per_operation(debug: Any) -> None:
+async def test_opentelemetry_makes_one_span_per_operation(debug: Any) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -144,7 +144,7 @@ async def test_a_span_per_operation(debug: Any) -> None:
     await asyncio.to_thread(meters.shutdown)
 
 
-async def test_a_replacement_is_observed_and_traced_as_its_predecessor() -> None:
+async def test_replacement_group_is_exported_as_its_predecessor() -> None:
     """Under the same name, with counters that only grow, and with spans of the same parent."""
     reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
     meters, tracers = MeterProvider([reader]), TracerProvider()
@@ -175,7 +175,7 @@ async def test_a_replacement_is_observed_and_traced_as_its_predecessor() -> None
 
 
 @pytest.mark.ranks(1)
-async def test_without_an_sdk_it_does_nothing(pg: ProcessGroup) -> None:
+async def test_opentelemetry_without_an_sdk_does_nothing(pg: ProcessGroup) -> None:
     meter = GroupMeter(spans=True)
     meter.add(pg)
     assert await pg.allreduce(1) == 1

@@ -53,7 +53,7 @@ async def scrape(port: int) -> Samples:
     return samples(await asyncio.to_thread(get))
 
 
-async def test_a_scrape_has_the_numbers() -> None:
+async def test_scrape_has_the_counters() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
     server, thread = prometheus_client.start_http_server(0, "127.0.0.1", registry)
@@ -112,7 +112,7 @@ async def test_a_scrape_has_the_numbers() -> None:
     GroupCollector(registry).close()
 
 
-def test_who_is_missing_is_a_sample() -> None:
+def test_missing_rank_is_a_sample() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
 
@@ -135,7 +135,7 @@ async def one_rank(**given: Any) -> ProcessGroup:
     return await new_group(store=HashStore(), rank=0, world_size=1, **given)
 
 
-async def test_what_is_refused() -> None:
+async def test_prometheus_refuses_wrong_arguments() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
@@ -152,7 +152,7 @@ async def test_what_is_refused() -> None:
     assert samples(prometheus_client.generate_latest(registry).decode()) == {}
 
 
-async def test_a_revoked_group_is_exported_until_it_is_closed() -> None:
+async def test_revoked_group_is_exported_until_it_is_closed() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
     pg = await one_rank(name="a")
@@ -170,7 +170,9 @@ async def test_a_revoked_group_is_exported_until_it_is_closed() -> None:
     ("name", "package", "extra"),
     [("prometheus", "prometheus_client", "prometheus"), ("opentelemetry", "opentelemetry", "otel")],
 )
-def test_it_says_what_to_install(name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_prometheus_client_error_names_the_package(
+    name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import importlib
 
     monkeypatch.delitem(sys.modules, f"aiocoll.metrics.{name}", raising=False)
@@ -179,7 +181,7 @@ def test_it_says_what_to_install(name: str, package: str, extra: str, monkeypatc
         importlib.import_module(f"aiocoll.metrics.{name}")
 
 
-async def test_groups_that_follow_each_other_share_a_name(limits: Limits) -> None:
+async def test_consecutive_groups_share_a_name(limits: Limits) -> None:
     """And the names are bounded: a group per step, of a name that is new each time, is refused."""
     limits(metrics_names=3)
     collector = GroupCollector(prometheus_client.CollectorRegistry())

@@ -92,7 +92,7 @@ async def test_all_groups_are_exported_until_one_is_added() -> None:
 
 
 @pytest.mark.parametrize("added", [None, "world:0", "workers"])
-async def test_a_successor_continues_the_series(added: str | None) -> None:
+async def test_successor_group_continues_the_series(added: str | None) -> None:
     collector = collector_of_its_own()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -119,7 +119,7 @@ async def test_a_successor_continues_the_series(added: str | None) -> None:
     collector.close()
 
 
-async def test_a_removed_group_has_no_successor() -> None:
+async def test_removed_group_has_no_successor() -> None:
     collector = collector_of_its_own()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -134,7 +134,7 @@ async def test_a_removed_group_has_no_successor() -> None:
     collector.close()
 
 
-async def test_groups_of_one_name_are_added_up() -> None:
+async def test_groups_of_one_name_are_summed() -> None:
     """Every number, and those of a group that is closed."""
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
@@ -226,7 +226,7 @@ async def test_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: p
 
 
 @pytest.mark.ranks(1)
-async def test_a_dropped_collector_is_not_notified(pg: ProcessGroup) -> None:
+async def test_dropped_collector_is_not_notified(pg: ProcessGroup) -> None:
     collector = ref(collector_of_its_own())
     gc.collect()
     assert collector() is None
@@ -235,7 +235,7 @@ async def test_a_dropped_collector_is_not_notified(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_a_forked_child_does_not_export_the_groups_of_its_parent(pg: ProcessGroup) -> None:
+async def test_forked_child_does_not_export_its_parents_groups(pg: ProcessGroup) -> None:
     collector = collector_of_its_own()
 
     def check() -> None:
@@ -247,7 +247,7 @@ async def test_a_forked_child_does_not_export_the_groups_of_its_parent(pg: Proce
     collector.close()
 
 
-async def test_a_collector_keeps_no_group_alive() -> None:
+async def test_collector_keeps_no_group_alive() -> None:
     collector = collector_of_its_own()
     pg = await new_group(store=HashStore(), rank=0, world_size=1)
     group = ref(pg)

@@ -95,7 +95,7 @@ async def test_block_of_every_kind_has_the_bits_of_calls_alone(job: str) -> None
         assert [in_python(pg) for pg in pgs] == [0] * len(job)
 
 
-async def test_group_of_one_rank_has_blocks() -> None:
+async def test_block_in_a_group_of_one_rank_completes() -> None:
     async with group_of_ranks([True], linked=False) as (pg,):
         x = ones()
         async with pg.coalescing():
@@ -105,7 +105,7 @@ async def test_group_of_one_rank_has_blocks() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-async def test_small_calls_of_a_block_are_carried_out_in_c(size: int, in_python_only: list[int]) -> None:
+async def test_small_calls_of_a_block_are_native(size: int, in_python_only: list[int]) -> None:
     async with group_of_ranks([True] * size) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -130,7 +130,7 @@ async def test_small_calls_of_a_block_are_carried_out_in_c(size: int, in_python_
     assert not in_python_only
 
 
-async def test_larger_calls_and_functions_of_python_are_packed(in_python_only: list[int]) -> None:
+async def test_larger_calls_and_python_functions_are_packed(in_python_only: list[int]) -> None:
     add = ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
     async with group_of_ranks([True, True]) as pgs:
 
@@ -154,7 +154,7 @@ async def test_larger_calls_and_functions_of_python_are_packed(in_python_only: l
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PP", "NNN"])
-async def test_more_calls_than_slots(job: str) -> None:
+async def test_block_of_more_calls_than_slots_completes(job: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -168,7 +168,7 @@ async def test_more_calls_than_slots(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PP"])
-async def test_lists(job: str) -> None:
+async def test_block_of_list_calls_gives_their_results(job: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -217,7 +217,7 @@ async def waiting(work: Work[Any]) -> Any:
 
 @pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task", "wait"])
 @pytest.mark.parametrize("job", ["NN", "NP"])
-async def test_program_that_waits_inside_sends_what_is_recorded(job: str, how: str) -> None:
+async def test_await_inside_a_block_sends_the_recorded_calls(job: str, how: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -248,7 +248,7 @@ async def test_program_that_waits_inside_sends_what_is_recorded(job: str, how: s
         await on_all(pgs, rank)
 
 
-async def test_works_of_a_block_can_be_looked_at_before_it_is_sent() -> None:
+async def test_works_of_a_block_can_be_inspected_before_it_is_sent() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -271,7 +271,7 @@ async def test_works_of_a_block_can_be_looked_at_before_it_is_sent() -> None:
         await on_all(pgs, rank)
 
 
-async def test_calls_in_flight_are_taken_over_if_the_program_looks_at_them() -> None:
+async def test_inspected_calls_in_flight_are_handed_over_to_python() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         tensors = [ones(4, number) for number in range(3)]
 
@@ -294,7 +294,7 @@ async def test_calls_in_flight_are_taken_over_if_the_program_looks_at_them() -> 
         assert [work.result()[0] for work in works] == [0, 2, 4]
 
 
-async def test_await_of_a_call_in_flight_leaves_it_where_it_is() -> None:
+async def test_await_of_a_call_in_flight_keeps_it_native() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         works: list[Work[Any]] = []
 
@@ -313,7 +313,7 @@ async def test_await_of_a_call_in_flight_leaves_it_where_it_is() -> None:
         assert is_native(works[0])
 
 
-async def test_tasks_of_a_block_record_into_it_and_others_do_not() -> None:
+async def test_only_tasks_of_a_block_record_into_it() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -363,7 +363,7 @@ async def test_calls_that_share_memory_are_refused() -> None:
 # -- blocks that fail
 
 
-async def test_exception_inside_sends_nothing() -> None:
+async def test_exception_inside_a_block_sends_nothing() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -386,7 +386,7 @@ async def test_exception_inside_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP"])
-async def test_cancelling_the_end_of_a_block_leaves_its_calls_in_flight(job: str) -> None:
+async def test_cancelled_end_of_a_block_leaves_its_calls_in_flight(job: str) -> None:
     async with group_of_ranks(natives(job)) as (zero, one):
         works: list[Work[Any]] = []
 
@@ -406,7 +406,7 @@ async def test_cancelling_the_end_of_a_block_leaves_its_calls_in_flight(job: str
             assert (await work).tolist() == [2.0] * 4
 
 
-async def test_cancelling_a_block_that_records_leaves_nothing_pending() -> None:
+async def test_cancelled_recording_block_leaves_nothing_pending() -> None:
     async with group_of_ranks([True, True]) as (zero, _):
         works: list[Work[Any]] = []
 
@@ -448,7 +448,7 @@ async def test_revocation_fails_the_calls_of_a_block(when: str) -> None:
         assert native_of(zero) is None or native_of(zero).count == 0
 
 
-async def test_block_takes_as_long_as_its_least_timeout() -> None:
+async def test_block_times_out_after_its_shortest_timeout() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         with pytest.raises(TimeoutError, match=r"COALESCED .* did not complete within 0.1 s .*ALLREDUCE"):  # noqa: PT012
             async with zero.coalescing():
@@ -480,7 +480,7 @@ async def differing(pgs: Sequence[ProcessGroup], record: Callable[[ProcessGroup]
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN", "PP", "NNN", "NPN"])
 @pytest.mark.parametrize("name", CASES)
-async def test_ranks_that_record_other_calls(name: str, job: str) -> None:
+async def test_blocks_with_different_calls_are_a_mismatch(name: str, job: str) -> None:
     most, one, text = CASES[name]
     async with group_of_ranks(natives(job)) as pgs:
         odd = len(job) % 2
@@ -521,7 +521,7 @@ async def test_rank_that_does_not_coalesce_is_a_mismatch(job: str, which: int) -
         await on_all(pgs, rank)
 
 
-async def test_next_block_of_the_same_calls_is_no_part_of_the_last_one() -> None:
+async def test_equal_consecutive_blocks_are_not_merged() -> None:
     """One rank makes one block of four calls, the other one two of two."""
     async with group_of_ranks([True, True]) as pgs:
 
@@ -538,7 +538,7 @@ async def test_next_block_of_the_same_calls_is_no_part_of_the_last_one() -> None
 # -- what stays
 
 
-async def test_nothing_of_a_block_is_left_for_the_garbage_collector() -> None:
+async def test_block_leaves_no_reference_cycles() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -565,7 +565,7 @@ async def test_nothing_of_a_block_is_left_for_the_garbage_collector() -> None:
         assert not kinds & {"Work", "Block", "Recording", "Batch", "Flush", "ndarray", "DeferredCompletion"}
 
 
-async def test_block_records_no_calls_of_a_group_without_limit() -> None:
+async def test_recorded_calls_of_a_block_are_limited() -> None:
     async with group_of_ranks([True, True], timeout=inf) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -576,7 +576,7 @@ async def test_block_records_no_calls_of_a_group_without_limit() -> None:
         await on_all(pgs, rank)
 
 
-async def test_hooks_are_told_of_a_block_once() -> None:
+async def test_hooks_are_called_once_per_block() -> None:
     told: list[tuple[str, str]] = []
 
     class Recorder:
@@ -600,7 +600,7 @@ async def test_hooks_are_told_of_a_block_once() -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_long_block_whose_peer_is_late_goes_on_with_the_peer(job: str) -> None:
+async def test_long_block_continues_when_its_late_peer_calls(job: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:

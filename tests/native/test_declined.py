@@ -51,7 +51,7 @@ async def finish(*works: Work[Any]) -> None:
 
 
 async def check_plain(ranks: Ranks) -> None:
-    """The next call is native."""
+    """Check that the next call is native."""
     zero, one = ranks
     work = zero.allreduce(ones())
     assert is_native(work)
@@ -84,7 +84,7 @@ async def test_hook_declines_calls_until_it_is_removed(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("timeout", "native"), [(0.1, False), (0.5, True), (5.0, True), (60, True), (float("inf"), True)]
 )
-async def test_own_timeout_declines_a_call_if_it_is_short(ranks: Ranks, timeout: float, native: bool) -> None:
+async def test_short_timeout_of_a_call_declines_it(ranks: Ranks, timeout: float, native: bool) -> None:
     zero, one = ranks
     works = [zero.allreduce(ones(), timeout=timeout), zero.allreduce(ones(), timeout=timeout, key="step")]
     works.append(zero.allgather_into_tensor(ones(6), ones(), timeout=timeout))
@@ -93,7 +93,7 @@ async def test_own_timeout_declines_a_call_if_it_is_short(ranks: Ranks, timeout:
     await finish(one.allgather_into_tensor(ones(6), ones()), *works)
 
 
-async def test_own_timeout_ends_a_call_in_time() -> None:
+async def test_timeout_of_a_call_expires_in_time() -> None:
     """The timer looks every quarter of a second, and at calls with other timeouts only when it has handed them over."""
     async with group_of_ranks([True, True]) as (zero, _):
         await until(lambda: not comm_of(zero).endpoint.watch.armed[0])  # nothing is in flight
@@ -105,7 +105,7 @@ async def test_own_timeout_ends_a_call_in_time() -> None:
         assert 0.55 < time.monotonic() - start < 0.85
 
 
-async def test_new_timeout_of_the_group_counts_for_later_calls(ranks: Ranks, limits: Limits) -> None:
+async def test_new_group_timeout_applies_to_later_calls(ranks: Ranks, limits: Limits) -> None:
     zero, _one = ranks
     zero.timeout = 0.3
     await check_plain(ranks)
@@ -180,7 +180,7 @@ async def test_early_frames_decline_calls_until_they_are_taken(ranks: Ranks) -> 
     await check_plain(ranks)
 
 
-async def test_calls_on_other_arrays_are_right(ranks: Ranks) -> None:
+async def test_calls_on_unusual_arrays_give_the_right_results(ranks: Ranks) -> None:
     """What is not a plain array of C goes the long way; what has the memory of one may be native."""
     zero, one = ranks
     for make in (
@@ -203,7 +203,7 @@ async def test_calls_on_other_arrays_are_right(ranks: Ranks) -> None:
     assert in_python(zero) == in_python(one) == 0
 
 
-async def test_arrays_that_cannot_be_written_are_refused_before_they_are_numbered(ranks: Ranks) -> None:
+async def test_read_only_arrays_are_refused_before_a_number_is_taken(ranks: Ranks) -> None:
     zero, one = ranks
     array = ones()
     array.flags.writeable = False
@@ -228,7 +228,7 @@ async def test_arrays_that_cannot_be_written_are_refused_before_they_are_numbere
     await finish(*works)
 
 
-async def test_overlapping_parts_are_right(ranks: Ranks) -> None:
+async def test_overlapping_parts_give_the_right_results(ranks: Ranks) -> None:
     whole = [np.zeros(6), np.zeros(6)]
     works = []
     for pg, array in zip(ranks, whole, strict=True):
@@ -239,7 +239,7 @@ async def test_overlapping_parts_are_right(ranks: Ranks) -> None:
     assert whole[0].tolist() == whole[1].tolist() == [1, 1, 1, 2, 2, 2]
 
 
-async def test_key_is_used_again_while_its_call_is_in_flight(ranks: Ranks) -> None:
+async def test_key_can_be_reused_while_its_call_is_in_flight(ranks: Ranks) -> None:
     zero, one = ranks
     arrays = [np.full(2, float(number)) for number in range(3)]
     works = [zero.allreduce(array, key="step") for array in arrays]
@@ -271,7 +271,7 @@ CALLS: list[Callable[[ProcessGroup], Any]] = [
 ]
 
 
-async def test_calls_from_elsewhere_are_refused(ranks: Ranks) -> None:
+async def test_calls_from_other_threads_and_loops_are_refused(ranks: Ranks) -> None:
     zero, one = ranks
     for call in CALLS:  # each is known
         await finish(call(zero), call(one))
@@ -395,7 +395,7 @@ async def test_mismatching_roots_are_reported(ranks: Ranks) -> None:
     assert all("root=0" in str(each) and "root=1" in str(each) for each in found), found
 
 
-async def test_posts_of_a_rank_that_is_done_mismatch_too() -> None:
+async def test_post_of_a_finished_root_is_compared() -> None:
     """The root of a broadcast has ended when another rank makes another call."""
     async with group_of_ranks([True, True]) as (zero, one):
         done = zero.broadcast(ones(), 0)
@@ -431,7 +431,7 @@ def entries(pg: ProcessGroup) -> list[Any]:
     ]
 
 
-async def test_views_show_calls_in_flight_and_hand_nothing_over(ranks: Ranks) -> None:
+async def test_inspection_of_a_group_shows_native_calls_without_a_handover(ranks: Ranks) -> None:
     zero, one = ranks
     works = [zero.allreduce(ones()), zero.allreduce(ones(), key="step"), zero.allgather_into_tensor(ones(6), ones())]
     works.append(zero.allgather([ones(), ones()], ones()))
@@ -444,7 +444,7 @@ async def test_views_show_calls_in_flight_and_hand_nothing_over(ranks: Ranks) ->
         return stats.pending, 0 < stats.oldest < 60, shown
 
     here, there = look(), await asyncio.to_thread(look)
-    function = "test_views_show_calls_in_flight_and_hand_nothing_over"
+    function = "test_inspection_of_a_group_shows_native_calls_without_a_handover"
     seq = comm_of(zero).entered - 2
     assert here == there
     assert here[:2] == (4, True)
@@ -524,7 +524,7 @@ async def test_threads_read_stats_while_calls_are_made(ranks: Ranks) -> None:
     assert failures == []
 
 
-async def test_call_of_no_elements_is_right(ranks: Ranks) -> None:
+async def test_call_of_no_elements_completes(ranks: Ranks) -> None:
     works = [pg.allreduce(ones(0)) for pg in ranks]
     await finish(*works)
     whole = [ones(0), ones(0)]
@@ -532,7 +532,7 @@ async def test_call_of_no_elements_is_right(ranks: Ranks) -> None:
     await check_plain(ranks)
 
 
-async def test_pure_ranks_have_no_part_in_c() -> None:
+async def test_pure_ranks_use_no_c_code() -> None:
     async with group_of_ranks([False, True]) as (zero, one):
         assert native_of(zero) is None
         make_pure(zero)

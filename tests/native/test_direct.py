@@ -104,7 +104,7 @@ async def call_all(pgs: Sequence[ProcessGroup], call: Call, shape: tuple[int, ..
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), ()])
 @pytest.mark.parametrize("kind", CALLS)
-async def test_call_on_lists_like_an_earlier_one_asks_python_for_nothing(
+async def test_repeated_call_on_lists_runs_no_python(
     kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with group_of_ranks([True, True]) as pgs:
@@ -116,7 +116,7 @@ async def test_call_on_lists_like_an_earlier_one_asks_python_for_nothing(
         assert all(map(is_native, works))
 
 
-async def test_call_on_no_list_like_an_earlier_one_asks_python_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeated_call_without_a_list_runs_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         def call(pg: ProcessGroup) -> list[Work[Any]]:
@@ -162,7 +162,7 @@ async def test_results_of_lists_are_lists() -> None:
             await waiting(exchanges[1])
 
 
-async def test_lists_that_are_not_alike_go_through_python() -> None:
+async def test_irregular_lists_go_through_python() -> None:
     """Arrays of several shapes, or more of them than ranks, or what is no list."""
     async with group_of_ranks([True, True]) as pgs:
         native = native_of(pgs[0])
@@ -177,7 +177,7 @@ async def test_lists_that_are_not_alike_go_through_python() -> None:
 
 
 @pytest.mark.parametrize("kind", CALLS)
-async def test_arrays_that_are_written_share_no_memory(kind: str) -> None:
+async def test_overlapping_output_arrays_are_declined(kind: str) -> None:
     async with group_of_ranks([True, True]) as pgs:
         await call_all(pgs, CALLS[kind], (4,))
         memory = np.zeros(12)
@@ -213,7 +213,7 @@ async def test_call_on_lists_is_handed_over_with_flat_arrays(kind: str) -> None:
         assert call.right(*given[0])
 
 
-async def test_lists_on_other_ranks_than_those_of_an_earlier_call_are_seen() -> None:
+async def test_lists_on_other_ranks_than_before_are_detected() -> None:
     """What a rank that is not the root gives is refused; where the root gives no list, it gets a new one."""
     async with group_of_ranks([True, True]) as pgs:
         await call_all(pgs, CALLS["gather"], (4,))

@@ -57,7 +57,7 @@ async def test_call_on_a_closed_group_is_refused() -> None:
         pgs[0].allgather_into_tensor(np.ones(8), np.ones(4))
 
 
-async def test_calls_that_are_closed_take_nothing_and_have_nothing() -> None:
+async def test_closed_native_calls_decline_and_list_no_calls() -> None:
     async with jobs(2) as [pgs]:
         native = native_of(pgs[0])
     assert native.start(None, [], (), None, 1.0, None) is None
@@ -70,7 +70,7 @@ async def test_calls_that_are_closed_take_nothing_and_have_nothing() -> None:
     native.close()
 
 
-async def test_group_is_freed_though_a_work_of_it_is_kept_by_a_cycle() -> None:
+async def test_group_is_freed_although_a_cycle_keeps_its_work() -> None:
     pgs, works = await ended_works()
     comm = weakref.ref(comm_of(pgs[0]))
     cycle: list[Any] = [works[0]]
@@ -94,7 +94,7 @@ def test_objects_that_were_not_initialized_raise() -> None:
         Work.__new__(Work).result()
 
 
-async def test_thread_that_waits_gets_the_result() -> None:
+async def test_waiting_thread_gets_the_result() -> None:
     async with jobs(2) as [pgs]:
         for _ in range(50):
             array = np.ones(4)
@@ -110,7 +110,7 @@ async def test_thread_that_waits_gets_the_result() -> None:
             assert array.tolist() == [2.0] * 4
 
 
-async def test_what_was_seen_of_a_link_that_has_ended_is_read_by_python() -> None:
+async def test_posts_seen_before_the_end_of_a_link_are_read_by_python() -> None:
     async with group_of_ranks([True] * 3) as pgs:
         arrays = [np.full(4, 2.0 ** pg.rank()) for pg in pgs]
         works = [pgs[1].allreduce(arrays[1]), pgs[0].allreduce(arrays[0])]

@@ -24,7 +24,7 @@ JOBS = ("NN", "NP", "PN", "NPN", "PNN", "NPNP", "PPNN", "NNPNPNN")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_looked_at_for_its_age(limits: Limits) -> None:
-    """Calls that take long are handed over; on a loaded machine that would be any."""
+    """Keep slow calls from the handover to Python; on a loaded machine any call is slow."""
     limits(report_after=1000.0, stray_after=1000.0)
 
 
@@ -85,7 +85,7 @@ async def test_mixed_job_has_the_bits_of_a_pure_one_for_each_count(job: str, dty
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("count", [1, 2, 17])
-async def test_ranks_agree_about_nans(count: int) -> None:
+async def test_nans_are_equal_on_all_ranks(count: int) -> None:
     """NumPy makes other NaNs of numbers than of arrays, and of arrays of one element than of longer ones."""
     async with group_of_ranks([True, False, True]) as pgs:
         for (op, dtype), seed in itertools.product(nans.cases(), range(25)):
@@ -98,7 +98,7 @@ async def test_ranks_agree_about_nans(count: int) -> None:
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN", "NPN"])
 @pytest.mark.parametrize("count", [1, 512, 2048])
-async def test_many_calls_in_flight_find_slots_or_frames(job: str, count: int) -> None:
+async def test_many_calls_in_flight_use_slots_or_frames(job: str, count: int) -> None:
     async with group_of_ranks(natives(job)) as pgs:
         size, number = len(pgs), 3 * SMALL_SLOTS
         calls = [[np.full(count, 2.0**rank + call) for call in range(number)] for rank in range(size)]
@@ -117,7 +117,7 @@ async def test_many_calls_in_flight_find_slots_or_frames(job: str, count: int) -
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PNN"])
-async def test_keyed_calls_meet_in_any_order(job: str) -> None:
+async def test_keyed_calls_match_in_any_order(job: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
         works, keys = [], [f"layer {number}" for number in range(20)]
         for pg in pgs:
@@ -171,7 +171,7 @@ async def test_overlapping_groups_share_links(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_ranks_that_run_ahead_overwrite_nothing(job: str) -> None:
+async def test_rank_that_runs_ahead_overwrites_no_slot(job: str) -> None:
     """The root of broadcasts waits for no rank."""
     async with group_of_ranks(natives(job)) as (zero, one):
         sent = [bits("uint8", count, call) for call, count in enumerate([1, 32, 33, 4096, 4097] * 40)]
@@ -193,7 +193,7 @@ async def test_ranks_that_run_ahead_overwrite_nothing(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_calls_before_there_are_links_go_by_frames(job: str) -> None:
+async def test_calls_before_links_exist_use_frames(job: str) -> None:
     async with group_of_ranks(natives(job), linked=False) as pgs:
         works = [pg.allreduce(np.full(3, 2.0 ** pg.rank())) for pg in pgs for _ in range(5)]
         assert not any(map(is_native, works))

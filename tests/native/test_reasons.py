@@ -117,7 +117,7 @@ async def no_part_in_c(pg: ProcessGroup) -> None:
     ],
     ids=["memory", "unix", "compared"],
 )
-async def test_group_without_a_part_in_c_says_why(
+async def test_group_without_native_calls_logs_the_reason(
     group: GroupOptions, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -128,17 +128,17 @@ async def test_group_without_a_part_in_c_says_why(
     assert reasons(caplog, logging.DEBUG) == [reason]
 
 
-async def test_group_of_one_rank_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_group_of_one_rank_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     await run_ranks(1, no_part_in_c, options=options("shm"))
     assert reasons(caplog, logging.DEBUG) == ["it has one rank"]
 
 
-def test_group_in_virtual_time_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_group_in_virtual_time_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     run_virtual(2, no_part_in_c)
     assert reasons(caplog, logging.DEBUG) == ["time is virtual"]
 
 
-async def test_group_of_several_hosts_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_group_of_several_hosts_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(store: HashStore, number: int) -> None:
         group = GroupOptions(host_id=f"host {number}", bind="127.0.0.1", encryption="none")
         async with await new_group(store=store, rank=number, world_size=2, options=group) as pg:

@@ -129,7 +129,7 @@ async def test_finalizer_may_fail_the_group(dtype: str, collected: int) -> None:
         assert all(work.done() for work in works)
 
 
-async def test_call_is_in_flight_natively_until_the_peer_makes_it() -> None:
+async def test_call_stays_native_until_the_peer_calls() -> None:
     async with jobs(2) as [pgs]:
         work = start(pgs[0], "f8")
         assert native_of(pgs[0]).count == 1
@@ -137,7 +137,7 @@ async def test_call_is_in_flight_natively_until_the_peer_makes_it() -> None:
         assert (await work).tolist() == [2.0] * 4
 
 
-async def test_await_that_began_before_its_call_was_handed_over_ends() -> None:
+async def test_await_that_precedes_a_handover_ends() -> None:
     class Begun:
         def __init__(self, work: Work[Any]) -> None:
             self.iterator: Any = work.__await__()

@@ -214,7 +214,7 @@ async def test_calls_leave_no_references(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_what_is_taken_over_or_refused_leaves_no_references(name: str) -> None:
+async def test_handed_over_and_refused_calls_leave_no_references(name: str) -> None:
     async with group_of_ranks([True, True]) as pgs:
         ranks = [(pg, arrays()) for pg in pgs]
         await check(lambda: OTHERS[name](ranks), turns=100)

@@ -30,7 +30,7 @@ UFUNCS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_looked_at_for_its_age(limits: Limits) -> None:
-    """Calls that take long are handed over; on a loaded machine that would be any."""
+    """Keep slow calls from the handover to Python; on a loaded machine any call is slow."""
     limits(report_after=1000.0, stray_after=1000.0)
 
 
@@ -156,7 +156,7 @@ async def test_collectives_between_two_ranks_have_the_bits_of_pure_ones(job: str
                 assert found[0] == found[1], f"{kind} of {count} {dtype}"
 
 
-async def test_collectives_between_two_ranks_give_what_they_shall() -> None:
+async def test_collectives_between_two_ranks_give_the_closed_form() -> None:
     async with group_of_ranks([True, True]) as pgs:
         count = 30 * CHUNK + 14
         kinds = ("broadcast from 0", "reduce from 1", "allgather_into_tensor", "reduce_scatter_tensor")
@@ -200,7 +200,7 @@ async def test_collectives_between_two_ranks_give_what_they_shall() -> None:
 @pytest.mark.parametrize(
     "kind", ["broadcast from 0", "reduce from 1", "allgather_into_tensor", "reduce_scatter_tensor"]
 )
-async def test_python_takes_collectives_between_two_ranks_over(kind: str, turns: int) -> None:
+async def test_collectives_between_two_ranks_can_be_handed_over(kind: str, turns: int) -> None:
     count = 60 * CHUNK
     async with group_of_ranks([True, True]) as pgs, group_of_ranks([True, True], "other") as others:
         results = []
@@ -220,7 +220,7 @@ async def test_python_takes_collectives_between_two_ranks_over(kind: str, turns:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "NNN"])
-async def test_calls_in_flight_wait_for_the_queue_in_their_order(job: str) -> None:
+async def test_calls_in_flight_wait_for_the_chunk_queue_in_order(job: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
         calls = [call(pg, (9 - number) * CHUNK) for pg in pgs for number in range(6)]
         calls += [call(pg, 3) for pg in pgs]
@@ -231,7 +231,7 @@ async def test_calls_in_flight_wait_for_the_queue_in_their_order(job: str) -> No
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "NNN"])
-async def test_keyed_calls_meet_in_any_order(job: str) -> None:
+async def test_keyed_calls_match_in_any_order(job: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
         calls, keys = [], list("abcde")
         for pg in pgs:
@@ -270,7 +270,7 @@ async def check_gather(works: Sequence[Work[Any]], root: int, lengths: Sequence[
 @pytest.mark.parametrize("job", ["NN", "NP", "PN", "PP"])
 @pytest.mark.parametrize("root", [0, 1])
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_gather_of_two_ranks_has_what_each_gives(job: str, root: int, sized: bool) -> None:
+async def test_gather_of_two_ranks_has_both_blocks(job: str, root: int, sized: bool) -> None:
     async with group_of_ranks(natives(job)) as pgs:
         for number, length in enumerate(LENGTHS):
             lengths = [LENGTHS[number - 3]] * 2
@@ -289,7 +289,7 @@ async def test_gather_of_two_ranks_has_what_each_gives(job: str, root: int, size
 
 @pytest.mark.parametrize("first", [0, 1], ids=["root last", "root first"])
 @pytest.mark.parametrize("job", ["NN", "PN", "NP"])
-async def test_gathers_of_all_kinds_in_flight(job: str, first: int) -> None:
+async def test_gathers_of_all_kinds_complete_concurrently(job: str, first: int) -> None:
     lengths = [(number * 70_001 % 900_000, number * 90_001 % 1_000_000) for number in range(12)]
     async with group_of_ranks(natives(job)) as pgs:
         for root in range(2):
@@ -313,7 +313,7 @@ async def test_gathers_of_all_kinds_in_flight(job: str, first: int) -> None:
 
 @pytest.mark.parametrize("job", ["NN", "PN", "NP"])
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_gather_goes_in_frames_while_the_queue_is_in_other_use(job: str, sized: bool) -> None:
+async def test_gather_uses_frames_while_the_chunk_queue_is_taken(job: str, sized: bool) -> None:
     async with group_of_ranks(natives(job)) as pgs:
         for root in range(2):
             sender = queue(pgs[1 - root])
@@ -333,7 +333,7 @@ async def test_gather_goes_in_frames_while_the_queue_is_in_other_use(job: str, s
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_gather_that_opens_the_link(sized: bool) -> None:
+async def test_gather_that_opens_the_link_completes(sized: bool) -> None:
     for root in range(2):
         async with group_of_ranks([True, True], linked=False) as pgs:
             works = [gather(pg, root, (3 * BYTES + 1, 5 * BYTES), sized) for pg in pgs]
@@ -342,7 +342,7 @@ async def test_gather_that_opens_the_link(sized: bool) -> None:
 
 @pytest.mark.parametrize("turns", range(5))
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_python_takes_a_gather_over_at_any_chunk(sized: bool, turns: int) -> None:
+async def test_gather_can_be_handed_over_at_any_chunk(sized: bool, turns: int) -> None:
     async with group_of_ranks([True, True]) as pgs:
         for root in range(2):
             lengths = (40 * BYTES + 3, 40 * BYTES + 3)
@@ -356,7 +356,7 @@ async def test_python_takes_a_gather_over_at_any_chunk(sized: bool, turns: int) 
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_chunks_of_a_gather_in_a_group_that_has_failed_are_in_nobodys_way(sized: bool) -> None:
+async def test_chunks_of_a_failed_groups_gather_block_no_other(sized: bool) -> None:
     lengths = (20 * BYTES, 20 * BYTES)
     async with group_of_ranks([True, True]) as pgs:
         for aborted in range(2):
@@ -374,7 +374,7 @@ async def test_chunks_of_a_gather_in_a_group_that_has_failed_are_in_nobodys_way(
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_gathers_that_differ_are_named(job: str) -> None:
+async def test_mismatched_gathers_are_named(job: str) -> None:
     dtypes = [np.float32, np.float64]
     for sized in (True, False):
         async with group_of_ranks(natives(job)) as pgs:
@@ -390,7 +390,7 @@ async def test_gathers_that_differ_are_named(job: str) -> None:
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 @pytest.mark.parametrize("kind", ["gather", "broadcast"])
-async def test_calls_that_differ_are_named_when_both_are_done(job: str, kind: str, limits: Limits) -> None:
+async def test_mismatch_of_finished_calls_is_reported(job: str, kind: str, limits: Limits) -> None:
     """Each rank has put what the other one does not ask for."""
     limits(stray_after=0.01)
     async with group_of_ranks(natives(job)) as pgs:
@@ -418,7 +418,7 @@ async def scattered(pg: ProcessGroup, count: int, value: float, key: str | None 
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_chunks_of_a_keyed_call_that_is_not_read_yet_delay_no_other_call(job: str) -> None:
+async def test_unread_chunks_of_a_keyed_call_delay_no_other_call(job: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
         for _ in range(3):
             sent = [asyncio.create_task(scattered(pgs[0], 2 * CHUNK, ord(key), key)) for key in "abc"]
@@ -430,7 +430,7 @@ async def test_chunks_of_a_keyed_call_that_is_not_read_yet_delay_no_other_call(j
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_chunks_of_a_group_that_are_not_read_yet_delay_no_other_group(job: str) -> None:
+async def test_unread_chunks_of_a_group_delay_no_other_group(job: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
         others = await asyncio.gather(*(pg.split(0) for pg in pgs))
         await link(others)
@@ -456,7 +456,7 @@ async def test_groups_that_share_a_queue_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("turns", range(0, 12, 2))
 @pytest.mark.parametrize("size", [2, 3])
-async def test_python_takes_a_call_over_at_any_chunk(size: int, turns: int) -> None:
+async def test_call_can_be_handed_over_at_any_chunk(size: int, turns: int) -> None:
     async with group_of_ranks([True] * size) as pgs:
         calls = [call(pg, 40 * CHUNK) for pg in pgs[1:]]
         for _ in range(turns):
@@ -475,7 +475,7 @@ async def test_python_takes_a_call_over_at_any_chunk(size: int, turns: int) -> N
         assert all(is_native(work) for work, _ in later)
 
 
-async def test_call_that_waits_for_the_queue_is_taken_over_without_it() -> None:
+async def test_waiting_call_is_handed_over_without_the_chunk_queue() -> None:
     async with group_of_ranks([True, True]) as pgs:
         calls = [call(pgs[0], 4 * CHUNK), call(pgs[0], 4 * CHUNK)]
         assert native_of(pgs[0]).count == 2
@@ -485,7 +485,7 @@ async def test_call_that_waits_for_the_queue_is_taken_over_without_it() -> None:
         await check([*calls, call(pgs[1], 4 * CHUNK), call(pgs[1], 4 * CHUNK)], 2)
 
 
-async def test_queue_in_other_use_leaves_a_call_to_python() -> None:
+async def test_call_goes_to_python_while_the_chunk_queue_is_taken() -> None:
     async with group_of_ranks([True, True]) as pgs:
         assert queue(pgs[0]).take(1, 99)
         calls = [call(pg, 4 * CHUNK) for pg in pgs]
@@ -497,7 +497,7 @@ async def test_queue_in_other_use_leaves_a_call_to_python() -> None:
         assert all(is_native(work) for work, _ in calls)
 
 
-async def test_chunks_of_a_group_that_has_failed_are_in_nobodys_way() -> None:
+async def test_chunks_of_a_failed_group_block_no_other() -> None:
     async with group_of_ranks([True, True]) as pgs:
         others = await asyncio.gather(*(pg.split(0) for pg in pgs))
         await link(others)
@@ -515,7 +515,7 @@ async def test_chunks_of_a_group_that_has_failed_are_in_nobodys_way() -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_calls_that_differ_are_named(job: str) -> None:
+async def test_mismatched_calls_are_named(job: str) -> None:
     async with group_of_ranks(natives(job)) as pgs:
         arrays = [np.ones(8 * CHUNK) for _ in pgs]
         works = [pg.allreduce(x, op) for pg, x, op in zip(pgs, arrays, (ReduceOp.SUM, ReduceOp.MAX), strict=True)]
@@ -538,7 +538,7 @@ async def test_counters_and_records_are_those_of_python() -> None:
         assert waits[:2] == waits[2:]
 
 
-async def test_arrays_of_empty_are_reduced() -> None:
+async def test_registered_arrays_are_reduced() -> None:
     for job in ("NN", "NP"):
         async with group_of_ranks(natives(job)) as pgs:
             arrays = [await pg.empty(9 * CHUNK, np.float64) for pg in pgs]
@@ -550,7 +550,7 @@ async def test_arrays_of_empty_are_reduced() -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 15])
-async def test_results_that_are_written_past_the_caches_are_whole_at_any_address(shift: int) -> None:
+async def test_non_temporal_stores_write_results_at_any_address(shift: int) -> None:
     """From 16 MiB on; the bytes before and behind stay as they were."""
     count = (17 << 20) + 13
     async with group_of_ranks([True, True]) as pgs:
@@ -587,7 +587,7 @@ async def test_results_that_are_written_past_the_caches_are_whole_at_any_address
 
 @pytest.mark.parametrize("job", ["NNN", "NPN", "PNNP", "NNNNN"])
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "complex128"])
-async def test_more_ranks_pass_on_what_is_broadcast_or_gathered(job: str, dtype: str) -> None:
+async def test_broadcast_and_allgather_of_several_ranks_are_relayed(job: str, dtype: str) -> None:
     size, itemsize = len(job), numpy_dtype(dtype).itemsize
     chunk = CHUNK * 8 // itemsize
     async with group_of_ranks(natives(job)) as pgs:
@@ -613,7 +613,7 @@ async def test_more_ranks_pass_on_what_is_broadcast_or_gathered(job: str, dtype:
         assert [in_python(pg) for pg in pgs] == [0] * size
 
 
-async def test_gathered_blocks_of_several_lengths_are_not_passed_on() -> None:
+async def test_allgather_of_uneven_blocks_is_not_relayed() -> None:
     """Ranks would count chunks differently."""
     async with group_of_ranks([True] * 3) as pgs:
         lengths = [2 * CHUNK, 2 * CHUNK + 1, 5 * CHUNK]

@@ -62,18 +62,18 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def test_stub_names_all_that_the_module_has() -> None:
+def test_stub_has_all_names_of_the_module() -> None:
     assert names_of(STUB.body) == {name for name in vars(core) if not name.startswith("__")}
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_stub_names_all_that_a_class_has(name: str) -> None:
+def test_stub_has_all_attributes_of_a_class(name: str) -> None:
     has = {each for each in vars(getattr(core, name)) if not each.startswith("__") or each in SPECIAL}
     assert names_of(CLASSES[name].body) == has
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_stub_says_whether_a_class_is_final(name: str) -> None:
+def test_stub_marks_final_classes(name: str) -> None:
     is_final = [ast.unparse(each) for each in CLASSES[name].decorator_list] == ["final"]
     try:
         type("Derived", (getattr(core, name),), {})
@@ -84,7 +84,7 @@ def test_stub_says_whether_a_class_is_final(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_arguments_are_those_of_the_docstring(name: str) -> None:
+def test_stub_arguments_match_the_docstring(name: str) -> None:
     arguments = FUNCTIONS[name].args
     named = [each.arg for each in (*arguments.posonlyargs, *arguments.args) if each.arg != "self"]
     shown = inspect.signature(found(name)).parameters.values()
@@ -94,7 +94,7 @@ def test_arguments_are_those_of_the_docstring(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_as_many_arguments_are_taken_as_the_stub_says(name: str) -> None:
+def test_number_of_arguments_matches_the_stub(name: str) -> None:
     arguments = FUNCTIONS[name].args
     most = sum(each.arg != "self" for each in (*arguments.posonlyargs, *arguments.args))
     least = most - len(arguments.defaults)

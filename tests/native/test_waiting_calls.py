@@ -29,7 +29,7 @@ def patience(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
 
 @pytest.fixture
 def impatience(monkeypatch: pytest.MonkeyPatch, patience: None) -> None:
-    """Calls that wait are handed over in the next turn of the loop."""
+    """Hand waiting calls over to Python in the next loop iteration."""
     monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 0.0)
 
 
@@ -62,7 +62,7 @@ async def test_waiting_calls_stay_native(size: int) -> None:
         assert [native_of(pg).waiting for pg in pgs] == [0] * size
 
 
-async def test_the_last_call_ends_after_those_before_it() -> None:
+async def test_last_call_ends_after_earlier_ones() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero, one = [call_all(pg) for pg in pgs]
         await waiting(zero[-1][1])
@@ -70,7 +70,7 @@ async def test_the_last_call_ends_after_those_before_it() -> None:
         await check(pgs, [zero, one])
 
 
-async def test_root_that_is_ahead_waits_for_its_reader() -> None:
+async def test_root_that_runs_ahead_waits_for_its_reader() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         sent = [np.full(5, float(number)) for number in range(CALLS)]
         got = [np.zeros(5) for _ in sent]
@@ -85,7 +85,7 @@ async def test_root_that_is_ahead_waits_for_its_reader() -> None:
 
 
 @pytest.mark.parametrize("peer", [True, False], ids=["native peer", "pure peer"])
-async def test_frames_go_where_no_slot_becomes_free(impatience: None, peer: bool) -> None:
+async def test_frames_are_used_where_no_slot_becomes_free(impatience: None, peer: bool) -> None:
     async with group_of_ranks([True, peer]) as pgs:
         zero = call_all(pgs[0])
         await until(lambda: not native_of(pgs[0]).waiting)
@@ -101,7 +101,7 @@ async def test_frames_go_where_no_slot_becomes_free(impatience: None, peer: bool
         await check(pgs, again)
 
 
-async def test_call_that_is_looked_at_stops_waiting() -> None:
+async def test_inspected_call_stops_waiting() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = call_all(pgs[0])
         for _, work in (zero[-1], zero[SMALL_SLOTS], zero[SMALL_SLOTS + 5]):
@@ -112,7 +112,7 @@ async def test_call_that_is_looked_at_stops_waiting() -> None:
         await check(pgs, [zero, call_all(pgs[1])])
 
 
-async def test_call_that_is_asked_for_while_it_waits_is_in_flight() -> None:
+async def test_inspected_waiting_call_is_in_flight() -> None:
     """It could end as soon as it has posted; who asks would take it for a call that was not made."""
     async with group_of_ranks([True, True]) as (zero, one):
         works = [zero.broadcast(np.full(5, float(number)), 0) for number in range(CALLS)]
@@ -127,7 +127,7 @@ async def test_call_that_is_asked_for_while_it_waits_is_in_flight() -> None:
                 await waiting(work)
 
 
-async def test_keyed_call_waits_for_none() -> None:
+async def test_keyed_call_does_not_wait_for_other_calls() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = call_all(pgs[0])
         keyed = [pg.allreduce(np.ones(3), key="step") for pg in pgs]
@@ -137,7 +137,7 @@ async def test_keyed_call_waits_for_none() -> None:
         await waiting(keyed[1])
 
 
-async def test_call_of_another_group_waits_for_none() -> None:
+async def test_call_of_another_group_does_not_wait() -> None:
     """Its slots are in use by a group whose ranks are late: frames go, and nobody waits for them."""
     async with group_of_ranks([True, True]) as pgs:
         others = [pg for pg in await asyncio.gather(*(pg.split(0) for pg in pgs)) if pg is not None]
@@ -152,7 +152,7 @@ async def test_call_of_another_group_waits_for_none() -> None:
         await asyncio.gather(*(pg.shutdown() for pg in others))
 
 
-async def test_mismatch_of_a_call_that_waits_names_it() -> None:
+async def test_mismatch_names_the_waiting_call() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = call_all(pgs[0])
         one = [pgs[1].allreduce(np.ones(4 if number == CALLS - 1 else 3)) for number in range(CALLS)]
@@ -165,7 +165,7 @@ async def test_mismatch_of_a_call_that_waits_names_it() -> None:
             await work
 
 
-async def test_calls_that_wait_fail_with_their_group() -> None:
+async def test_waiting_calls_fail_with_their_group() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = call_all(pgs[0])
         pgs[1].abort()
@@ -175,7 +175,7 @@ async def test_calls_that_wait_fail_with_their_group() -> None:
         assert len(comm_of(pgs[0]).in_flight) == 0
 
 
-async def test_calls_that_wait_time_out(limits: Limits) -> None:
+async def test_waiting_calls_time_out(limits: Limits) -> None:
     limits(report_after=0.05)
     async with group_of_ranks([True, True], timeout=0.3) as pgs:
         zero = call_all(pgs[0])
@@ -187,7 +187,7 @@ async def test_calls_that_wait_time_out(limits: Limits) -> None:
                 await work
 
 
-async def test_a_group_that_is_closed_while_calls_wait_ends_them() -> None:
+async def test_waiting_calls_end_when_their_group_is_closed() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = call_all(pgs[0])
         pgs[0].abort()
@@ -195,7 +195,7 @@ async def test_a_group_that_is_closed_while_calls_wait_ends_them() -> None:
         assert all(isinstance(work.exception(), GroupError) for _, work in zero)
 
 
-async def test_calls_that_wait_are_in_the_recorder_and_are_counted() -> None:
+async def test_waiting_calls_are_recorded_and_counted() -> None:
     async with group_of_ranks([True, True]) as pgs:
         before = counted(pgs[0])
         started = [call_all(pg) for pg in pgs]
@@ -206,7 +206,7 @@ async def test_calls_that_wait_are_in_the_recorder_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize("patient", [True, False])
-async def test_calls_that_a_function_of_python_reduces_may_wait(
+async def test_calls_with_a_python_reduction_may_wait(
     patient: bool, monkeypatch: pytest.MonkeyPatch, patience: None
 ) -> None:
     """They end where the engine runs in its own context, which cannot be entered twice."""

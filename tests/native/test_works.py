@@ -67,7 +67,7 @@ async def test_work_is_of_the_public_type_and_may_be_subscripted(kind: str, rank
     await work
 
 
-async def test_facts_are_the_same_before_and_after_the_end(kind: str, ranks: Ranks) -> None:
+async def test_work_attributes_are_the_same_before_and_after_the_end(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start(kind, zero, ones())
     seq = work.seq if kind != "native" else None  # asking a native work for it lets Python take it over
@@ -93,7 +93,7 @@ async def test_facts_are_the_same_before_and_after_the_end(kind: str, ranks: Ran
     assert repr(keyed) == "<Work ALLREDUCE seq=1 key='step' done>"
 
 
-async def test_facts_can_be_asked_for_in_flight(kind: str, ranks: Ranks) -> None:
+async def test_work_attributes_can_be_read_in_flight(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start(kind, zero, ones())
     assert repr(work) == f"<Work ALLREDUCE seq={work.seq} pending>"
@@ -102,7 +102,7 @@ async def test_facts_can_be_asked_for_in_flight(kind: str, ranks: Ranks) -> None
     assert (await work == 2).all()
 
 
-async def test_results_are_there_after_the_end_only(kind: str, ranks: Ranks) -> None:
+async def test_work_has_a_result_after_its_end_only(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start(kind, zero, array)
@@ -135,7 +135,7 @@ async def test_work_is_awaited_any_number_of_times_by_any_task(kind: str, ranks:
     assert await work is await work is array
 
 
-async def test_cancelled_awaits_leave_the_operation_going(kind: str, ranks: Ranks) -> None:
+async def test_cancelled_await_does_not_stop_the_operation(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start(kind, zero, array)
@@ -150,7 +150,7 @@ async def test_cancelled_awaits_leave_the_operation_going(kind: str, ranks: Rank
     assert (array == 2).all()
 
 
-async def test_all_awaiters_may_be_cancelled_and_others_come(kind: str, ranks: Ranks) -> None:
+async def test_work_can_be_awaited_after_all_awaiters_were_cancelled(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start(kind, zero, ones())
     tasks = [asyncio.create_task(waiting(work)) for _ in range(3)]
@@ -276,7 +276,7 @@ async def test_wait_for_that_expires_cancels_the_await_only(kind: str, ranks: Ra
     assert await work is array
 
 
-async def test_callbacks_are_called_once_in_a_turn_of_their_own(kind: str, ranks: Ranks) -> None:
+async def test_callbacks_are_called_once_in_a_separate_iteration(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     called: list[Any] = []
 
@@ -300,7 +300,7 @@ async def test_callbacks_are_called_once_in_a_turn_of_their_own(kind: str, ranks
     assert called == [work, work]
 
 
-async def test_another_thread_waits_for_the_end(kind: str, ranks: Ranks) -> None:
+async def test_other_thread_can_wait_for_a_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start(kind, zero, array)
@@ -316,7 +316,7 @@ async def test_another_thread_waits_for_the_end(kind: str, ranks: Ranks) -> None
     assert await asyncio.to_thread(work.wait) is array
 
 
-async def test_another_thread_looks_at_a_work(kind: str, ranks: Ranks) -> None:
+async def test_other_thread_can_inspect_a_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start(kind, zero, array)
@@ -337,7 +337,7 @@ async def test_another_thread_looks_at_a_work(kind: str, ranks: Ranks) -> None:
     )
 
 
-async def test_no_other_thread_takes_over_a_call(ranks: Ranks, kind: str) -> None:
+async def test_inspection_by_another_thread_hands_over_no_call(ranks: Ranks, kind: str) -> None:
     """The engine belongs to the thread of the loop, which may be at the call just now."""
     zero, _one = ranks
     work = start(kind, zero, ones())
@@ -355,7 +355,7 @@ async def test_no_other_thread_takes_over_a_call(ranks: Ranks, kind: str) -> Non
     assert (await work == 2).all()
 
 
-async def test_forked_child_looks_at_a_work_and_takes_over_nothing(kind: str, ranks: Ranks) -> None:
+async def test_forked_child_can_inspect_a_work_without_a_handover(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start(kind, zero, ones())
 
@@ -370,7 +370,7 @@ async def test_forked_child_looks_at_a_work_and_takes_over_nothing(kind: str, ra
     assert (await work == 2).all()
 
 
-async def test_another_loop_is_refused(kind: str, ranks: Ranks) -> None:
+async def test_await_in_another_loop_is_refused(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start(kind, zero, ones())
 
@@ -421,7 +421,7 @@ async def test_ended_work_keeps_nothing_but_its_result(kind: str, ranks: Ranks) 
         assert work.result() is whole
 
 
-async def test_references_are_balanced(kind: str, ranks: Ranks) -> None:
+async def test_work_references_are_balanced(kind: str, ranks: Ranks) -> None:
     zero, one = ranks
     array, mine = ones(), ones()
     sizes, counts = [], []
@@ -444,7 +444,7 @@ async def test_references_are_balanced(kind: str, ranks: Ranks) -> None:
     assert counts[2:] == counts[2:3] * 4
 
 
-async def test_nothing_is_left_to_the_collector(kind: str, ranks: Ranks) -> None:
+async def test_works_leave_no_reference_cycles(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     for flags in (0, gc.DEBUG_SAVEALL):
         gc.collect()
@@ -483,7 +483,7 @@ async def test_await_is_an_iterator_that_refuses_to_start_over(kind: str, ranks:
         iterator.close()
 
 
-async def test_await_that_is_dropped_leaves_the_operation_going(kind: str, ranks: Ranks) -> None:
+async def test_dropped_await_does_not_stop_the_operation(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start(kind, zero, ones())
     iterator = work.__await__()
@@ -562,7 +562,7 @@ async def call_back(work: Any) -> None:
     work.add_done_callback(lambda _: None)
 
 
-async def test_threads_look_at_works_while_calls_are_made(kind: str, ranks: Ranks) -> None:
+async def test_threads_can_inspect_works_during_calls(kind: str, ranks: Ranks) -> None:
     """Whatever other threads ask of works in flight, each call ends, once and well."""
     zero, one = ranks
     shown: list[Any] = []
@@ -632,7 +632,7 @@ def test_work_cannot_be_made_without_a_completion() -> None:
             ask()
 
 
-async def test_works_outlast_their_group(kind: str) -> None:
+async def test_works_can_be_used_after_their_group(kind: str) -> None:
     async with group_of_ranks([kind != "completion", True]) as ranks:
         works = [start(kind, ranks[0], ones())]
         await end(ranks)

@@ -81,7 +81,7 @@ each_failure = pytest.mark.parametrize(("fail", "error", "text"), FAILURES, ids=
 
 
 @each_failure
-async def test_every_awaiter_gets_the_failure(kind: str, fail: Fail, error: type[Exception], text: str) -> None:
+async def test_failure_is_raised_in_every_awaiter(kind: str, fail: Fail, error: type[Exception], text: str) -> None:
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         called: list[Any] = []
         work = start(kind, zero, np.ones(3))
@@ -167,7 +167,7 @@ async def test_seen_failure_is_not_logged(kind: str, when: str, caplog: pytest.L
     assert [each for each in caplog.records if "rank 0: exception of" in each.getMessage()] == []
 
 
-async def test_failures_leave_no_cycle(kind: str) -> None:
+async def test_failed_works_leave_no_reference_cycles(kind: str) -> None:
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         work = start(kind, zero, np.ones(3))
         one.abort("a test")
@@ -183,7 +183,7 @@ async def test_failures_leave_no_cycle(kind: str) -> None:
             gc.enable()
 
 
-async def test_works_of_a_closed_loop_can_be_looked_at(kind: str) -> None:
+async def test_works_of_a_closed_loop_can_be_inspected(kind: str) -> None:
     kept: list[Work[Any]] = []
 
     async def program() -> None:

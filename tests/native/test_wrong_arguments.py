@@ -36,7 +36,7 @@ def common(layout: tuple[int, ...] = LAYOUT, nbytes: int = NBYTES, **others: Any
     return core.CommonLane(memory(nbytes), layout, posted, bytearray(SLOTS), readers, lambda *_: True)
 
 
-def test_lane_that_fits_is_taken() -> None:
+def test_lane_that_fits_is_accepted() -> None:
     common().close()
 
 
@@ -91,7 +91,7 @@ def steps(size: int = 2, buffers: int = 2, dtype: str = "f8", **parts: Any) -> A
     )
 
 
-def test_steps_that_fit_together_are_taken() -> None:
+def test_consistent_steps_are_accepted() -> None:
     steps()
     steps(dtype=">f8")
 
@@ -128,7 +128,7 @@ def test_steps_that_fit_together_are_taken() -> None:
         {"moves": ((0, 9),)},
     ],
 )
-def test_steps_that_do_not_fit_together_are_refused(parts: dict[str, Any]) -> None:
+def test_inconsistent_steps_are_refused(parts: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match=r"does not exist|out of range|inconsistent|not a rank|have a reader|is invalid"
     ):
@@ -144,7 +144,7 @@ def relay(**parts: Any) -> Any:
     return core.Steps(*numbers, tuple(given.values()), np.add, lambda *_: None)
 
 
-def test_relay_that_fits_together_is_taken() -> None:
+def test_consistent_relay_is_accepted() -> None:
     relay()
     relay(copy=((0, 0, 5), (1, 4, 9)))
     relay(puts=((0, 0, 4), (0, 4, 9)), takes=((0, 4, 9), (0, 0, 4)), sources=((0, 4, 9),))
@@ -173,6 +173,6 @@ def test_relay_that_fits_together_is_taken() -> None:
         {"copy": ((0, 0, 5), (1, 0, 6))},
     ],
 )
-def test_relay_that_does_not_fit_together_is_refused(parts: dict[str, Any]) -> None:
+def test_inconsistent_relay_is_refused(parts: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"does not exist|out of range|inconsistent"):
         relay(**parts)

@@ -30,15 +30,19 @@ class Subject(NamedTuple):
     native: bool = False
 
 
-WINDOWS = ("test_windows.py", "-k", "(memory or is_over or take_turns) and not any_mix and not giants and not never")
+WINDOWS = (
+    "test_windows.py",
+    "-k",
+    "(memory or closed_group or alternate) and not keyed_calls and not large_messages and not never",
+)
 GOODBYE = ("test_goodbye.py", "-k", "2 or 3")
 EVERY_CALL = ("test_virtual.py", "-k", "every_call and not 8 or leaves or missing")
 RECOVERY = ("group/test_recovery.py", "engine/test_shrink.py", "-k", "not at_any_message")
 AGREEMENT = (
     ("test_agreement.py",),
-    ("test_paxos.py", "-k", "not whatever"),
+    ("test_paxos.py", "-k", "not despite"),
     RECOVERY,
-    ("test_paxos.py", "engine/test_shrink.py", "-k", "whatever or at_any_message"),
+    ("test_paxos.py", "engine/test_shrink.py", "-k", "despite or at_any_message"),
 )
 
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
@@ -68,7 +72,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("ShmRing.look", "take_chunk"),
             (
                 ("test_relay.py", "test_shared_memory.py"),
-                ("test_empty.py", "-k", "read or tells or failing or counts_around and shm and not 7"),
+                ("test_empty.py", "-k", "read or owner or raising or counts_around and shm and not 7"),
             ),
         ),
         "exchange": Subject(
@@ -115,9 +119,9 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (
                 ("test_goodbye.py", "engine/test_deaths.py", "-k", "2 or 3"),
                 RECOVERY,
-                ("test_windows.py", "-k", "memory and (came_before or failed_group) or is_over"),
+                ("test_windows.py", "-k", "memory and (precedes or failed_group) or closed_group"),
                 ("group/test_group.py", "test_subgroups.py", "test_connect.py", "test_waiting.py"),
-                ("test_bounds.py", "-k", "for_each_peer"),
+                ("test_bounds.py", "-k", "per_peer"),
             ),
         ),
         "session": Subject(
@@ -155,7 +159,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("ReferenceWriter.write", "PeerMemory.read"),
             (
                 ("test_shm_references.py",),
-                ("test_shm_process_memory.py", "-k", "not privileges"),
+                ("test_shm_process_memory.py", "-k", "not unprivileged"),
                 ("test_in_place.py", "-k", "not 7"),
                 ("test_single_copy.py", "-k", "one_frame"),
             ),

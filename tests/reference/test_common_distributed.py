@@ -271,7 +271,7 @@ class Continuous(MultiProcessTestCase):
 
 @pytest.fixture(scope="module")
 def outcome() -> dict[str, str | None]:
-    """What became of each test of `Continuous`: None, or the text of the report."""
+    """Return the report text of each failed test of `Continuous`, None for the others."""
     names = ["place", "same_group", "subtests", "skip", "error", "hang", "exit"]
     cases = [Continuous(name) for name in names]
     cases[names.index("hang")].timeout = 0.5

@@ -77,7 +77,7 @@ async def run_wrapped(world_size: int, fn: Callable[..., Any], transport: str, d
 
 
 def validate(error: BaseException, op: str, tensor: np.ndarray | None) -> None:
-    """The error names this rank's own op, shape, device and dtype, a number, and that the calls differ."""
+    """Check that the error names this rank's op, shape, device and dtype, a number, and the mismatch."""
     text = str(error)
     assert f"called {op}(" in text
     assert "SequenceNumber=" in text
@@ -204,7 +204,7 @@ async def test_collective_shape_mismatch_debug_mode_off(number: int, transport: 
 
 
 async def refused_off(pg: ProcessGroup, call: Call, tensor: np.ndarray | None) -> None:
-    """The root of a broadcast or a scatter may be done before anybody differs, and raise at its next call."""
+    """Allow the root of a broadcast or scatter to finish before the mismatch, and to raise at its next call."""
     work = call(pg)
     cause = await pg.wait_revoked()
     validate(cause, work.op, tensor)

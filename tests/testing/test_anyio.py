@@ -74,7 +74,7 @@ async def test_failure(pg):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asyncio", [False, True])
-def test_a_suite_of_anyio_runs_on_ranks(project: Project, asyncio: bool) -> None:
+def test_anyio_suite_runs_on_ranks(project: Project, asyncio: bool) -> None:
     pytest.importorskip("anyio")
     result = project.run(SUITE, "-p", "_hypothesis_pytestplugin", asyncio=asyncio, anyio=True)
     result.assert_outcomes(passed=5, failed=1)
@@ -82,7 +82,7 @@ def test_a_suite_of_anyio_runs_on_ranks(project: Project, asyncio: bool) -> None
 
 
 @pytest.mark.slow
-def test_its_backend_trio_is_refused_by_name(project: Project) -> None:
+def test_anyio_backend_trio_is_refused_by_name(project: Project) -> None:
     pytest.importorskip("anyio")
     pytest.importorskip("trio")
     source = """
@@ -155,7 +155,7 @@ def ways(path: Path) -> dict[str, Callable[[], Awaitable[Any]]]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:trio")
-def test_a_program_of_trio_is_told_what_to_do(tmp_path: Path) -> None:
+def test_trio_program_is_refused_with_a_remedy(tmp_path: Path) -> None:
     trio = pytest.importorskip("trio")
     for name, way in ways(tmp_path).items():
         with pytest.raises(RuntimeError, match=REMEDY):
@@ -179,7 +179,7 @@ trio.run(in_trio)
 """
 
 
-def test_what_it_is_told_works() -> None:
+def test_remedy_for_a_trio_program_works() -> None:
     pytest.importorskip("trio")
     command = [sys.executable, "-c", PROGRAM]
     env = {**os.environ, "PYTHONASYNCIODEBUG": ""}  # it reports slow steps, which a busy machine makes

@@ -35,7 +35,7 @@ def words(outcomes: list[tuple[unittest.TestCase, str]]) -> dict[str, str]:
     return {case.id().rpartition(".")[2]: text for case, text in outcomes}
 
 
-def test_every_rank_goes_through_all_steps() -> None:
+def test_rank_goes_through_all_steps_of_a_test_case() -> None:
     samples.seen.clear()
     result = run_all(samples.Steps)
     assert (result.testsRun, result.wasSuccessful()) == (1, True)
@@ -47,7 +47,7 @@ def test_every_rank_goes_through_all_steps() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [samples.InProcess, samples.MultiProcess])
-def test_every_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCase]) -> None:
+def test_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCase]) -> None:
     result = run_all(cls)
     # This one release does not count what a decorator skips.
     assert result.testsRun == (8 if sys.version_info[:3] == (3, 12, 1) else 9)
@@ -71,7 +71,7 @@ def test_every_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCas
         assert "asyncio/runners.py" not in text
 
 
-def test_each_test_has_processes_of_its_own() -> None:
+def test_test_has_its_own_processes() -> None:
     result = run_all(samples.OwnProcesses)
     assert (result.testsRun, len(result.errors)) == (2, 1)
     text = words(result.errors)["test_failure"]
@@ -81,7 +81,7 @@ def test_each_test_has_processes_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_continuous_ranks_live_on(limits: Limits) -> None:
+def test_continuous_ranks_survive_a_test(limits: Limits) -> None:
     limits(testing_release=0.5)
     result = run_all(samples.Continuous)
     assert result.testsRun == 7
@@ -113,7 +113,7 @@ def test_exit_code_0_passes_in_processes_and_any_other_fails() -> None:
 
 
 @pytest.mark.slow
-def test_expected_deaths_of_a_class() -> None:
+def test_expected_deaths_of_a_class_are_no_failures() -> None:
     result = run_all(samples.Dying)
     assert result.testsRun == 3
     ((case, text),) = result.errors
@@ -127,7 +127,7 @@ def test_continuous_ranks_are_not_expected_to_die() -> None:
     assert "ValueError: expect_death needs new processes for each test; set continuous = False" in text
 
 
-def test_a_hanging_test_is_reported_and_over() -> None:
+def test_hanging_test_is_reported_and_ended() -> None:
     cases = [samples.Hanging(name) for name in ("test_0_start", "test_1_hang", "test_2_same_processes")]
     cases[1].timeout = 0.5
     result = run(*cases)
@@ -142,22 +142,22 @@ def test_a_hanging_test_is_reported_and_over() -> None:
     assert "await asyncio.Event().wait()" in second
 
 
-def test_a_class_is_skipped_before_it_starts_anything() -> None:
+def test_skipped_class_starts_no_ranks() -> None:
     result = run_all(samples.Odd)
     assert [text for _, text in result.skipped] == ["needs an even number of ranks, the world has 3"]
 
 
-def test_a_class_that_started_no_ranks_is_told() -> None:
+def test_class_without_ranks_is_reported() -> None:
     ((_, text),) = run_all(samples.Forgetful).errors
     assert "Forgetful.setUpClass must call super().setUpClass(), which starts the ranks" in text
 
 
-def test_an_error_comes_out_of_a_test_that_is_debugged() -> None:
+def test_error_of_a_debugged_test_is_raised() -> None:
     with pytest.raises(KeyError, match="lost"):
         samples.InProcess("test_error").debug()
 
 
-def test_unittest_runs_a_script_of_them(tmp_path: Path) -> None:
+def test_unittest_runs_a_script_of_test_cases(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

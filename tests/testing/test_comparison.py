@@ -30,7 +30,7 @@ NAN = float("nan")
         (np.array([1 + 2j]), np.array([1 + 2j])),
     ],
 )
-def test_equal_values(first: Any, second: Any) -> None:
+def test_equal_values_compare_equal(first: Any, second: Any) -> None:
     assert find_difference(first, second) is None
     assert find_difference(second, first) is None
 
@@ -54,13 +54,13 @@ def test_differences_are_named(first: Any, second: Any, difference: str) -> None
     assert find_difference(first, second) == difference
 
 
-def test_values_of_another_kind_differ() -> None:
+def test_values_of_different_types_differ() -> None:
     assert (find_difference(np.ones(2), object()) or "").startswith("values differ in kind: ndarray and object")
     assert find_difference(np.ones(2), None) is not None
     assert find_difference(np.ones(2), "text") is not None
 
 
-def test_tolerances() -> None:
+def test_comparison_uses_the_tolerances_of_the_dtype() -> None:
     assert find_difference(np.array([1.0]), np.array([1.0 + 1e-7])) is not None
     assert find_difference(np.array([1.0]), np.array([1.0 + 1e-7]), rtol=1e-6) is None
     assert find_difference([np.array([0.0])], [np.array([1e-7])], atol=1e-6) is None
@@ -77,7 +77,7 @@ def test_scalars_of_numpy_are_numbers() -> None:
 class Case(InProcessTestCase):
     world_size = 2
 
-    async def test_assertions_on_arrays(self) -> None:
+    async def test_assert_equal_compares_arrays(self) -> None:
         ones, zeros = np.ones(2), np.zeros(2)
         self.assertEqual([ones], [ones.copy()])
         self.assertEqual(np.float32(1), np.float64(1))
@@ -94,7 +94,7 @@ class Case(InProcessTestCase):
         with pytest.raises(AssertionError):
             self.assertNotEqualOnRank(self.rank, self.rank, rank=self.rank)
 
-    async def test_assertions_on_torch_tensors(self) -> None:
+    async def test_assert_equal_compares_torch_tensors(self) -> None:
         torch = pytest.importorskip("torch")
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
             x = torch.ones(2, 3, dtype=dtype)

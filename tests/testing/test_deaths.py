@@ -55,14 +55,14 @@ async def survive(pg: ProcessGroup, how: str, dying: int = 2) -> Any:
         pytest.param("exit well", 0, marks=pytest.mark.slow),
     ],
 )
-async def test_a_death_that_is_expected_is_the_result_of_its_rank(how: str, death: Any) -> None:
+async def test_expected_death_is_the_result_of_its_rank(how: str, death: Any) -> None:
     results = await run_processes(3, survive, how, expect_death={2: death})
     assert results == [1, 1, death]
     assert type(results[2]) is type(death)
 
 
 @pytest.mark.slow
-async def test_sys_exit_is_a_death_with_that_code() -> None:
+async def test_sys_exit_is_a_death_with_its_code() -> None:
     assert await run_processes(2, survive, "sys.exit", 1, expect_death={1: 7}) == ["sys.exit", 7]
 
 
@@ -80,7 +80,7 @@ async def test_all_ranks_may_die() -> None:
         pytest.param("raise", LookupError, "not dead", marks=pytest.mark.slow),
     ],
 )
-async def test_another_end_is_a_failure_that_says_what_was_expected(
+async def test_unexpected_end_is_a_failure_that_names_the_expected_one(
     how: str, error: type[Exception], text: str, limits: Limits
 ) -> None:
     with pytest.raises(error, match=text) as caught:
@@ -91,7 +91,7 @@ async def test_another_end_is_a_failure_that_says_what_was_expected(
 
 
 @pytest.mark.slow
-async def test_a_signal_is_not_the_exit_code_of_that_number() -> None:
+async def test_signal_differs_from_the_exit_code_of_its_number() -> None:
     with pytest.raises(ChildProcessError, match=r"rank 1 of 2 was killed by SIGKILL") as caught:
         await run_processes(2, survive, "kill", 1, expect_death={1: 9})
     assert "rank 1 of 2 was expected to exit with code 9" in caught.value.__notes__
@@ -104,7 +104,7 @@ async def fail_beside(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.slow
-async def test_a_failure_of_another_rank_is_one() -> None:
+async def test_failure_of_another_rank_fails_the_run() -> None:
     with pytest.raises(LookupError, match="a survivor") as caught:
         await run_processes(2, fail_beside, expect_death={1: signal.SIGKILL})
     assert "rank 0 of 2 failed first" in caught.value.__notes__
@@ -122,7 +122,7 @@ async def test_a_failure_of_another_rank_is_one() -> None:
         ({2: 256}, ValueError, "256 is not an exit code"),
     ],
 )
-async def test_what_cannot_be_expected_is_refused(deaths: Any, error: type[Exception], message: str) -> None:
+async def test_impossible_expected_death_is_refused(deaths: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         await run_processes(3, survive, "kill", expect_death=deaths)
 
@@ -169,7 +169,7 @@ WRONG_MARKS = {
 
 
 @pytest.mark.slow
-def test_a_mark_may_expect_deaths(project: Project) -> None:
+def test_mark_may_expect_deaths(project: Project) -> None:
     result = project.run(MARKED)
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(
@@ -184,7 +184,7 @@ def test_a_mark_may_expect_deaths(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_a_mark_that_expects_what_cannot_be_is_explained(project: Project, pytester: pytest.Pytester) -> None:
+def test_mark_with_an_impossible_expectation_is_explained(project: Project, pytester: pytest.Pytester) -> None:
     for number, mark in enumerate(WRONG_MARKS):
         given = ", x" if "given" in mark else ""
         test = f"@pytest.mark.ranks({mark}\nasync def test_it(pg{given}): pass\n"

@@ -107,7 +107,7 @@ def test_unretrieved_failure_fails_a_marked_test(project: Project) -> None:
     result.stdout.no_fnmatch_line("*aiocoll*ranks.py:*")
 
 
-async def test_failure_that_is_still_held_is_unretrieved() -> None:
+async def test_failure_of_a_held_work_is_unretrieved() -> None:
     kept = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -135,7 +135,7 @@ async def test_failure_in_a_group_that_stays_open_is_unretrieved() -> None:
             await group.shutdown()
 
 
-async def test_failures_that_are_retrieved_fail_no_test() -> None:
+async def test_retrieved_failures_do_not_fail_a_test() -> None:
     async def rank(pg: ProcessGroup) -> None:
         works = [pg.allreduce(np.ones(3 + pg.rank())) for _ in range(3)]
         with pytest.raises(CollectiveMismatchError):
@@ -186,7 +186,7 @@ async def test_forgotten_call_explains_the_error_of_a_peer() -> None:
     assert second.startswith("rank 0 of 2, group 'world:0': exception of ALLREDUCE (sequence 1) called at ")
 
 
-async def test_groups_of_others_are_not_the_matter_of_a_run() -> None:
+async def test_groups_made_outside_of_a_run_are_ignored() -> None:
     """Only what ranks have made in the run counts."""
 
     async def rank(pg: ProcessGroup) -> int:

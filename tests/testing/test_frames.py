@@ -73,7 +73,7 @@ class TestProcesses(MultiProcessTestCase):
 OURS = re.compile(r"^.*/aiocoll/[\w/]+\.py(?::\d+|\", line).*$", re.MULTILINE)
 
 
-def test_frames_are_those_of_the_test(project: Project) -> None:
+def test_report_shows_the_frames_of_the_test(project: Project) -> None:
     result = project.run(SUITE)
     result.assert_outcomes(failed=9)
     said = result.stdout.str()
@@ -105,14 +105,14 @@ def test_frames_are_those_of_the_test(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_so_are_those_of_other_kinds(project: Project) -> None:
+def test_report_shows_the_frames_of_other_kinds_of_tests(project: Project) -> None:
     result = project.run(SUITE + SLOW, "--tb=native")
     result.assert_outcomes(failed=11)
     assert OURS.findall(result.stdout.str()) == []
 
 
 @pytest.mark.slow
-def test_all_are_shown_if_asked_for(project: Project) -> None:
+def test_report_shows_all_frames_on_request(project: Project) -> None:
     result = project.run(SUITE + SLOW, "--full-trace")
     result.assert_outcomes(failed=11)
     found = OURS.findall(result.stdout.str())
@@ -121,7 +121,7 @@ def test_all_are_shown_if_asked_for(project: Project) -> None:
 
 
 @pytest.mark.usefixtures("frames_of_users")
-def test_a_cause_that_says_something_else_is_kept() -> None:
+def test_report_keeps_a_different_cause() -> None:
     first, second, third = OSError("disk full"), ValueError("the same"), ValueError("the same")
     third.__cause__, second.__cause__, first.__cause__ = second, first, third
     assert clean_up(third, None) is None

@@ -20,7 +20,7 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _pipe_of_libuv() -> None:
-    """The first loop of a process opens a pipe that libuv keeps for good: not a leak of the first test."""
+    """Open a first loop: libuv keeps its pipe for good, which is no leak of the first test."""
     with contextlib.suppress(ImportError):
         loop_factory("uvloop")().close()
 
@@ -75,12 +75,12 @@ def test_loop_that_needs_arguments_is_refused_by_the_rank() -> None:
         run(lambda: jobs.NeedyLoop(1), lambda: run_processes(2, jobs.its_place))
 
 
-def test_class_that_is_gone_is_named() -> None:
+def test_missing_loop_class_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"class of the test's event loop cannot be imported .*no_such_module"):
         loop_factory(b"cno_such_module\nLoop\n.")
 
 
-def test_wrong_name_is_refused() -> None:
+def test_wrong_loop_name_is_refused() -> None:
     with pytest.raises(ValueError, match="loop='trio': must be 'asyncio' or 'uvloop'"):
         portable_loop("trio")
 
@@ -139,7 +139,7 @@ async def test_given(pg, name, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["hook", "anyio"])
-def test_loop_that_a_test_asks_for_runs_in_its_processes(way: str, project: Project, pytester: pytest.Pytester) -> None:
+def test_loop_requested_by_a_test_runs_in_its_processes(way: str, project: Project, pytester: pytest.Pytester) -> None:
     pytest.importorskip("uvloop")
     if way == "anyio":
         result = project.run(ANYIO + CHECK + GIVEN, asyncio=False, anyio=True)

@@ -69,14 +69,14 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize("mode", ["auto", "strict"])
-def test_a_marked_test_runs_on_all_ranks_of_each_world_size(project: Project, mode: str) -> None:
+def test_marked_test_runs_on_all_ranks_of_each_world_size(project: Project, mode: str) -> None:
     result = project.run(GOOD, mode=mode)
     result.assert_outcomes(passed=8, skipped=1)
     result.stdout.fnmatch_lines(OUTCOMES)
 
 
 @pytest.mark.slow
-def test_processes_of_xdist_share_the_tests(project: Project) -> None:
+def test_xdist_processes_share_the_tests(project: Project) -> None:
     pytest.importorskip("xdist")
     result = project.run(GOOD, "-p", "xdist.plugin", "-n", "2")
     result.assert_outcomes(passed=8, skipped=1)
@@ -101,7 +101,7 @@ async def test_loop(pg):
     project.run(source).assert_outcomes(passed=2)
 
 
-def test_a_failure_names_its_rank(project: Project) -> None:
+def test_failure_names_its_rank(project: Project) -> None:
     source = """
 import pytest
 @pytest.mark.ranks(3)
@@ -145,7 +145,7 @@ class TestProcesses:
 
 
 @pytest.mark.slow
-def test_what_cannot_run_is_explained(project: Project) -> None:
+def test_unsupported_test_function_is_explained(project: Project) -> None:
     source = """
 import pytest
 @pytest.fixture
@@ -228,7 +228,7 @@ MARKS = {"async def test_it(pg): pass": "2, 0", "async def test_it(*, pg): pass"
 
 
 @pytest.mark.slow
-def test_a_wrong_mark_is_explained(project: Project, pytester: pytest.Pytester) -> None:
+def test_wrong_mark_is_explained(project: Project, pytester: pytest.Pytester) -> None:
     for number, test in enumerate(WRONG):
         source = f"import pytest\n@pytest.mark.ranks({MARKS.get(test, 2)})\n{test}\n"
         pytester.makepyfile(**{f"test_wrong_{number}": source})
@@ -238,7 +238,7 @@ def test_a_wrong_mark_is_explained(project: Project, pytester: pytest.Pytester) 
         assert message in result.stdout.str()
 
 
-def test_without_pytest_asyncio_pytest_says_what_is_missing(project: Project) -> None:
+def test_missing_pytest_asyncio_is_reported(project: Project) -> None:
     result = project.run("import pytest\n@pytest.mark.ranks(2)\nasync def test_it(pg): pass\n", asyncio=False)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*async def functions are not natively supported*"])
@@ -300,7 +300,7 @@ async def test_drawing(pg, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "strict"])
-def test_every_example_of_hypothesis_runs_on_all_ranks(project: Project, mode: str) -> None:
+def test_hypothesis_examples_run_on_all_ranks(project: Project, mode: str) -> None:
     result = project.run(EXAMPLES, "-p", "_hypothesis_pytestplugin", mode=mode)
     result.assert_outcomes(passed=8, skipped=1, failed=2)
     result.stdout.fnmatch_lines(
@@ -317,7 +317,7 @@ def test_every_example_of_hypothesis_runs_on_all_ranks(project: Project, mode: s
 
 
 @pytest.mark.slow
-def test_examples_run_on_processes_that_stand_ready(project: Project) -> None:
+def test_hypothesis_examples_run_on_waiting_processes(project: Project) -> None:
     source = """
 import os
 import pytest
@@ -365,7 +365,7 @@ def test_nothing_ran_here():
 
 
 @pytest.mark.slow
-def test_examples_need_an_async_test_too(project: Project) -> None:
+def test_hypothesis_examples_require_an_async_test(project: Project) -> None:
     source = """
 import pytest
 from hypothesis import given, strategies as st

@@ -29,11 +29,11 @@ async def test_results_come_in_rank_order() -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
-async def test_every_call_over_every_transport(transport: Any) -> None:
+async def test_ranks_make_every_call_over_every_transport(transport: Any) -> None:
     assert await run_ranks(3, every_call, (5, 70_000), options=GroupOptions(transport=transport)) == [2] * 3
 
 
-async def test_each_rank_has_its_own_current_group() -> None:
+async def test_rank_has_its_own_current_group() -> None:
     async def same(pg: ProcessGroup) -> bool:
         before = current_process_group() is pg
         await pg.barrier()
@@ -43,14 +43,14 @@ async def test_each_rank_has_its_own_current_group() -> None:
     assert current_process_group() is None
 
 
-async def test_the_ranks_meet_in_the_store_they_are_given() -> None:
+async def test_ranks_meet_in_the_given_store() -> None:
     async with HashStore() as store:
         await run_ranks(2, its_rank, store=store)
         assert await store.get("aiocoll/world_size") == b"2"
         await run_ranks(2, its_rank, store=store)
 
 
-async def test_a_store_of_its_own_is_closed() -> None:
+async def test_store_made_by_the_run_is_closed() -> None:
     stores = []
 
     class Seen(HashStore):
@@ -69,7 +69,7 @@ class GiveUp(Exception):
     """What a rank raises here."""
 
 
-async def test_the_first_failure_is_raised_as_it_is_and_named() -> None:
+async def test_first_failure_is_raised_unchanged_and_named() -> None:
     error = GiveUp("enough")
     causes = []
 
@@ -91,7 +91,7 @@ async def test_the_first_failure_is_raised_as_it_is_and_named() -> None:
     assert all("was aborted by rank 2: GiveUp: enough" in cause for cause in causes)
 
 
-async def test_failures_of_their_own_are_told_in_notes() -> None:
+async def test_other_failures_are_added_as_notes() -> None:
     async def fail(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             raise GiveUp
@@ -107,7 +107,7 @@ async def test_failures_of_their_own_are_told_in_notes() -> None:
     assert caught.value.__notes__ == ["rank 1 of 3 failed first", "rank 0 of 3 failed too: KeyError: 'other'"]
 
 
-def test_who_waits_for_something_else_is_cancelled() -> None:
+def test_waiting_ranks_are_cancelled_after_a_failure() -> None:
     cancelled = []
 
     async def fail(pg: ProcessGroup) -> None:
@@ -154,7 +154,7 @@ async def test_wrong_scale_of_time_limits_is_named(scale: str, monkeypatch: pyte
         await run_ranks(2, its_rank)
 
 
-async def test_an_outcome_of_pytest_passes_through() -> None:
+async def test_pytest_outcome_is_passed_on() -> None:
     async def skip(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             pytest.skip("not here")
@@ -164,7 +164,7 @@ async def test_an_outcome_of_pytest_passes_through() -> None:
         await run_ranks(2, skip)
 
 
-async def test_a_skip_does_not_hide_a_failure() -> None:
+async def test_skip_does_not_hide_a_failure() -> None:
     async def skip_or_fail(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             raise unittest.SkipTest("not here")
@@ -183,7 +183,7 @@ async def test_a_skip_does_not_hide_a_failure() -> None:
     ]
 
 
-async def test_a_rank_that_cancels_itself_has_failed() -> None:
+async def test_rank_that_cancels_itself_has_failed() -> None:
     async def cancel(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             raise asyncio.CancelledError
@@ -193,7 +193,7 @@ async def test_a_rank_that_cancels_itself_has_failed() -> None:
         await run_ranks(2, cancel)
 
 
-async def test_cancelling_it_cancels_every_rank() -> None:
+async def test_cancelled_run_cancels_every_rank() -> None:
     ready = asyncio.Event()
     ended = []
 
@@ -213,7 +213,7 @@ async def test_cancelling_it_cancels_every_rank() -> None:
     assert ended == [0, 1, 2]
 
 
-def test_a_timeout_tells_who_waits_where() -> None:
+def test_timeout_names_waiting_ranks_and_places() -> None:
     async def deeper(pg: ProcessGroup) -> None:
         await pg.recv_object(src=1)
 
@@ -237,7 +237,7 @@ def test_a_timeout_tells_who_waits_where() -> None:
     assert "aiocoll/testing" not in text
 
 
-def test_a_timeout_tells_that_ranks_have_not_met() -> None:
+def test_timeout_reports_an_unfinished_rendezvous() -> None:
     class Silent(HashStore):
         async def add(self, key: str, amount: int) -> int:
             if key == "aiocoll/rank/1":
@@ -263,6 +263,6 @@ async def test_wrong_arguments_are_named(world_size: Any, fn: Any, error: type[E
         await run_ranks(world_size, fn)
 
 
-async def test_a_wrong_timeout_is_named() -> None:
+async def test_wrong_timeout_is_named() -> None:
     with pytest.raises(ValueError, match="timeout=-1: must be >= 0 seconds"):
         await run_ranks(2, its_rank, timeout=-1)

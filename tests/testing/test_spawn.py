@@ -14,7 +14,7 @@ from aiocoll.testing import skip_if_world_smaller_than, spawn_ranks
 
 
 @spawn_ranks(3)
-async def test_pytest_awaits_it(pg: ProcessGroup) -> None:
+async def test_spawned_ranks_are_awaited_by_pytest(pg: ProcessGroup) -> None:
     assert await pg.allreduce(pg.rank()) == 3
 
 
@@ -27,17 +27,17 @@ async def test_other_arguments_are_fixtures(x: int, pg: ProcessGroup, monkeypatc
 
 def test_missing_parentheses_are_explained() -> None:
     with pytest.raises(TypeError, match=r"spawn_ranks needs the number of ranks: write @spawn_ranks\(4\)"):
-        spawn_ranks(test_pytest_awaits_it)  # type: ignore[arg-type]
+        spawn_ranks(test_spawned_ranks_are_awaited_by_pytest)  # type: ignore[arg-type]
 
 
 class TestMethod:
     @spawn_ranks(2)
-    async def test_self_is_there(self, pg: ProcessGroup) -> None:
+    async def test_method_gets_self(self, pg: ProcessGroup) -> None:
         assert isinstance(self, TestMethod)
         await pg.barrier()
 
     @spawn_ranks(2)
-    async def test_a_group_is_current(self) -> None:
+    async def test_spawned_rank_has_a_current_group(self) -> None:
         group = current_process_group()
         assert group is not None
         assert group.size() == 2
@@ -45,12 +45,12 @@ class TestMethod:
 
 class TestUnittest(unittest.IsolatedAsyncioTestCase):
     @spawn_ranks(2, processes=True)
-    async def test_processes(self, pg: ProcessGroup) -> None:
-        assert self._testMethodName == "test_processes"
+    async def test_spawned_ranks_can_be_processes(self, pg: ProcessGroup) -> None:
+        assert self._testMethodName == "test_spawned_ranks_can_be_processes"
         assert os.getppid() not in await pg.allgather_object(os.getpid())
 
 
-async def test_arguments_go_where_they_belong() -> None:
+async def test_arguments_are_passed_to_the_right_function() -> None:
     seen: list[Any] = []
 
     @spawn_ranks(1)
@@ -65,7 +65,7 @@ async def test_arguments_go_where_they_belong() -> None:
         await take(1)
 
 
-async def test_skips_below_it_are_asked_first() -> None:
+async def test_skips_below_the_decorator_are_checked_first() -> None:
     @spawn_ranks(2)
     @skip_if_world_smaller_than(3)
     async def small(pg: ProcessGroup) -> None:
@@ -75,7 +75,7 @@ async def test_skips_below_it_are_asked_first() -> None:
         await small()
 
 
-def test_wrong_use_is_named() -> None:
+def test_wrong_use_of_the_decorator_is_named() -> None:
     with pytest.raises(ValueError, match="world_size=0: give the number of ranks"):
         spawn_ranks(0)
     with pytest.raises(TypeError, match="spawn_ranks is for async tests: write `async def wrong`"):

@@ -37,7 +37,7 @@ def test_time_passes_only_by_timers() -> None:
     assert run_virtual(3, wait, timeout=None) == [86_400, 2 * 86_400, 3 * 86_400]
 
 
-def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
+def test_absent_rank_is_named_at_the_timeout() -> None:
     async def late(pg: ProcessGroup) -> tuple[Any, ...]:
         await pg.allreduce(np.ones(3))
         if pg.rank() == 2:
@@ -57,7 +57,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
         assert "it waits for rank 2 (last in ALLREDUCE(shape=[3], dtype=float64" in text
 
 
-def test_a_warning_names_the_missing_rank_long_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_names_the_missing_rank_before_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
     async def late(pg: ProcessGroup) -> float:
         if pg.rank() == 1:
             await asyncio.sleep(40)
@@ -72,7 +72,7 @@ def test_a_warning_names_the_missing_rank_long_before(caplog: pytest.LogCaptureF
     ]
 
 
-def test_a_rank_that_leaves_fails_what_needs_it() -> None:
+def test_rank_that_leaves_fails_dependent_calls() -> None:
     async def leave(pg: ProcessGroup) -> str | None:
         if pg.rank() == 1:
             return None
@@ -87,11 +87,11 @@ def test_a_rank_that_leaves_fails_what_needs_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_call_over_a_slow_network(world_size: int, seed: int) -> None:
+def test_every_call_completes_over_a_slow_network(world_size: int, seed: int) -> None:
     assert run_virtual(world_size, every_call, (3, 40_000), seed=seed, latency=(0.001, 0.5)) == [2] * world_size
 
 
-def test_every_call_without_latency() -> None:
+def test_every_call_completes_without_latency() -> None:
     assert run_virtual(4, every_call) == [3] * 4
 
 
@@ -111,7 +111,7 @@ def trace(seed: int, monkeypatch: pytest.MonkeyPatch) -> Trace:
     return found
 
 
-def test_a_seed_decides_every_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_decides_every_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
     first = trace(1, monkeypatch)
     assert len(first) > 500
     assert trace(1, monkeypatch) == first
@@ -126,7 +126,7 @@ print(hashlib.sha256(repr(trace(1, pytest.MonkeyPatch())).encode()).hexdigest())
 
 
 @pytest.mark.slow
-def test_the_order_does_not_depend_on_the_process() -> None:
+def test_order_does_not_depend_on_the_process() -> None:
     root = str(Path(__file__).parents[2])
 
     def run(hash_seed: str) -> str:
@@ -173,7 +173,7 @@ def steps(order: list[str], what: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("latency", [None, (0.01, 0.5)])
-def test_seeds_give_every_order_of_what_is_ready_together(latency: Any) -> None:
+def test_seeds_give_every_order_of_simultaneous_events(latency: Any) -> None:
     orders = [run_virtual(2, tasks_in_order, seed=seed, latency=latency)[0] for seed in range(60)]
     for what in ("first", "second", "third", "timer"):
         found = {steps(order, what) for order in orders}
@@ -233,7 +233,7 @@ def test_task_steps_stay_on_their_side_of_a_callback() -> None:
             assert runner.run(main()) == [*expected, "callback of a future", "woken"]
 
 
-def test_cancelling_a_task_by_a_callback_is_no_step_of_it() -> None:
+def test_task_cancelled_by_a_callback_makes_no_step() -> None:
     async def wait_for(future: asyncio.Future[None]) -> None:
         await future
 
@@ -283,7 +283,7 @@ def test_random_bytes_come_from_the_seed() -> None:
     assert draw(3) == draw(3) != draw(4)
 
 
-def test_a_deadlock_of_ranks_is_over_at_once() -> None:
+def test_deadlock_of_ranks_ends_at_once() -> None:
     async def wait(pg: ProcessGroup) -> None:
         await asyncio.Event().wait()
 
@@ -291,7 +291,7 @@ def test_a_deadlock_of_ranks_is_over_at_once() -> None:
         run_virtual(2, wait)
 
 
-def test_a_deadlock_without_any_timer_is_an_error() -> None:
+def test_deadlock_without_a_timer_is_an_error() -> None:
     with (
         asyncio.Runner(loop_factory=VirtualLoop) as runner,
         pytest.raises(RuntimeError, match="deadlock: every task on the virtual clock waits, and no timer is set"),
@@ -308,6 +308,6 @@ def test_threads_are_refused() -> None:
 
 
 @pytest.mark.parametrize("latency", [(2, 1), (-1, 1)])
-def test_a_wrong_latency_is_named(latency: tuple[float, float]) -> None:
+def test_wrong_latency_is_named(latency: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"latency=.*: give the shortest and the longest time in seconds"):
         run_virtual(1, every_call, latency=latency)

@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 class Blocked(Exception):
-    """This step has to wait."""
+    """The step has to wait."""
 
 
 class Rank:
@@ -112,7 +112,7 @@ def steps(rank: Rank, total: int) -> list[str]:
 
 
 def turn(rank: Rank, total: int) -> list[str]:
-    """The loop is free to do any of what is due; with nothing due it sleeps."""
+    """Return the due steps, which the loop may take in any order; with nothing due it sleeps."""
     local = rank.local
     ways = []
     if local["awake"]:

@@ -40,12 +40,12 @@ def test_host_identity_is_the_same_for_all_on_this_host() -> None:
     assert re.fullmatch("[0-9a-f]{16}", address.host_identity())
 
 
-def test_host_identity_can_be_pretended() -> None:
+def test_host_identity_can_be_overridden() -> None:
     assert address.host_identity("a") == address.host_identity("a")
     assert len({address.host_identity(), address.host_identity("a"), address.host_identity("b")}) == 3
 
 
-def test_host_identity_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_identity_is_unique_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise FileNotFoundError
 
@@ -67,7 +67,7 @@ def test_abstract_listener_leaves_nothing_on_disk() -> None:
     address.remove_unix(name)
 
 
-def test_listener_on_disk_is_ours_alone() -> None:
+def test_listener_on_disk_is_private_to_the_user() -> None:
     listener, name = address.open_unix(os.urandom, abstract=False)
     with listener:
         assert stat.S_IMODE(os.stat(os.path.dirname(name)).st_mode) == 0o700
@@ -79,7 +79,7 @@ def test_listener_on_disk_is_ours_alone() -> None:
     address.remove_unix(name)
 
 
-def test_tcp_listener_on_an_address_that_is_not_ours() -> None:
+def test_tcp_listener_on_a_foreign_address_is_refused() -> None:
     with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.254: .*bind=, interface= and port_range="):
         address.open_tcp("192.0.2.254")
 
@@ -96,7 +96,7 @@ def test_tcp_listeners_take_the_ports_of_a_range() -> None:
         assert stack.enter_context(address.open_tcp("127.0.0.1", (first, first + 2))).getsockname()[1] == first + 1
 
 
-def test_a_port_of_a_range_may_have_connections_of_a_job_that_has_ended(port: int) -> None:
+def test_port_with_connections_of_a_finished_job_can_be_used(port: int) -> None:
     where = "127.0.0.1", port
     with address.open_tcp("127.0.0.1", (port,) * 2) as listener, socket.create_connection(where) as client:
         listener.setblocking(True)
@@ -107,12 +107,12 @@ def test_a_port_of_a_range_may_have_connections_of_a_job_that_has_ended(port: in
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may listen on any port")
-def test_a_port_of_a_range_that_is_not_for_us() -> None:
+def test_privileged_port_of_a_range_is_refused() -> None:
     with pytest.raises(RendezvousError, match=r"cannot listen on port 1 of 127\.0\.0\.1: .*port_range="):
         address.open_tcp("127.0.0.1", (1, 1))
 
 
-async def test_reach_a_listener_with_a_full_backlog() -> None:
+async def test_reach_raises_blocking_error_for_a_full_backlog() -> None:
     loop = asyncio.get_running_loop()
     listener, name = address.open_unix(os.urandom)
     target = address.unix_address(name)
@@ -132,7 +132,7 @@ async def test_reach_names_the_socket_that_is_connecting() -> None:
             assert connecting == [sock.fileno()]
 
 
-async def test_reach_a_port_nobody_listens_on() -> None:
+async def test_reach_is_refused_by_a_port_without_a_listener() -> None:
     loop = asyncio.get_running_loop()
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -141,7 +141,7 @@ async def test_reach_a_port_nobody_listens_on() -> None:
 
 
 @linux_only
-async def test_reach_does_not_meet_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reach_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unlucky(socket.socket):
         """The system picks, for our end, the very port that is dialled."""
 
@@ -157,7 +157,7 @@ async def test_reach_does_not_meet_itself(monkeypatch: pytest.MonkeyPatch) -> No
         await address.reach(asyncio.get_running_loop(), socket.AF_INET, free)
 
 
-async def test_reach_a_listener_that_resets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reach_raises_reset_error_for_a_listener_that_resets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A crowded one may turn a connection away between any two questions about it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -212,7 +212,7 @@ class ManualTimers(Runtime):
         return self.handles[-1]
 
 
-async def test_a_lack_of_descriptors_is_waited_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_lack_of_descriptors_delays_accepting_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.get_running_loop()
     runtime = ManualTimers(loop)
     greeted: asyncio.Queue[socket.socket] = asyncio.Queue()
@@ -239,7 +239,7 @@ async def test_a_lack_of_descriptors_is_waited_out_and_told_once(caplog: pytest.
     address.remove_unix(name)
 
 
-async def test_closing_while_starved() -> None:
+async def test_close_without_free_descriptors_cancels_the_retry() -> None:
     loop = asyncio.get_running_loop()
     runtime = ManualTimers(loop)
     listeners = address.Listeners(runtime, socket.socket.close)

@@ -99,14 +99,14 @@ async def test_64_small_frames_of_one_turn_leave_in_two_system_calls(kind: str) 
         await ends.arrive()
 
 
-async def test_the_first_frame_leaves_at_once(kind: str) -> None:
+async def test_first_frame_is_sent_at_once(kind: str) -> None:
     async with ends_of(kind) as ends:
         ends.write(8)
         assert ends.far.poll()
         assert ends.sink.frames == ends.written
 
 
-async def test_after_a_poll_the_next_frame_is_the_first_again(kind: str) -> None:
+async def test_next_frame_after_a_poll_is_sent_at_once(kind: str) -> None:
     async with ends_of(kind) as ends:
         for number in range(1, 10):
             ends.write(number)
@@ -115,7 +115,7 @@ async def test_after_a_poll_the_next_frame_is_the_first_again(kind: str) -> None
         await ends.arrive()
 
 
-async def test_a_poll_hands_over_what_was_gathered(kind: str) -> None:
+async def test_poll_sends_the_batch(kind: str) -> None:
     async with ends_of(kind) as ends:
         ends.write(0, 1, 2, GATHER)
         assert ends.calls == [HEADER_SIZE]
@@ -126,7 +126,7 @@ async def test_a_poll_hands_over_what_was_gathered(kind: str) -> None:
         await ends.arrive()
 
 
-async def test_an_await_that_is_over_hands_over_what_was_gathered(kind: str) -> None:
+async def test_end_of_an_await_sends_the_batch(kind: str) -> None:
     async with ends_of(kind) as ends:
         ends.write(1, 1, 1)
         ends.clock.settle()
@@ -139,7 +139,7 @@ async def test_an_await_that_is_over_hands_over_what_was_gathered(kind: str) -> 
         await ends.arrive()
 
 
-async def test_what_comes_later_is_no_part_of_a_burst(kind: str) -> None:
+async def test_later_frame_is_not_added_to_an_old_batch(kind: str) -> None:
     async with ends_of(kind) as ends:
         for number in range(1, 5):
             ends.write(1)
@@ -156,7 +156,7 @@ async def test_what_comes_later_is_no_part_of_a_burst(kind: str) -> None:
         await ends.arrive()
 
 
-async def test_a_full_batch_leaves_at_once(kind: str) -> None:
+async def test_full_batch_is_sent_at_once(kind: str) -> None:
     each = 1000
     count = BATCH // each + 2
     async with ends_of(kind) as ends:
@@ -171,7 +171,7 @@ async def test_a_full_batch_leaves_at_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [GATHER + 1, JOIN, JOIN + 1, SEGMENT // 2])
-async def test_a_large_frame_takes_along_what_was_gathered(kind: str, nbytes: int) -> None:
+async def test_large_frame_is_sent_together_with_the_batch(kind: str, nbytes: int) -> None:
     async with ends_of(kind) as ends:
         ends.write(1, 2, 3, nbytes)
         assert ends.calls == [HEADER_SIZE + 1, 3 * HEADER_SIZE + 2 + 3 + nbytes]
@@ -180,7 +180,7 @@ async def test_a_large_frame_takes_along_what_was_gathered(kind: str, nbytes: in
         await ends.arrive()
 
 
-async def test_what_was_gathered_may_be_overwritten(kind: str) -> None:
+async def test_batched_payload_may_be_overwritten(kind: str) -> None:
     data = bytearray(b"before")
     async with ends_of(kind) as ends:
         ends.write(1)
@@ -191,7 +191,7 @@ async def test_what_was_gathered_may_be_overwritten(kind: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["finish", "close"])
-async def test_what_was_said_to_be_handed_over_is_when_the_link_ends(kind: str, how: str) -> None:
+async def test_batched_frames_are_sent_when_the_link_ends(kind: str, how: str) -> None:
     async with ends_of(kind) as ends:
         ends.write(1, 2, 3)
         getattr(ends.near, how)()
@@ -201,7 +201,7 @@ async def test_what_was_said_to_be_handed_over_is_when_the_link_ends(kind: str, 
         assert len(ends.calls) == 2
 
 
-async def test_a_batch_that_does_not_fit_is_kept_and_told_of(kind: str) -> None:
+async def test_batch_beyond_the_socket_buffer_is_kept_and_reported(kind: str) -> None:
     async with linked(kind) as (near, far):
         near.start()
         written: list[tuple[int, bytes]] = []
@@ -219,7 +219,7 @@ async def test_a_batch_that_does_not_fit_is_kept_and_told_of(kind: str) -> None:
         assert (near.sink.drains, near.writable) == (1, True)
 
 
-async def test_a_link_that_breaks_with_a_batch_is_lost_once(kind: str) -> None:
+async def test_link_that_breaks_with_a_batch_is_reported_lost_once(kind: str) -> None:
     async with ends_of(kind) as ends:
         ends.near.start()
         ends.write(1, 2, 3)

@@ -29,7 +29,7 @@ def simulate(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(FEW), pytest.param(range(FEW, MANY), marks=pytest.mark.soak)], ids=str)
-def test_no_link_is_lost(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayed_handshake_loses_no_link(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in seeds:
         try:
             simulate(seed, monkeypatch)

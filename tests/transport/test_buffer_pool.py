@@ -70,7 +70,7 @@ def feed(raw: socket.socket, link: StreamLink, data: bytes) -> None:
             pass
 
 
-async def test_a_link_that_waits_has_no_buffer() -> None:
+async def test_waiting_link_holds_no_buffer() -> None:
     pool = Counted()
     async with fed(20, pool) as links:
         for peer, (raw, link, sink) in enumerate(links):
@@ -80,7 +80,7 @@ async def test_a_link_that_waits_has_no_buffer() -> None:
         assert len(pool._free) == 1, "they read one after the other, so one buffer will do"
 
 
-async def test_a_part_of_a_frame_is_safe_from_what_other_links_read() -> None:
+async def test_partial_frame_is_not_overwritten_by_other_links() -> None:
     pool = Counted()
     async with fed(3, pool) as links:
         for peer, (raw, link, _) in enumerate(links):
@@ -92,7 +92,7 @@ async def test_a_part_of_a_frame_is_safe_from_what_other_links_read() -> None:
         assert not pool.used
 
 
-async def test_a_payload_that_has_its_place_needs_no_buffer() -> None:
+async def test_routed_payload_takes_no_buffer() -> None:
     pool = Counted()
     room = memoryview(bytearray(SEGMENT))
     async with fed(1, pool) as [(raw, link, sink)]:
@@ -104,7 +104,7 @@ async def test_a_payload_that_has_its_place_needs_no_buffer() -> None:
         assert sink.frames == [(1, payload(1, SEGMENT))]
 
 
-async def test_a_diverted_payload_disturbs_no_other_link() -> None:
+async def test_diverted_payload_does_not_disturb_other_links() -> None:
     pool = Counted()
     room = memoryview(bytearray(SEGMENT))
     async with fed(2, pool) as [(raw, link, sink), (other_raw, other, other_sink)]:
@@ -118,7 +118,7 @@ async def test_a_diverted_payload_disturbs_no_other_link() -> None:
         assert other_sink.frames == [(2, payload(2, 40_000))]
 
 
-async def test_a_link_that_ends_in_a_frame_returns_its_buffer() -> None:
+async def test_link_that_ends_within_a_frame_returns_its_buffer() -> None:
     ends: list[Callable[[socket.socket], object]] = [
         socket.socket.close,
         lambda raw: raw.send(b"\xff" * 40_000),  # the rest of the frame, and then nonsense
@@ -134,7 +134,7 @@ async def test_a_link_that_ends_in_a_frame_returns_its_buffer() -> None:
             assert not pool.used
 
 
-async def test_the_buffers_of_a_rush_are_not_all_kept() -> None:
+async def test_buffers_of_a_burst_are_not_all_kept() -> None:
     pool = Counted()
     async with fed(MOST + 4, pool) as links:
         for raw, link, _ in links:

@@ -140,14 +140,14 @@ async def write(stream: ByteStream, said: bytes, parts: Callable[[memoryview], l
 
 
 @each_stream
-async def test_nothing_has_come(kind: str) -> None:
+async def test_receive_without_data_raises_blocking_error(kind: str) -> None:
     async with ends_of(kind) as (near, _):
         with pytest.raises(BlockingIOError):
             near.receive_into(memoryview(bytearray(10)))
 
 
 @each_stream
-async def test_a_reader_that_is_late_stops_the_sender_and_nothing_is_lost(kind: str) -> None:
+async def test_slow_reader_stops_the_sender_without_loss(kind: str) -> None:
     said = data(1 << 20)
     async with ends_of(kind) as (near, far):
         sent = fill(near, said)
@@ -160,7 +160,7 @@ async def test_a_reader_that_is_late_stops_the_sender_and_nothing_is_lost(kind: 
 
 @each_stream
 @pytest.mark.parametrize(("nbytes", "most"), [(3000, 1), (20_000, 100), (1 << 20, 1 << 18)])
-async def test_large_data_both_ways_at_once(kind: str, nbytes: int, most: int) -> None:
+async def test_large_data_arrives_in_both_directions_at_once(kind: str, nbytes: int, most: int) -> None:
     said = [data(nbytes)[:: 1 - 2 * end] for end in range(2)]
     chance = random.Random(1)
 
@@ -179,7 +179,7 @@ async def test_large_data_both_ways_at_once(kind: str, nbytes: int, most: int) -
 
 
 @each_stream
-async def test_readable_is_told_of_all_that_is_there(kind: str) -> None:
+async def test_readable_callback_is_called_for_all_received_data(kind: str) -> None:
     """Also of what was read from the socket with something else, and again after a pause."""
     async with ends_of(kind) as (near, far):
         near.send(data(900))
@@ -196,7 +196,7 @@ async def test_readable_is_told_of_all_that_is_there(kind: str) -> None:
 
 
 @each_stream
-async def test_after_the_end_of_one_side_the_other_goes_on(kind: str) -> None:
+async def test_other_direction_continues_after_the_end_of_one(kind: str) -> None:
     async with ends_of(kind) as (near, far):
         near.send(b"question")
         near.shutdown()
@@ -207,7 +207,7 @@ async def test_after_the_end_of_one_side_the_other_goes_on(kind: str) -> None:
 
 
 @each_stream
-async def test_closing_is_the_end_for_the_other_and_calls_nobody(kind: str) -> None:
+async def test_close_ends_the_peer_and_runs_no_callback(kind: str) -> None:
     async with ends_of(kind) as (near, far):
         near.start_reading(lambda: pytest.fail("closed"))
         near.start_writing(lambda: pytest.fail("closed"))
@@ -220,7 +220,7 @@ async def test_closing_is_the_end_for_the_other_and_calls_nobody(kind: str) -> N
 
 
 @each_stream
-async def test_a_message_that_comes_bit_by_bit(kind: str) -> None:
+async def test_handshake_message_may_arrive_in_pieces(kind: str) -> None:
     async with ends_of(kind) as (near, far):
         reading = asyncio.create_task(receive_message(far, 300))
         for piece in range(30):
@@ -233,7 +233,7 @@ async def test_a_message_that_comes_bit_by_bit(kind: str) -> None:
 
 
 @each_stream
-async def test_a_message_for_which_there_is_no_room(kind: str) -> None:
+async def test_handshake_message_without_buffer_space_raises_blocking_error(kind: str) -> None:
     async with ends_of(kind) as (near, _):
         fill(near, bytes(1 << 20))
         with pytest.raises(BlockingIOError):
@@ -248,7 +248,7 @@ async def test_plain_streams_call_the_socket_itself() -> None:
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_a_transport_speaks_through_the_streams_it_is_given(flavour: str) -> None:
+async def test_transport_sends_only_through_its_streams(flavour: str) -> None:
     """Handshakes, frames and heartbeats; who speaks otherwise is not understood."""
     opened: list[bool] = []
 
@@ -280,7 +280,7 @@ async def test_a_transport_speaks_through_the_streams_it_is_given(flavour: str) 
         assert sorted(opened) == [False, False, True, True]
 
 
-async def test_a_connection_whose_stream_cannot_be_opened_is_no_connection() -> None:
+async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
     """Once: the rank that dials does so again."""
     failing = [True]
 
@@ -299,7 +299,7 @@ async def test_a_connection_whose_stream_cannot_be_opened_is_no_connection() -> 
 
 
 @each_stream
-async def test_two_watchdogs_hear_each_other_through_any_stream(kind: str, limits: Limits) -> None:
+async def test_watchdogs_exchange_heartbeats_through_any_stream(kind: str, limits: Limits) -> None:
     """In their threads, while the loop is blocked."""
     limits(
         watchdog_round=watchdog.ROUND / 20,
@@ -327,7 +327,7 @@ async def test_two_watchdogs_hear_each_other_through_any_stream(kind: str, limit
 
 
 @each_stream
-async def test_what_is_left_by_a_receive_outside_of_the_loop_is_told_of(kind: str) -> None:
+async def test_data_left_by_a_receive_outside_the_loop_is_reported(kind: str) -> None:
     """As an await that polls leaves it, before it suspends."""
     async with ends_of(kind) as (near, far):
         rest, told = bytearray(), asyncio.Event()

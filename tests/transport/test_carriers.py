@@ -43,7 +43,7 @@ def unavailable(request: CarrierRequest) -> Any:
 
 @pytest.fixture
 def register() -> Iterator[Any]:
-    """Registers transports by name, for one test."""
+    """Register transports by name for one test."""
     names = []
 
     def register(name: str, make: Any = Declining, **how: Any) -> None:
@@ -113,7 +113,7 @@ def cards(*fields: dict[str, str]) -> dict[int, dict[str, str]]:
     return {rank: {"host": str(rank), **each} for rank, each in enumerate(fields)}
 
 
-async def test_ranks_agree_on_the_transport_that_all_offer(register: Any) -> None:
+async def test_ranks_agree_on_a_transport_that_all_offer(register: Any) -> None:
     register("slow", auto_rank=1)
     register("fast", auto_rank=2)
     register("manual")
@@ -131,9 +131,7 @@ async def test_ranks_agree_on_the_transport_that_all_offer(register: Any) -> Non
         named.agree(cards({"carrier": "manual"}, {}, {"offers": "fast"}))
 
 
-async def test_auto_does_without_a_carrier_that_is_not_available(
-    register: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_auto_transport_skips_an_unavailable_carrier(register: Any, caplog: pytest.LogCaptureFixture) -> None:
     register("broken", unavailable, auto_rank=1)
     choice = TransportChoice("auto")
     assert choice.make_carrier(request()) is None
@@ -144,7 +142,7 @@ async def test_auto_does_without_a_carrier_that_is_not_available(
         TransportChoice("broken").make_carrier(request())
 
 
-async def test_groups_without_a_carrier_publish_none() -> None:
+async def test_group_without_a_carrier_publishes_none() -> None:
     for name in ("auto", "tcp", "unix", "shm"):
         choice = TransportChoice(name)
         assert choice.make_carrier(request()) is None

@@ -37,7 +37,7 @@ class Links:
 
 
 @pytest.mark.parametrize(("rank", "peer"), [(0, 1), (1, 0), (6, 3)])
-async def test_what_is_promised_and_confirmed(rank: int, peer: int) -> None:
+async def test_crossing_dials_follow_promises_and_confirmations(rank: int, peer: int) -> None:
     links = Links()
     crossing = Crossing(rank, 7, links)  # type: ignore[arg-type]
     key, other = (peer, ConnKind.DATA), (peer, ConnKind.CONTROL)
@@ -140,7 +140,7 @@ async def both_dial(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
-async def test_every_order_of_the_messages_of_both_dials(flavour: str) -> None:
+async def test_crossing_dials_make_one_link_in_every_message_order(flavour: str) -> None:
     for order in orders():
         async with gated(flavour) as (ranks, gate):
             dials = await both_dial(ranks)
@@ -154,7 +154,7 @@ async def test_every_order_of_the_messages_of_both_dials(flavour: str) -> None:
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("held", [0, 1])
-async def test_one_dial_is_held_up_for_ever(held: int, flavour: str) -> None:
+async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavour: str) -> None:
     """After any number of its messages: the other becomes the link, unless the first one has been promised."""
     for before in range(MESSAGES):
         async with gated(flavour) as (ranks, gate):

@@ -66,7 +66,7 @@ def replace_reach(monkeypatch: pytest.MonkeyPatch, reach: Callable[[VirtualLoop]
         (99.0, 3.0, "Connection refused (tried for 3.0 s)"),
     ],
 )
-def test_attempt_that_is_cut_short_does_not_replace_the_reason(
+def test_shortened_attempt_does_not_replace_the_failure_reason(
     virtual: asyncio.Runner,
     monkeypatch: pytest.MonkeyPatch,
     silent_from: float,
@@ -100,7 +100,7 @@ def test_blocked_loop_does_not_use_up_connect_timeout(virtual: asyncio.Runner, m
     assert sum(when > 9.0 for when in attempts) > 50
 
 
-def test_loop_that_is_always_blocked_gives_up(virtual: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dial_gives_up_in_an_always_blocked_loop(virtual: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     async def program() -> float:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)

@@ -113,7 +113,7 @@ def measured(rate: float, delay: float, *, room: int = 1 << 20, piece: int = PAC
 @pytest.mark.parametrize("rate", [1e4, 1e6, 125e6, 1e9])
 @pytest.mark.parametrize("delay", [0.0, 50e-6, 25e-3, 1.0])
 @pytest.mark.parametrize("room", [1 << 20, 5000], ids=["", "full"])
-def test_a_link_has_the_figures_it_is_given(rate: float, delay: float, room: int) -> None:
+def test_probe_measures_the_figures_of_the_link(rate: float, delay: float, room: int) -> None:
     """The round trip is that of a byte and its answer of twelve."""
     found, sent = measured(rate, delay, room=room)
     assert found.rtt == pytest.approx(2 * delay + 13 / rate)
@@ -121,17 +121,17 @@ def test_a_link_has_the_figures_it_is_given(rate: float, delay: float, room: int
     assert sent == len(TRAINS) + sum(TRAINS) * PACKET
 
 
-def test_what_comes_at_once_has_no_rate() -> None:
+def test_probe_of_an_instant_link_has_no_rate() -> None:
     assert measured(float("inf"), 1e-3)[0] == LinkFigures(2e-3, 0.0)
 
 
-def test_a_far_host_is_asked_once() -> None:
+def test_probe_of_a_distant_host_sends_one_request() -> None:
     found, sent = measured(1e6, 2.0, seconds=1.0)
     assert found == LinkFigures(pytest.approx(4.0, rel=1e-4), 0.0)
     assert sent == 1
 
 
-def test_as_much_is_sent_as_there_is_time_for() -> None:
+def test_probe_sends_no_more_than_its_time_allows() -> None:
     found, sent = measured(1e6, 0.2, seconds=1.0)
     assert found.rate == pytest.approx(1e6)
     assert sent == 3 + sum(TRAINS[:3]) * PACKET
@@ -139,7 +139,7 @@ def test_as_much_is_sent_as_there_is_time_for() -> None:
 
 @pytest.mark.parametrize("side", [measure, answer])
 @pytest.mark.parametrize("sent", [b"", b"\x02", b"\x02" + bytes(PACKET)], ids=len)
-async def test_a_connection_that_ends_is_told(side: Callable[..., Any], sent: bytes) -> None:
+async def test_probe_reports_a_closed_connection(side: Callable[..., Any], sent: bytes) -> None:
     here, there = socket.socketpair()
     here.setblocking(False)
     loop = asyncio.get_running_loop()

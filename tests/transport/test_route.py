@@ -26,19 +26,19 @@ def has_ipv6() -> bool:
 ipv6 = pytest.mark.skipif(not socket.has_ipv6 or not has_ipv6(), reason="this host has no IPv6 loopback")
 
 
-def test_a_master_on_loopback_is_reached_from_loopback() -> None:
+def test_route_to_a_loopback_master_is_loopback() -> None:
     assert route.routable_address(None) == "127.0.0.1"
     assert route.routable_address("127.0.0.1") == "127.0.0.1"
     assert route.routable_address("localhost") in ("127.0.0.1", "::1")
 
 
 @ipv6
-def test_a_master_on_ipv6_loopback_is_reached_from_there() -> None:
+def test_route_to_an_ipv6_loopback_master_is_ipv6_loopback() -> None:
     assert route.routable_address("::1") == "::1"
     assert route.routable_address("::1", bind="any") == "::"
 
 
-def test_binding_everywhere_must_be_asked_for() -> None:
+def test_wildcard_bind_is_refused_except_for_any() -> None:
     assert route.routable_address(None, bind="any") == "0.0.0.0"
     assert route.routable_address("127.0.0.1", bind="any") == "0.0.0.0"
     for wildcard in ("0.0.0.0", "::"):
@@ -57,7 +57,7 @@ def test_bind_must_be_an_address_of_this_host() -> None:
 
 
 @linux_only
-def test_interface() -> None:
+def test_interface_option_selects_its_address() -> None:
     assert route.routable_address(None, "lo") == "127.0.0.1"
     assert route.routable_address("127.0.0.1", "lo") == "127.0.0.1"
     with pytest.raises(ValueError, match=r"interface='wlan7' not found; available: .*\blo\b"):
@@ -66,7 +66,7 @@ def test_interface() -> None:
 
 @linux_only
 @ipv6
-def test_interface_with_an_ipv6_master() -> None:
+def test_interface_option_gives_an_ipv6_address_for_an_ipv6_master() -> None:
     assert route.routable_address("::1", "lo") == "::1"
 
 
@@ -87,7 +87,9 @@ fe800000000000000000000000000007 05 40 20 80     eth1
         ("eth2", socket.AF_INET6, "10.1.2.3"),
     ],
 )
-def test_interface_address(monkeypatch: pytest.MonkeyPatch, name: str, family: int, expected: str) -> None:
+def test_interface_address_has_the_requested_family(
+    monkeypatch: pytest.MonkeyPatch, name: str, family: int, expected: str
+) -> None:
     answer = struct.pack("16sHH4s16x", name.encode(), socket.AF_INET, 0, bytes((10, 1, 2, 3)))
     monkeypatch.setattr("fcntl.ioctl", lambda *_: answer)
     monkeypatch.setattr("builtins.open", lambda _: io.StringIO(IF_INET6))
@@ -96,14 +98,14 @@ def test_interface_address(monkeypatch: pytest.MonkeyPatch, name: str, family: i
 
 
 @linux_only
-def test_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.open", lambda _: io.StringIO(IF_INET6))
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (9, "ghost0")])
     with pytest.raises(ValueError, match="interface='ghost0' has no address; available: lo, ghost0"):
         route.interface_address("ghost0")
 
 
-def test_unresolvable_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_master_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -112,7 +114,7 @@ def test_unresolvable_master(monkeypatch: pytest.MonkeyPatch) -> None:
         route.routable_address("nowhere.invalid")
 
 
-def test_master_without_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_without_a_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("255.255.255.255", 9))]  # a broadcast, so connect() refuses
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
     with pytest.raises(RendezvousError, match=r"no route from this host to the master at 'far' .*interface= or bind="):
@@ -133,7 +135,7 @@ def no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The interfaces of this host and their addresses, to be changed."""
+    """Return a changeable table of this host's interfaces and addresses."""
     there = {"lo": "127.0.0.1"}
     monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(there)))
     replaced(monkeypatch, interface_address=there.__getitem__)
@@ -144,27 +146,27 @@ def find(stores: list[str], interface: str | None = None, bind: str | None = Non
     return route.find_route(0, dict(enumerate(stores)), interface, bind, together=together)
 
 
-def test_ranks_that_share_a_loopback_use_it() -> None:
+def test_ranks_on_one_loopback_use_it() -> None:
     assert find(["127.0.0.1"] * 3) == ("127.0.0.1", "127.0.0.1")
     assert find([""] * 3, together=True) == ("127.0.0.1", "127.0.0.1")
 
 
-def test_bind_and_interface_come_first() -> None:
+def test_bind_and_interface_take_precedence() -> None:
     assert find(["", FOREIGN[0]], bind="127.0.0.1") == ("127.0.0.1", "127.0.0.1")
 
 
 @linux_only
-def test_an_interface_is_taken_where_nothing_else_is_known() -> None:
+def test_interface_option_is_used_without_other_information() -> None:
     assert find(["", ""], interface="lo") == ("127.0.0.1", "127.0.0.1")
 
 
 @linux_only
-def test_all_addresses_are_listened_on_and_one_is_told() -> None:
+def test_bind_any_listens_on_all_addresses_and_publishes_one() -> None:
     assert find(["127.0.0.1"] * 2, bind="any") == ("0.0.0.0", "127.0.0.1")
     assert find(["", ""], interface="lo", bind="any") == ("0.0.0.0", "127.0.0.1")
 
 
-def test_the_host_of_the_store_is_known_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_host_uses_the_address_that_others_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the addresses by which they have found it the one that is its own."""
     replaced(
         monkeypatch,
@@ -175,7 +177,7 @@ def test_the_host_of_the_store_is_known_by_others(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("no_way_out")
-def test_the_only_address_is_taken(interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_address_of_the_host_is_used(interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, routable_address=lambda master, *_: master)
     interfaces["eth0"] = FOREIGN[0]
     assert find(["", ""]) == (FOREIGN[0], FOREIGN[0])
@@ -183,7 +185,7 @@ def test_the_only_address_is_taken(interfaces: dict[str, str], monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("no_way_out")
-def test_what_cannot_be_known_is_asked_for(interfaces: dict[str, str]) -> None:
+def test_ambiguous_address_raises_an_error_that_lists_interfaces(interfaces: dict[str, str]) -> None:
     with pytest.raises(RendezvousError, match=r"AIOCOLL_INTERFACE, AIOCOLL_BIND\); available: only the loopback$"):
         find(["", ""])
     interfaces.update(eth1=FOREIGN[1], eth0=FOREIGN[0])
@@ -191,6 +193,6 @@ def test_what_cannot_be_known_is_asked_for(interfaces: dict[str, str]) -> None:
         find(["", ""])
 
 
-def test_whose_an_address_is() -> None:
+def test_own_addresses_are_recognized() -> None:
     assert route.is_own("127.0.0.1")
     assert not any(map(route.is_own, (*FOREIGN, "localhost", "nonsense")))

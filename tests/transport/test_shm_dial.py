@@ -129,7 +129,7 @@ def agree(results: list[Any]) -> bool:
     return len(kinds) == 1
 
 
-async def test_both_map_one_region() -> None:
+async def test_both_ends_map_one_region() -> None:
     async with meeting() as (_, (near, far)):
         assert (near.direction, far.direction) == (0, 1)
         assert near.own.layout.directions == far.own.layout.directions
@@ -138,7 +138,9 @@ async def test_both_map_one_region() -> None:
 
 
 @pytest.mark.parametrize("wanted", [(False, True), (True, False), (False, False)])
-async def test_either_may_want_none(wanted: tuple[bool, bool], caplog: pytest.LogCaptureFixture) -> None:
+async def test_either_end_may_decline_shared_memory(
+    wanted: tuple[bool, bool], caplog: pytest.LogCaptureFixture
+) -> None:
     async with meeting(*wanted) as (ends, results):
         assert results == [None, None]
         assert [rank.trouble is None for rank in ends.ranks] == list(wanted)
@@ -183,7 +185,7 @@ class Failing:
 
 @pytest.mark.parametrize("times", [1, 1000])
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_what_the_kernel_refuses(
+async def test_refused_system_call_makes_both_ends_use_the_socket(
     failure: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whichever call it is, both ends use the socket; whose call it was warns, once, with the reason."""
@@ -205,7 +207,7 @@ async def test_what_the_kernel_refuses(
     assert first >= 1
 
 
-async def test_a_rank_in_trouble_says_so_once(
+async def test_rank_without_shared_memory_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "memfd_create", Failing(os, "memfd_create", errno.EPERM, 0, 1))
@@ -216,7 +218,9 @@ async def test_a_rank_in_trouble_says_so_once(
     ends.end([None, None])
 
 
-async def test_descriptors_run_out_at_every_point(caplog: pytest.LogCaptureFixture) -> None:
+async def test_lack_of_descriptors_at_every_step_makes_both_ends_use_the_socket(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Those that a process has no room for are lost on the way, without an error."""
     outcomes = []
     for more in range(40):
@@ -238,7 +242,7 @@ async def test_descriptors_run_out_at_every_point(caplog: pytest.LogCaptureFixtu
     assert outcomes[-1]
 
 
-async def test_the_dialler_gives_up_at_every_step() -> None:
+async def test_dialler_cancelled_at_every_step_leaves_no_half_link() -> None:
     """It is the dialler that decides: no acceptor believes in a link that the dialler has given up."""
     completed = []
     for turns in range(1, 100):
@@ -260,7 +264,7 @@ async def test_the_dialler_gives_up_at_every_step() -> None:
     assert completed[-1]
 
 
-async def test_a_dialler_that_was_blocked_has_not_decided_yet() -> None:
+async def test_blocked_dialler_whose_time_ends_has_no_link() -> None:
     """Its answer has come and its time is over in one turn of the loop: then neither has a link."""
     ends = Ends()
     tasks = [asyncio.ensure_future(ends.propose()), asyncio.ensure_future(ends.accept())]
@@ -300,7 +304,7 @@ def is_over(sock: socket.socket) -> bool:
         return True
 
 
-async def test_the_acceptor_gives_up_at_every_step() -> None:
+async def test_acceptor_cancelled_at_every_step_leaves_no_half_link() -> None:
     """Until the dialler has spoken, it learns of that; afterwards it has a link, whose socket says that it is over."""
     completed = []
     for turns in range(1, 100):
@@ -325,7 +329,7 @@ async def test_the_acceptor_gives_up_at_every_step() -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-async def test_an_end_that_is_gone(silent: int) -> None:
+async def test_closed_end_raises_an_error_at_the_other(silent: int) -> None:
     ends = Ends()
     ends.socks[silent].close()
     with pytest.raises(ConnectionError) as raised:
@@ -333,7 +337,7 @@ async def test_an_end_that_is_gone(silent: int) -> None:
     ends.end([raised.value, None])
 
 
-async def test_a_busy_pool_of_threads_keeps_nobody_waiting() -> None:
+async def test_busy_thread_pool_does_not_delay_a_link() -> None:
     """The program's own threads, or that there can be none, are no matter of ours."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(NoThreads())
@@ -341,7 +345,7 @@ async def test_a_busy_pool_of_threads_keeps_nobody_waiting() -> None:
         assert all(isinstance(result, LinkParts) for result in results)
 
 
-async def test_links_that_are_given_up_return_their_lanes() -> None:
+async def test_abandoned_link_returns_its_lane() -> None:
     """An outbox has a lane for each rank, and some for links of which one is given up."""
     ends = Ends()
     kept, socks = await ends.meet(), ends.socks  # the outboxes stay
@@ -487,7 +491,7 @@ OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | Non
 
 
 @pytest.mark.parametrize("offer", OFFERS)
-async def test_garbage_offers(offer: str) -> None:
+async def test_malformed_offer_is_refused(offer: str) -> None:
     data, makers, expected = OFFERS[offer]
     ends = Ends()
     fds = [make(OUTBOX.nbytes if number == 1 else LAYOUT.nbytes) for number, make in enumerate(makers)]
@@ -520,7 +524,7 @@ async def test_garbage_offers(offer: str) -> None:
         *((message(), [sealed, each], ProtocolError) for each in DOORBELLS),
     ],
 )
-async def test_garbage_answers(data: bytes, makers: list[Callable[[int], int]], expected: type) -> None:
+async def test_malformed_answer_is_refused(data: bytes, makers: list[Callable[[int], int]], expected: type) -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await readable(ends.socks[1])
@@ -535,7 +539,7 @@ async def test_garbage_answers(data: bytes, makers: list[Callable[[int], int]], 
     ends.end([result, None])
 
 
-async def test_a_bell_that_is_full_holds_nobody_up() -> None:
+async def test_full_doorbell_does_not_block_a_link() -> None:
     """It is its owner's, who has been told often enough."""
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
@@ -555,7 +559,7 @@ async def test_a_bell_that_is_full_holds_nobody_up() -> None:
     ends.end([pair, None])
 
 
-async def test_what_was_passed_cannot_be_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_descriptor_check_without_proc_uses_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "readlink", Failing(os, "readlink", errno.ENOENT, 0, 1))
     async with meeting() as (ends, results):
         assert results == [None, None]
@@ -563,7 +567,7 @@ async def test_what_was_passed_cannot_be_known_without_proc(monkeypatch: pytest.
         assert_the_socket_is_fresh(ends)
 
 
-async def test_a_no_with_descriptors_in_it() -> None:
+async def test_refusal_with_descriptors_is_accepted() -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await readable(ends.socks[1])
@@ -577,7 +581,9 @@ async def test_a_no_with_descriptors_in_it() -> None:
 # -- this machine
 
 
-async def test_a_machine_without_fences(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_machine_without_fences_uses_the_socket(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(transport, "fences", lambda: None)
     async with meeting() as (ends, results):
         assert results == [None, None]
@@ -593,7 +599,9 @@ async def test_process_whose_words_may_tear_uses_sockets(
         assert all("in two steps" in str(rank.trouble) for rank in ends.ranks)
 
 
-async def test_a_python_built_without_memfd(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_python_without_memfd_uses_the_socket(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Built for old systems, it has no `os.memfd_create`."""
     monkeypatch.delattr(os, "memfd_create")
     async with meeting() as (ends, results):
@@ -603,7 +611,7 @@ async def test_a_python_built_without_memfd(monkeypatch: pytest.MonkeyPatch, cap
     assert len(warnings(caplog)) <= 2
 
 
-async def test_the_bell_is_closed_with_the_last_link() -> None:
+async def test_doorbell_is_closed_with_the_last_link() -> None:
     ends = Ends()
     results = await ends.meet()
     doorbell = results[0].own.doorbell
@@ -621,7 +629,7 @@ async def test_the_bell_is_closed_with_the_last_link() -> None:
         sock.close()
 
 
-async def test_lane_of_a_link_that_was_given_up_serves_the_next_one() -> None:
+async def test_lane_of_an_abandoned_link_is_reused() -> None:
     """Another link keeps the outbox, so that lanes that stay open would run out."""
     ends = Ends()
     first = await ends.meet()
@@ -640,7 +648,7 @@ async def test_lane_of_a_link_that_was_given_up_serves_the_next_one() -> None:
     ends.end(first)
 
 
-async def test_a_bell_that_cannot_listen_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doorbell_that_fails_to_register_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     known = fences()
     assert known is not None
     monkeypatch.setattr(os, "eventfd", Failing(os, "eventfd", errno.EMFILE, 0, 1))

@@ -23,7 +23,7 @@ LAYOUT = OutboxLayout(2)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_order_of_events_loses_a_wake_up(case: Case) -> None:
+def test_doorbell_loses_no_wake_up_in_any_order_of_events(case: Case) -> None:
     states, ends = explore(case)
     assert states > 5000
     assert {received(end) for end in ends} == {case.total}
@@ -31,21 +31,21 @@ def test_no_order_of_events_loses_a_wake_up(case: Case) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", [Case(2), Case(3, lively=False)])
-def test_no_order_of_more_events_loses_a_wake_up(case: Case) -> None:
+def test_doorbell_loses_no_wake_up_in_any_order_of_more_events(case: Case) -> None:
     _, ends = explore(case)
     assert {received(end) for end in ends} == {case.total}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("without", ["look again", "look at status", "look at waiting", "another number", "last look"])
-def test_the_model_notices_what_is_left_out(without: str) -> None:
+def test_model_detects_each_omitted_step(without: str) -> None:
     """Each of the fences is needed, the last look before sleeping, and another number for each sleep."""
     found = (explore(case._replace(without=without))[1] for case in CASES)
     assert any(received(end) < case.total for case, ends in zip(CASES, found, strict=True) for end in ends)
 
 
 @pytest.mark.slow
-def test_the_fence_of_a_writer_that_waits_is_not_needed() -> None:
+def test_fence_of_a_waiting_writer_is_not_needed() -> None:
     """Before it sleeps it looks again anyway, after a fence."""
     for case in CASES:
         _, ends = explore(case._replace(without="look at taken"))
@@ -126,7 +126,7 @@ async def turns(count: int = 4) -> None:
         await asyncio.sleep(0)
 
 
-async def test_it_sleeps_with_another_number_each_time(pair: Pair) -> None:
+async def test_doorbell_sleeps_with_a_new_number_each_time(pair: Pair) -> None:
     pair.doorbell.add(pair.link)
     numbers = []
     for _ in range(5):
@@ -139,7 +139,7 @@ async def test_it_sleeps_with_another_number_each_time(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("value", [0, (1 << 64) - 1])
-async def test_status_does_not_depend_on_what_stands_in_the_memory(value: int, pair: Pair) -> None:
+async def test_doorbell_status_does_not_depend_on_the_memory_contents(value: int, pair: Pair) -> None:
     pair.doorbell.add(pair.link)
     await turns()
     before = pair.status
@@ -151,7 +151,7 @@ async def test_status_does_not_depend_on_what_stands_in_the_memory(value: int, p
     assert pair.status == before + 2
 
 
-async def test_it_is_called_once_per_sleep_and_never_while_awake(pair: Pair) -> None:
+async def test_doorbell_rings_once_per_sleep_and_never_while_awake(pair: Pair) -> None:
     pair.peer.ring()
     assert pair.calls() == 1, "it sleeps from the start: nobody looks yet"
     pair.doorbell.add(pair.link)
@@ -169,7 +169,7 @@ async def test_it_is_called_once_per_sleep_and_never_while_awake(pair: Pair) -> 
     assert pair.calls() == 1
 
 
-async def test_a_call_that_a_peer_has_taken_back_is_heard(pair: Pair) -> None:
+async def test_ring_withdrawn_by_a_peer_still_wakes_the_owner(pair: Pair) -> None:
     """Whoever may ring a doorbell may read it too."""
     loop = asyncio.get_running_loop()
     told: list[Any] = []
@@ -184,7 +184,7 @@ async def test_a_call_that_a_peer_has_taken_back_is_heard(pair: Pair) -> None:
     loop.set_exception_handler(None)
 
 
-async def test_who_is_called_looks_at_all_and_sleeps_again(pair: Pair) -> None:
+async def test_woken_rank_polls_all_links_and_sleeps_again(pair: Pair) -> None:
     pair.doorbell.add(pair.link)
     await turns()
     before, number = pair.link.polls, pair.status
@@ -198,7 +198,7 @@ async def test_who_is_called_looks_at_all_and_sleeps_again(pair: Pair) -> None:
     assert pair.calls() == 0
 
 
-async def test_it_looks_after_the_fence_after_the_number(pair: Pair) -> None:
+async def test_doorbell_polls_after_its_number_and_the_fence(pair: Pair) -> None:
     told: list[Any] = []
     pair.doorbell.add(pair.link)
     await turns()
@@ -209,7 +209,7 @@ async def test_it_looks_after_the_fence_after_the_number(pair: Pair) -> None:
     assert told == [("look", 0), ("fence", 1), ("look", 1)]
 
 
-async def test_who_rings_is_awake_for_the_answer(pair: Pair) -> None:
+async def test_ringing_rank_is_awake_for_the_answer(pair: Pair) -> None:
     pair.other.add(Link())
     await turns()
     assert not pair.other.awake
@@ -217,7 +217,7 @@ async def test_who_rings_is_awake_for_the_answer(pair: Pair) -> None:
     assert pair.other.awake
 
 
-async def test_who_shares_a_core_knows_once_both_have_looked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shared_core_is_known_after_both_ranks_polled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = iter([3, 3, 3, 5, 0])
     monkeypatch.setattr("aiocoll.transport.shm.doorbell.core", lambda: next(cores))
     assert not pair.peer.is_beside(), "the other end has not said where it is"
@@ -229,7 +229,7 @@ async def test_who_shares_a_core_knows_once_both_have_looked(pair: Pair, monkeyp
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no process may choose its core here")
-def test_the_core_is_the_one_that_runs_this_thread() -> None:
+def test_core_is_that_of_this_thread() -> None:
     allowed = os.sched_getaffinity(0)
     try:
         for number in allowed:
@@ -239,14 +239,14 @@ def test_the_core_is_the_one_that_runs_this_thread() -> None:
         os.sched_setaffinity(0, allowed)
 
 
-def test_where_the_c_library_does_not_tell_the_core_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_is_unknown_without_sched_getcpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _load_sched_getcpu.cache_clear()
     monkeypatch.setattr("ctypes.PyDLL", lambda name: object())
     assert core() == 0
     _load_sched_getcpu.cache_clear()
 
 
-async def test_a_closed_bell_is_silent(pair: Pair) -> None:
+async def test_closed_doorbell_does_not_poll(pair: Pair) -> None:
     fences = Fences(None, pair.fence)
     doorbell = Doorbell(Runtime.of(asyncio.get_running_loop()), fences, Watcher(), Outbox(LAYOUT, fences))
     doorbell.hold()
@@ -260,7 +260,7 @@ async def test_a_closed_bell_is_silent(pair: Pair) -> None:
     assert link.polls == 0
 
 
-async def test_what_is_raised_while_looking_makes_nobody_deaf(pair: Pair) -> None:
+async def test_exception_during_a_poll_does_not_stop_later_wake_ups(pair: Pair) -> None:
     """It is a mistake, and the loop tells of it; but the next call is heard."""
     loop = asyncio.get_running_loop()
     told: list[Any] = []

@@ -13,7 +13,7 @@ from aiocoll.transport.shm.fence import fences, stores_words
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
-def test_x86_keeps_data_before_its_flag_by_itself(machine: str) -> None:
+def test_x86_needs_no_store_fence(machine: str) -> None:
     known = fences(machine)
     assert known is not None
     assert known.order is None
@@ -21,7 +21,7 @@ def test_x86_keeps_data_before_its_flag_by_itself(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le", "riscv64", "s390x"])
-def test_other_machines_ask_libatomic(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_use_fences_of_libatomic(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, asked)})())
     known = fences(machine)
@@ -61,7 +61,7 @@ class Fence:
         self.asked.append(order)
 
 
-def test_the_real_libatomic() -> None:
+def test_libatomic_fences_can_be_called() -> None:
     known = fences("aarch64")
     if known is None:
         pytest.skip("libatomic is not installed")
@@ -71,7 +71,7 @@ def test_the_real_libatomic() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), AttributeError("no such function")])
-def test_without_libatomic_there_are_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fences_are_unavailable_without_libatomic(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise error
 
@@ -79,7 +79,7 @@ def test_without_libatomic_there_are_none(error: Exception, monkeypatch: pytest.
     assert fences("aarch64") is None
 
 
-def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_has_fences_without_a_store_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     known = fences()
     assert known is not None
@@ -90,7 +90,7 @@ class Interrupted(BaseException):
     """As KeyboardInterrupt."""
 
 
-def test_a_fence_that_was_interrupted_holds_up_none_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_fence_does_not_block_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second Ctrl-C is raised between any two instructions; the cleanup after it must not wait for ever."""
 
     class Lock:

@@ -164,7 +164,7 @@ def whole(nbytes: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_an_idle_link_takes_little(ranks: int, made: Made, make_host: MakeHost) -> None:
+def test_idle_link_reserves_little_memory(ranks: int, made: Made, make_host: MakeHost) -> None:
     ends, host = made(ranks), make_host(ranks)
     assert ends.reserved() <= 2 * 28 * KIB
     assert host.reserved() <= 2 * (OutboxLayout(ranks).common.small + 2 * PAGE)
@@ -185,7 +185,7 @@ def mapped(nbytes: int) -> list[int]:
     return found
 
 
-async def test_all_of_an_idle_link_takes_less_than_the_contract() -> None:
+async def test_idle_link_takes_less_memory_than_the_contract() -> None:
     """Of either end: what it has touched of the region, and its objects."""
     async with linked("shm") as (near, far):  # whatever is made once
         near.start()
@@ -216,7 +216,7 @@ async def test_all_of_an_idle_link_takes_less_than_the_contract() -> None:
 
 @pytest.mark.parametrize("direction", [0, 1])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_the_ring_grows_by_doubling(ranks: int, direction: int, made: Made) -> None:
+def test_frame_ring_grows_by_doubling(ranks: int, direction: int, made: Made) -> None:
     ends = made(ranks, direction)
     idle, out = ends.reserved(), ends.outgoing()
     assert out.put(*frame(0, b"x" * FIRST))
@@ -259,7 +259,7 @@ def test_slots_are_reserved_one_by_one(ranks: int, common: bool, make_host: Make
 
 @pytest.mark.parametrize("direction", [0, 1])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_the_lane_is_reserved_when_it_is_taken(ranks: int, direction: int, made: Made) -> None:
+def test_chunk_queue_is_reserved_when_it_is_taken(ranks: int, direction: int, made: Made) -> None:
     ends = made(ranks, direction)
     idle, (writer, reader) = ends.reserved(), ends.chunk_queue()
     assert reader.look(1, 7) == -1
@@ -276,7 +276,7 @@ def test_the_lane_is_reserved_when_it_is_taken(ranks: int, direction: int, made:
 
 
 @pytest.mark.parametrize("nbytes", [FIRST - 1, FIRST, FIRST + 1, 100_000, SEGMENT])
-async def test_frames_arrive_whole_while_it_grows(nbytes: int) -> None:
+async def test_frames_arrive_intact_while_the_ring_grows(nbytes: int) -> None:
     async with linked("shm") as (near, far):
         for end in near, far:
             end.start()
@@ -290,7 +290,7 @@ async def test_frames_arrive_whole_while_it_grows(nbytes: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("ranks", [8, 9])
-def test_nobody_touches_what_is_not_reserved(
+def test_unreserved_pages_are_never_touched(
     ranks: int, seed: int, made: Made, make_host: MakeHost, kernel: Kernel
 ) -> None:
     """Neither end: a page that was touched first takes memory too, which nobody has asked for."""
@@ -327,7 +327,7 @@ def test_nobody_touches_what_is_not_reserved(
 
 
 @pytest.mark.parametrize("ranks", [8, 9])
-def test_an_old_kernel_reserves_a_region_at_once(ranks: int, made: Made, kernel: Kernel) -> None:
+def test_old_kernel_reserves_a_region_at_once(ranks: int, made: Made, kernel: Kernel) -> None:
     kernel.fails(errno.EINVAL)
     ends = made(ranks, 1)
     assert ends.reserved() == LinkLayout(ranks).nbytes
@@ -337,7 +337,7 @@ def test_an_old_kernel_reserves_a_region_at_once(ranks: int, made: Made, kernel:
 
 
 @pytest.mark.parametrize("ranks", [8, 9])
-def test_an_old_kernel_reserves_an_outbox_bit_by_bit(ranks: int, make_host: MakeHost, kernel: Kernel) -> None:
+def test_old_kernel_reserves_an_outbox_in_steps(ranks: int, make_host: MakeHost, kernel: Kernel) -> None:
     kernel.fails(errno.EINVAL)
     host = make_host(ranks)
     idle, layout = host.reserved(), host.layout
@@ -351,7 +351,7 @@ def test_an_old_kernel_reserves_an_outbox_bit_by_bit(ranks: int, make_host: Make
     assert idle < host.reserved() <= idle + 2 * lanes
 
 
-def test_an_old_kernel_without_memory_reserves_nothing(
+def test_old_kernel_without_memory_reserves_nothing(
     make_host: MakeHost, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel.fails(errno.EINVAL)
@@ -365,12 +365,12 @@ def test_an_old_kernel_without_memory_reserves_nothing(
     assert posted(host, True, 5, 1, np.ones(32, np.uint8))
 
 
-async def test_an_old_kernel_carries_everything(kernel: Kernel) -> None:
+async def test_old_kernel_supports_all_calls(kernel: Kernel) -> None:
     kernel.fails(errno.EINVAL)
     assert await run_ranks(3, reduce_all, transport="shm") == [SUMS[3]] * 3
 
 
-def test_a_process_that_must_not_reserve_does_not_take_part(kernel: Kernel, made: Made) -> None:
+def test_process_that_cannot_reserve_uses_no_shared_memory(kernel: Kernel, made: Made) -> None:
     """What the peer can is no help to it."""
     ends, layout = made(2), LinkLayout(2)
     kernel.fails(errno.EINVAL)
@@ -385,7 +385,7 @@ CODES = pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
 
 @CODES
 @pytest.mark.parametrize("after", range(11))
-async def test_links_that_cannot_be_made_use_the_socket(
+async def test_link_without_memory_uses_the_socket(
     code: int, after: int, kernel: Kernel, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel.fails(code, after)
@@ -400,7 +400,7 @@ async def test_links_that_cannot_be_made_use_the_socket(
 
 @CODES
 @pytest.mark.parametrize("common", [True, False])
-def test_slots_without_memory_say_no(common: bool, code: int, make_host: MakeHost, kernel: Kernel) -> None:
+def test_slots_without_memory_refuse_posts(common: bool, code: int, make_host: MakeHost, kernel: Kernel) -> None:
     host = make_host(2)
     reader = reader_of(host, common)
     assert posted(host, common, 1, 1, np.arange(100.0))
@@ -419,7 +419,7 @@ def test_slots_without_memory_say_no(common: bool, code: int, make_host: MakeHos
 
 
 @CODES
-def test_a_lane_without_memory_is_not_to_be_had(code: int, made: Made, kernel: Kernel) -> None:
+def test_chunk_queue_without_memory_is_refused(code: int, made: Made, kernel: Kernel) -> None:
     ends = made(2)
     writer, _ = ends.chunk_queue()
     kernel.fails(code)
@@ -433,7 +433,7 @@ def test_a_lane_without_memory_is_not_to_be_had(code: int, made: Made, kernel: K
 
 
 @CODES
-def test_a_ring_without_memory_names_it(code: int, made: Made, kernel: Kernel) -> None:
+def test_frame_ring_without_memory_raises_enomem(code: int, made: Made, kernel: Kernel) -> None:
     ends = made(2)
     out = ends.outgoing()
     kernel.fails(code)
@@ -444,7 +444,7 @@ def test_a_ring_without_memory_names_it(code: int, made: Made, kernel: Kernel) -
 
 
 @CODES
-async def test_frames_that_fit_wait_for_each_other_without_memory(code: int, kernel: Kernel) -> None:
+async def test_frames_that_fit_are_sent_without_new_memory(code: int, kernel: Kernel) -> None:
     async with linked("shm") as (near, far):
         kernel.fails(code)
         for end in near, far:
@@ -459,7 +459,7 @@ async def test_frames_that_fit_wait_for_each_other_without_memory(code: int, ker
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_a_frame_without_memory_ends_the_link(kept: bool, kernel: Kernel) -> None:
+async def test_frame_without_memory_ends_the_link(kept: bool, kernel: Kernel) -> None:
     async with linked("shm") as (near, far):
         near.start()
         before = 0
@@ -484,7 +484,7 @@ async def test_a_frame_without_memory_ends_the_link(kept: bool, kernel: Kernel) 
         assert all(data == b"small" for _, data in far.sink.frames)
 
 
-async def test_a_frame_without_memory_is_tried_once(kernel: Kernel) -> None:
+async def test_frame_without_memory_is_tried_once(kernel: Kernel) -> None:
     async with linked("shm") as (near, _):
         near.start()
         calls = 0
@@ -520,7 +520,7 @@ async def reduce_all(pg: ProcessGroup, kernel: Kernel | None = None) -> list[lis
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_a_group_goes_on_without_memory(world_size: int, kernel: Kernel) -> None:
+async def test_group_continues_without_memory(world_size: int, kernel: Kernel) -> None:
     assert await run_ranks(world_size, reduce_all, kernel, transport="shm") == [SUMS[world_size]] * world_size
 
 
@@ -532,6 +532,6 @@ async def too_large(pg: ProcessGroup, kernel: Kernel) -> str:
     return str(caught.value)
 
 
-async def test_what_does_not_fit_anywhere_ends_with_the_reason(kernel: Kernel) -> None:
+async def test_payload_without_any_memory_fails_with_the_reason(kernel: Kernel) -> None:
     said = await run_ranks(2, too_large, kernel, transport="shm")
     assert any(NO_MEMORY in each for each in said)

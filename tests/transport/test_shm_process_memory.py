@@ -71,14 +71,14 @@ def read(memory: PeerMemory, address: int, nbytes: int) -> bytes:
     return bytes(into)
 
 
-def test_another_process_is_read() -> None:
+def test_memory_of_another_process_is_read() -> None:
     with shown() as child:
         memory = child.memory()
         assert read(memory, child.text, 11) == b"what it has"
         assert read(memory, child.text + 5, 2) == b"it"
 
 
-def test_a_process_that_has_ended() -> None:
+def test_memory_of_an_ended_process_raises_lookup_error() -> None:
     with shown() as child:
         memory = child.memory()
         child.end()
@@ -86,7 +86,7 @@ def test_a_process_that_has_ended() -> None:
             read(memory, child.text, 11)
 
 
-def test_another_process_with_the_same_number() -> None:
+def test_process_with_a_reused_pid_is_not_read() -> None:
     """It has something else where the secret word was: nothing of it is handed out."""
     with shown() as child:
         memory = PeerMemory(child.process.pid, child.address, child.word ^ 1)
@@ -97,7 +97,7 @@ def test_another_process_with_the_same_number() -> None:
             read(memory, child.text, 11)
 
 
-def test_a_word_that_happens_to_be_here_is_not_taken_for_one_that_was_read() -> None:
+def test_secret_word_in_the_own_memory_is_no_proof_of_a_read() -> None:
     """A word of zeros, or of ones, is a word like others."""
     for word in (0, (1 << 64) - 1):
         held = ctypes.c_uint64(word)
@@ -108,7 +108,7 @@ def test_a_word_that_happens_to_be_here_is_not_taken_for_one_that_was_read() -> 
             read(memory, ctypes.addressof(held), 8)
 
 
-def test_memory_that_is_not_there() -> None:
+def test_unmapped_memory_raises_efault() -> None:
     own = OwnMemory(os.urandom)
     memory = PeerMemory(os.getpid(), own.address, own.word)
     pages = mmap.mmap(-1, 2 * PAGE)
@@ -125,7 +125,7 @@ def test_memory_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-def test_where_an_array_lies(readonly: bool) -> None:
+def test_address_of_an_array_is_its_first_element(readonly: bool) -> None:
     array = np.arange(10.0)
     view = memoryview(array).cast("B")
     expected = array.__array_interface__["data"][0]
@@ -134,7 +134,7 @@ def test_where_an_array_lies(readonly: bool) -> None:
     assert address_of(given[24:]) == expected + 24
 
 
-def test_the_process_at_the_other_end_of_a_socket() -> None:
+def test_peer_process_is_identified_by_its_socket() -> None:
     """Both are this one: it may always read itself."""
     own = OwnMemory(os.urandom)
     near, far = socket.socketpair()
@@ -168,7 +168,7 @@ def attempt(child: Shown, before: str) -> str:
 
 @pytest.mark.slow
 @root_only
-def test_without_privileges_only_those_of_the_same_user_may() -> None:
+def test_unprivileged_process_reads_only_its_own_user() -> None:
     with shown() as of_root, shown(SHOW) as of_nobody, shown(DROP) as hidden:
         assert attempt(of_root, DROP) == "PermissionError\n"
         assert attempt(of_nobody, DROP) == "what it has\n"
@@ -191,7 +191,7 @@ assert prctl(22, 2, ctypes.create_string_buffer(filter_), 0, 0) == 0  # PR_SET_S
 """
 
 
-def test_a_filter_that_refuses_the_call() -> None:
+def test_seccomp_filter_is_reported_as_a_refusal() -> None:
     """As those of containers do; it is seen alone, without a peer."""
     with shown() as child:
         assert attempt(child, FILTER) == "PermissionError\n"
@@ -204,13 +204,13 @@ YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 @root_only
 @pytest.mark.skipif(not YAMA.exists(), reason="this kernel has no Yama")
 @pytest.mark.skipif(YAMA.exists() and YAMA.read_text() != "1\n", reason="kernel.yama.ptrace_scope is not 1")
-def test_under_yama_what_has_the_same_parent_may_if_that_is_named() -> None:
+def test_yama_allows_a_named_parents_children() -> None:
     with shown(SHOW) as silent, shown(f"permit(os.getppid())\n{SHOW}") as permitting:
         assert attempt(silent, DROP) == "PermissionError\n"
         assert attempt(permitting, DROP) == "what it has\n"
 
 
-def test_the_process_that_is_named_to_yama(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yama_permission_is_set_for_the_given_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         def __init__(self) -> None:
             self.calls: list[tuple[object, ...]] = []
@@ -225,7 +225,7 @@ def test_the_process_that_is_named_to_yama(monkeypatch: pytest.MonkeyPatch) -> N
     assert library.calls == [(0x59616D61, 1234, 0, 0, 0)]  # PR_SET_PTRACER
 
 
-def test_a_system_that_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_process_vm_readv_reads_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno=False: object())
     wrapped(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # not what was found before
     permit(1234)

@@ -93,9 +93,7 @@ def known(nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("placed", [False, True])
-async def test_it_comes_in_pieces_unless_it_has_its_place_and_is_read_once(
-    where: str, nbytes: int, placed: bool
-) -> None:
+async def test_reference_arrives_in_pieces_unless_it_is_routed(where: str, nbytes: int, placed: bool) -> None:
     async with ends(where) as both:
         found = bytearray(nbytes)
 
@@ -119,7 +117,7 @@ async def test_it_comes_in_pieces_unless_it_has_its_place_and_is_read_once(
         assert {header[8] for header in both.got.headers} == {nbytes}
 
 
-async def test_offsets_of_long_messages_wrap(where: str) -> None:
+async def test_offset_of_a_long_message_wraps(where: str) -> None:
     async with ends(where) as both:
         array = await both.array(2 * SEGMENT)
         header = by_reference(1, array.nbytes, offset=(1 << 32) - SEGMENT)
@@ -130,7 +128,7 @@ async def test_offsets_of_long_messages_wrap(where: str) -> None:
         assert [each[6] for each in both.got.headers] == [(1 << 32) - SEGMENT, 0]
 
 
-async def test_frames_keep_their_order(where: str) -> None:
+async def test_frames_by_reference_keep_their_order(where: str) -> None:
     async with ends(where) as both:
         array = await both.array(100_000)
         both.near.write(*frame(1, b"before"))
@@ -143,7 +141,7 @@ async def test_frames_keep_their_order(where: str) -> None:
         assert both.got.frames == list(enumerate(expected, 1))
 
 
-async def test_not_more_than_two_are_unread(where: str) -> None:
+async def test_references_are_limited_to_two_unread_ones(where: str) -> None:
     """What comes behind does not wait for long; and the sink hears when there is room again."""
     async with ends(where) as both:
         array = await both.array(SEGMENT)
@@ -157,7 +155,7 @@ async def test_not_more_than_two_are_unread(where: str) -> None:
         await until(lambda: both.read == [1, 2])
 
 
-async def test_what_is_read_at_once_is_told_of(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reference_read_at_once_rings_the_writer(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer may have read all before the writer goes on: it rings, since it was asked to before."""
     async with ends(where) as both:
         array = await both.array(1000)
@@ -175,7 +173,7 @@ async def test_what_is_read_at_once_is_told_of(where: str, monkeypatch: pytest.M
         assert doorbell in rung
 
 
-async def test_a_ring_without_room(where: str) -> None:
+async def test_reference_waits_for_room_in_the_ring(where: str) -> None:
     async with ends(where) as both:
         array = await both.array(1000)
         while both.near.write(*frame(0)):
@@ -187,7 +185,7 @@ async def test_a_ring_without_room(where: str) -> None:
         await until(lambda: both.read == [1])
 
 
-async def test_what_is_voided_is_not_handed_out(where: str) -> None:
+async def test_voided_reference_is_not_delivered(where: str) -> None:
     """What the owner does to it from then on is never seen."""
     async with ends(where) as both:
         array, owner = await both.array(SEGMENT), object()
@@ -202,7 +200,7 @@ async def test_what_is_voided_is_not_handed_out(where: str) -> None:
 
 
 @pytest.mark.parametrize("placed", [False, True])
-async def test_what_is_voided_while_it_is_read_is_not_handed_out(where: str, placed: bool) -> None:
+async def test_reference_voided_during_its_read_is_not_delivered(where: str, placed: bool) -> None:
     """Between the look before a piece is read, and the look after: here when it is asked where the piece goes."""
     async with ends(where) as both:
         array, owner = await both.array(3 * SEGMENT), object()
@@ -224,7 +222,7 @@ async def test_what_is_voided_while_it_is_read_is_not_handed_out(where: str, pla
         assert both.got.losses == []
 
 
-async def test_voiding_what_has_been_read_does_not_touch_what_came_after(where: str) -> None:
+async def test_void_of_a_read_reference_does_not_affect_later_ones(where: str) -> None:
     async with ends(where) as both:
         array, owner = await both.array(1000), object()
         assert both.write(array, 1, owner)
@@ -237,7 +235,7 @@ async def test_voiding_what_has_been_read_does_not_touch_what_came_after(where: 
         assert [op for op, _ in both.got.frames] == list(range(1, 600))
 
 
-async def test_a_callback_ends_after_its_time_in_the_midst_of_a_frame(where: str) -> None:
+async def test_callback_ends_within_a_frame_after_its_time(where: str) -> None:
     milliseconds = itertools.count()
     slow = Runtime(asyncio.get_running_loop(), lambda: next(milliseconds) / 1000)
     async with ends(where, slow) as both:
@@ -250,7 +248,7 @@ async def test_a_callback_ends_after_its_time_in_the_midst_of_a_frame(where: str
         assert b"".join(payload for _, payload in both.got.frames) == known(4 * SEGMENT)
 
 
-async def test_the_writer_knows_while_it_is_read(where: str) -> None:
+async def test_writer_knows_whether_its_reference_is_being_read(where: str) -> None:
     async with ends(where) as both:
         array = await both.array(3 * SEGMENT)
         found: list[bool] = []
@@ -267,7 +265,7 @@ async def test_the_writer_knows_while_it_is_read(where: str) -> None:
         assert found == [True] * 6
 
 
-async def test_the_writer_does_not_wait_for_a_reader_that_was_stopped() -> None:
+async def test_writer_does_not_wait_for_a_stopped_reader() -> None:
     now = 1.0
     runtime = Runtime(asyncio.get_running_loop(), lambda: now)
     async with ends("segment", runtime) as both:
@@ -298,7 +296,7 @@ async def test_the_writer_does_not_wait_for_a_reader_that_was_stopped() -> None:
         assert not near.is_being_read()
 
 
-async def test_a_sink_that_closes_the_link_amid_a_frame(where: str) -> None:
+async def test_sink_may_close_the_link_within_a_frame(where: str) -> None:
     timeless = Runtime(asyncio.get_running_loop(), lambda: 0.0)
     async with ends(where, timeless) as both:
         array = await both.array(4 * SEGMENT)
@@ -315,7 +313,7 @@ async def test_a_sink_that_closes_the_link_amid_a_frame(where: str) -> None:
         assert both.read == []
 
 
-async def test_nothing_is_read_after_the_writer_has_closed(where: str) -> None:
+async def test_reference_is_not_read_after_the_writer_closed(where: str) -> None:
     """It has given its memory up: so it cannot have ended in order."""
     async with ends(where) as both:
         array = await both.array(1000)
@@ -330,7 +328,7 @@ async def test_nothing_is_read_after_the_writer_has_closed(where: str) -> None:
 
 
 @pytest.mark.skipif(can_read() is not None, reason="no process can be read here")
-async def test_memory_of_a_process_that_is_not_there() -> None:
+async def test_reference_to_an_ended_process_fails_the_link() -> None:
     async with ends("process") as both:
         await both.array(1)
         assert both.near.references.write(by_reference(1, 1000), (0, 8), None, lambda: None)
@@ -340,7 +338,7 @@ async def test_memory_of_a_process_that_is_not_there() -> None:
         assert both.got.frames == []
 
 
-async def test_what_cannot_be_read_may_be_void(where: str) -> None:
+async def test_unreadable_reference_may_be_void(where: str) -> None:
     """It was unmapped, since its operation has failed."""
     async with ends(where) as both:
         await both.array(1)
@@ -358,7 +356,7 @@ async def test_what_cannot_be_read_may_be_void(where: str) -> None:
         assert both.got.losses == []
 
 
-async def test_a_segment_that_is_not_there() -> None:
+async def test_reference_to_a_missing_segment_fails_the_link() -> None:
     async with ends("segment") as both:
         array = await both.array(1000)
         place = both.place(array)
@@ -379,7 +377,7 @@ async def test_a_segment_that_is_not_there() -> None:
         struct.pack("<B", 99) + by_reference(1, 1000)[1:],
     ],
 )
-async def test_headers_that_make_no_sense(header: bytes) -> None:
+async def test_malformed_reference_header_fails_the_link(header: bytes) -> None:
     async with ends("segment") as both:
         array = await both.array(1000)
         place = both.place(array)
@@ -390,7 +388,7 @@ async def test_headers_that_make_no_sense(header: bytes) -> None:
 
 
 @pytest.mark.parametrize("single_copy", [(True, False), (False, True), (False, False)])
-async def test_both_have_to_want_it(single_copy: tuple[bool, bool]) -> None:
+async def test_references_are_used_only_if_both_ends_want_them(single_copy: tuple[bool, bool]) -> None:
     runtime = Runtime.of(asyncio.get_running_loop())
     near, far = await shm_ends(runtime, single_copy)
     near.sink, far.sink = Recorder(), Recorder()
@@ -407,7 +405,7 @@ async def test_both_have_to_want_it(single_copy: tuple[bool, bool]) -> None:
 
 
 @pytest.mark.skipif(can_read() is not None, reason="no process can be read here")
-async def test_memory_that_no_process_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_unreadable_for_processes_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As what the driver of a device has mapped into this one: that is copied."""
     async with ends("process") as both:
         array = await both.array(1000)

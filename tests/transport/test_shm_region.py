@@ -72,7 +72,7 @@ def _nothing_is_mapped_yet() -> None:
 
 @pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
 @pytest.mark.parametrize("nbytes", [PAGE, NBYTES, LARGE])
-def test_it_is_zero_and_all_there(make: Make, nbytes: int) -> None:
+def test_region_is_zeroed_and_complete(make: Make, nbytes: int) -> None:
     fd, memory = make(nbytes)
     assert len(memory) == nbytes
     assert not any(memory[: 2 * PAGE])
@@ -84,7 +84,7 @@ def test_it_is_zero_and_all_there(make: Make, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
-def test_nobody_can_change_its_size(make: Make) -> None:
+def test_region_size_cannot_be_changed(make: Make) -> None:
     fd, memory = make(NBYTES)
     for nbytes in (0, NBYTES - 1, NBYTES + 1):
         with pytest.raises(PermissionError):
@@ -95,7 +95,7 @@ def test_nobody_can_change_its_size(make: Make) -> None:
     os.close(fd)
 
 
-def test_pages_that_a_peer_gives_back_come_again_as_zeros() -> None:
+def test_pages_released_by_a_peer_read_as_zeros() -> None:
     """A hole is no SIGBUS."""
     fd, memory = with_pages(NBYTES)
     memory[:] = b"x" * NBYTES
@@ -107,7 +107,7 @@ def test_pages_that_a_peer_gives_back_come_again_as_zeros() -> None:
     os.close(fd)
 
 
-def test_another_maps_the_same_memory() -> None:
+def test_second_mapping_sees_the_same_memory() -> None:
     fd, memory = with_pages(NBYTES)
     other = open_region(os.dup(fd), NBYTES)
     memory[:3] = b"abc"
@@ -154,7 +154,7 @@ STRANGE: dict[str, Callable[[], int]] = {
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_strange_memory_is_refused_by_name_and_closed(what: str) -> None:
+def test_foreign_memory_is_refused_and_closed(what: str) -> None:
     fd = STRANGE[what]()
     with pytest.raises(ProtocolError, match=f"a peer passed shared memory that is not {NBYTES} sealed bytes"):
         open_region(fd, NBYTES)
@@ -167,9 +167,7 @@ def test_strange_memory_is_refused_by_name_and_closed(what: str) -> None:
     ("name", "code"),
     [("memfd_create", errno.EPERM), ("ftruncate", errno.EFBIG), ("posix_fallocate", errno.ENOSPC)],
 )
-def test_what_cannot_be_made_leaves_nothing_open(
-    make: Make, name: str, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_creation_leaves_nothing_open(make: Make, name: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -179,7 +177,7 @@ def test_what_cannot_be_made_leaves_nothing_open(
     assert mapped() == [], raised
 
 
-def test_what_cannot_be_reserved_leaves_nothing_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reservation_leaves_nothing_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where it is made nor where it is opened, even if the error is kept, and its frames with it."""
     fd, memory = with_pages(NBYTES)
     memory.close()
@@ -192,14 +190,14 @@ def test_what_cannot_be_reserved_leaves_nothing_mapped(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
-def test_a_python_that_was_built_without_memfd(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_without_memfd_raises_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="built without memfd_create"):
         make(NBYTES)
 
 
 @pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
-def test_what_cannot_be_mapped_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_mapping_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -209,7 +207,7 @@ def test_what_cannot_be_mapped_leaves_nothing_open(make: Make, monkeypatch: pyte
     assert mapped() == [], raised
 
 
-async def test_the_loop_turns_meanwhile(old_kernel: None) -> None:
+async def test_loop_runs_during_the_creation_of_a_region(old_kernel: None) -> None:
     making = asyncio.ensure_future(SharedRegion.create(LARGE, []))
     turns = 0
     while not making.done():
@@ -220,7 +218,7 @@ async def test_the_loop_turns_meanwhile(old_kernel: None) -> None:
 
 
 @pytest.mark.parametrize("turns", range(1, 6))
-async def test_nothing_is_left_of_a_cancelled_one(old_kernel: None, turns: int) -> None:
+async def test_cancelled_creation_leaves_nothing_open(old_kernel: None, turns: int) -> None:
     making = asyncio.ensure_future(SharedRegion.create(LARGE, []))
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -249,7 +247,7 @@ except OSError as error:
     ("limit", "value", "reason"),
     [("RLIMIT_FSIZE", PAGE, "File too large"), ("RLIMIT_AS", PAGE, "Cannot allocate memory")],
 )
-def test_limits_are_errors_and_no_signals(limit: str, value: int, reason: str) -> None:
+def test_memory_limit_raises_an_error_without_a_signal(limit: str, value: int, reason: str) -> None:
     arguments = [sys.executable, "-c", LIMITED, limit, str(value), str(64 * LARGE)]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert ended.returncode not in (-signal.SIGBUS, -signal.SIGXFSZ, -signal.SIGSEGV)
@@ -320,7 +318,7 @@ def test_peer_can_read_memory_of_its_owner_and_not_write_it(own: OwnRegion) -> N
     seen.close()
 
 
-def test_old_kernel_without_that_seal_shares_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_kernel_without_the_seal_shares_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     call = fcntl.fcntl
 
     def old(fd: int, command: int, seals: int = 0) -> int:
@@ -349,7 +347,7 @@ def test_kernel_that_forbids_seals_leaves_nothing_open(monkeypatch: pytest.Monke
     assert mapped() == [], raised
 
 
-def test_own_memory_is_reserved_as_it_is_asked_for(own: OwnRegion) -> None:
+def test_own_memory_is_reserved_on_request(own: OwnRegion) -> None:
     assert os.fstat(own.fd).st_blocks * 512 == PAGE
     assert own.reserve(PAGE + 10, PAGE + 20)
     assert os.fstat(own.fd).st_blocks * 512 == 2 * PAGE

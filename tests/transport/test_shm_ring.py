@@ -66,7 +66,7 @@ class Ring:
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_each_size_goes_round_many_times(ranks: int, number: int, nbytes: int) -> None:
+def test_frame_of_each_size_wraps_around_the_ring(ranks: int, number: int, nbytes: int) -> None:
     ring = Ring(ranks, number)
     for _ in range(3 * ENTRIES if nbytes <= 4096 else 40):
         assert ring.put(nbytes, nothing=not nbytes)
@@ -75,7 +75,7 @@ def test_each_size_goes_round_many_times(ranks: int, number: int, nbytes: int) -
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8])
-def test_a_full_ring(nbytes: int) -> None:
+def test_full_ring_refuses_frames(nbytes: int) -> None:
     ring = Ring(2)
     for _ in range(3):
         for _ in range(ENTRIES):
@@ -89,7 +89,7 @@ def test_a_full_ring(nbytes: int) -> None:
 
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("nbytes", [9, 64, 65, 8192, SEGMENT // 3, SEGMENT - 1, SEGMENT])
-def test_a_full_area(ranks: int, nbytes: int) -> None:
+def test_full_area_refuses_frames(ranks: int, nbytes: int) -> None:
     """It is full when there is no room, not before; and one that is too large waits while small ones pass."""
     ring = Ring(ranks)
     lines = -(-nbytes // LINE) * LINE
@@ -105,7 +105,7 @@ def test_a_full_area(ranks: int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_the_area_is_used_round_and_round(ranks: int) -> None:
+def test_area_wraps_around_at_every_place(ranks: int) -> None:
     """The reader stays half an area behind, so that pieces wrap around at every place."""
     ring = Ring(ranks)
     chance = random.Random(ranks)
@@ -121,7 +121,7 @@ def test_the_area_is_used_round_and_round(ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_any_sizes_and_any_delays(ranks: int, seed: int) -> None:
+def test_frames_of_any_size_arrive_with_any_delay(ranks: int, seed: int) -> None:
     ring = Ring(ranks, seed % 2)
     chance = random.Random(seed)
     refused = 0
@@ -137,7 +137,7 @@ def test_any_sizes_and_any_delays(ranks: int, seed: int) -> None:
     assert ring.put(SEGMENT), "an empty ring takes the largest"
 
 
-def test_the_stamp_comes_last() -> None:
+def test_stamp_is_written_last() -> None:
     """And, where the machine does not see to it, after a fence."""
     ring = Ring(2)
     told: list[int] = []

@@ -70,7 +70,7 @@ async def ends() -> AsyncIterator[Ends]:
     vars(both).clear()  # it is kept for a while
 
 
-async def test_what_is_taken_can_be_read_until_it_has_ended(ends: Ends) -> None:
+async def test_shared_segment_can_be_read_until_it_ends(ends: Ends) -> None:
     array, segment = await ends.share()
     assert np.array_equal(ends.seen(segment, 80, 10), array[10:20])
     array[10] = -1
@@ -81,14 +81,14 @@ async def test_what_is_taken_can_be_read_until_it_has_ended(ends: Ends) -> None:
     assert not ends.far.sink.losses
 
 
-async def test_nothing_is_read_beyond_its_end(ends: Ends) -> None:
+async def test_segment_is_not_read_beyond_its_end(ends: Ends) -> None:
     _array, segment = await ends.share()
     assert len(ends.seen(segment, NBYTES - 16, 2)) == 2
     assert ends.seen(segment, NBYTES - 16, 3) is None
     assert ends.seen(segment, NBYTES, 1) is None
 
 
-async def test_each_plot_is_offered_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_segment_is_offered_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
     send = socket.send_fds
     monkeypatch.setattr(segment_sharing.socket, "send_fds", lambda *given: sent.append(given) or send(*given))
@@ -98,7 +98,7 @@ async def test_each_plot_is_offered_once(ends: Ends, monkeypatch: pytest.MonkeyP
     assert len(sent) == 1
 
 
-async def test_what_does_not_fit_in_the_socket_is_said_later(ends: Ends) -> None:
+async def test_offer_beyond_the_socket_buffer_is_sent_later(ends: Ends) -> None:
     """Both an offer, which is made again, and that a segment has ended."""
     segments = [await ends.share() for _ in range(3)]
     _array, late = await ends.make()
@@ -113,7 +113,7 @@ async def test_what_does_not_fit_in_the_socket_is_said_later(ends: Ends) -> None
     await until(lambda: ends.near.segment_sharing.can_map(late))
 
 
-async def test_a_link_may_close_with_words_unsaid(ends: Ends) -> None:
+async def test_link_may_close_with_unsent_offers(ends: Ends) -> None:
     _array, segment = await ends.share()
     fill(sock_of(ends.near))
     ends.near.segment_sharing.withdraw(segment.number)
@@ -122,7 +122,7 @@ async def test_a_link_may_close_with_words_unsaid(ends: Ends) -> None:
     ends.near.segment_sharing.withdraw(segment.number)  # of a link that is gone
 
 
-async def test_a_descriptor_that_was_lost_on_the_way_is_no_harm(ends: Ends) -> None:
+async def test_lost_descriptor_does_not_affect_other_segments(ends: Ends) -> None:
     _array, segment = await ends.make()
     sock_of(ends.near).send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
     ends.near.segment_sharing._offered.add(segment.number)
@@ -132,7 +132,7 @@ async def test_a_descriptor_that_was_lost_on_the_way_is_no_harm(ends: Ends) -> N
     assert ends.seen(other) is not None
 
 
-async def test_what_cannot_be_mapped_is_no_harm(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unmappable_segment_does_not_fail_the_link(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, nbytes: int) -> Any:
         os.close(fd)
         raise OSError("no memory")
@@ -148,7 +148,7 @@ async def test_what_cannot_be_mapped_is_no_harm(ends: Ends, monkeypatch: pytest.
     assert ends.seen(segment) is None
 
 
-async def test_an_answer_that_comes_too_late_counts_no_more(ends: Ends) -> None:
+async def test_late_answer_is_ignored(ends: Ends) -> None:
     _array, segment = await ends.make()
     ends.near.segment_sharing.can_map(segment)
     ends.near.segment_sharing.withdraw(segment.number)
@@ -166,7 +166,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-async def test_nonsense_ends_the_link(ends: Ends, what: str) -> None:
+async def test_malformed_offer_ends_the_link(ends: Ends, what: str) -> None:
     message, fds = NONSENSE[what]
     fd, _memory = await create_mapped(PAGE)
     try:
@@ -177,7 +177,7 @@ async def test_nonsense_ends_the_link(ends: Ends, what: str) -> None:
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
 
 
-async def test_an_offer_of_what_is_no_sealed_memory_ends_the_link(ends: Ends) -> None:
+async def test_offer_of_unsealed_memory_ends_the_link(ends: Ends) -> None:
     zeros = os.open("/dev/zero", os.O_RDWR)
     socket.send_fds(sock_of(ends.near), [_MESSAGE.pack(_OFFER, 1, PAGE)], [zeros])
     os.close(zeros)
@@ -185,7 +185,7 @@ async def test_an_offer_of_what_is_no_sealed_memory_ends_the_link(ends: Ends) ->
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
 
 
-async def test_no_number_is_offered_twice(ends: Ends) -> None:
+async def test_repeated_segment_number_ends_the_link(ends: Ends) -> None:
     _array, segment = await ends.share()
     socket.send_fds(sock_of(ends.near), [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
     await until(lambda: ends.far.sink.losses)
@@ -199,7 +199,7 @@ def put(ends: Ends, segment: Segment, offset: int, identity: int = 5) -> None:
     assert ends.near.chunks.writer.point(identity, 7, 0, segment.number, offset)
 
 
-async def test_pieces_here_and_there_come_in_order(ends: Ends) -> None:
+async def test_pieces_in_segments_and_chunks_arrive_in_order(ends: Ends) -> None:
     array, segment = await ends.share()
     put(ends, segment, 0)
     assert ends.near.chunks.writer.put(5, 7, 0, memoryview(np.full(2, 8.0)).cast("B"))
@@ -213,7 +213,7 @@ async def test_pieces_here_and_there_come_in_order(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(("number", "offset"), [(99, 0), (1, NBYTES), (1, 1 << 63)])
-async def test_pointing_to_nowhere_ends_the_link(ends: Ends, number: int, offset: int) -> None:
+async def test_reference_outside_the_segments_ends_the_link(ends: Ends, number: int, offset: int) -> None:
     _array, _segment = await ends.share()
     ends.near.chunks.writer.point(5, 7, 0, number, offset)
     assert ends.far.chunks.read(FLOAT, 1) is None
@@ -222,7 +222,7 @@ async def test_pointing_to_nowhere_ends_the_link(ends: Ends, number: int, offset
         raise ends.far.sink.losses[0]
 
 
-async def test_what_is_void_is_void_before_and_while_it_is_read(ends: Ends) -> None:
+async def test_voided_piece_is_not_read(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
     put(ends, segment, 8, identity=6)
@@ -239,7 +239,7 @@ async def test_what_is_void_is_void_before_and_while_it_is_read(ends: Ends) -> N
     assert not ends.far.sink.losses
 
 
-async def test_the_end_of_a_group_takes_what_is_void_too(ends: Ends) -> None:
+async def test_end_of_a_group_reclaims_voided_pieces(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
     ends.near.chunks.writer.void(5, 7)
@@ -248,7 +248,7 @@ async def test_the_end_of_a_group_takes_what_is_void_too(ends: Ends) -> None:
     assert ends.near.chunks.writer.is_taken(1)
 
 
-async def test_who_waits_until_all_is_taken_is_told(ends: Ends) -> None:
+async def test_writer_waiting_for_all_pieces_is_woken(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
     assert not ends.near.chunks.writer.is_taken(1)

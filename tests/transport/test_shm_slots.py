@@ -168,7 +168,7 @@ def take(reader: SlotReader, slot: int, identity: int, group: int) -> float | No
 
 @pytest.mark.parametrize("slot", [0, SMALL_SLOTS - 1, SMALL_SLOTS, SLOTS - 1])
 @pytest.mark.parametrize("count", [1, 4, 5, 6, 16])
-def test_slot_is_used_again_when_it_was_freed(slot: int, count: int, box: Box) -> None:
+def test_slot_is_reused_after_it_was_freed(slot: int, count: int, box: Box) -> None:
     for identity in range(1, 4):
         array = np.arange(count) + 0.5 * identity
         assert box.reader.look(slot, identity, NEW) == -1
@@ -242,7 +242,7 @@ def test_words_of_a_lane_do_not_overlap(box: Box) -> None:
 
 @pytest.mark.parametrize("order", [None, lambda: None])
 @pytest.mark.parametrize("step", range(10))
-def test_group_ends_while_another_posts(step: int, order: Any, make_box: Callable[..., Box]) -> None:
+def test_group_end_during_a_post_keeps_the_new_post(step: int, order: Any, make_box: Callable[..., Box]) -> None:
     """Its slots are given back; not the one in which the other's tensor is just appearing."""
     box = make_box(Fences(order, lambda: None))
     assert box.post(5, 5, OLD, block_of(1))
@@ -258,7 +258,7 @@ def test_group_ends_while_another_posts(step: int, order: Any, make_box: Callabl
 
 
 @pytest.mark.parametrize("step", range(7))
-def test_another_group_posts_while_one_ends(step: int, box: Box) -> None:
+def test_post_during_a_group_end_is_kept(step: int, box: Box) -> None:
     assert box.post(0, 5, OLD, block_of(1))
     assert take(box.reader, 0, 5, OLD) == 1
     steps = box.step_reader()
@@ -273,7 +273,7 @@ def test_another_group_posts_while_one_ends(step: int, box: Box) -> None:
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_operations_of_two_groups_have_the_same_number(step: int, box: Box) -> None:
+def test_equal_operation_numbers_of_two_groups_are_distinguished(step: int, box: Box) -> None:
     """The id in the line is right before anything of the new tensor is there."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
@@ -291,7 +291,7 @@ def test_operations_of_two_groups_have_the_same_number(step: int, box: Box) -> N
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_unfinished_post_is_not_reported_as_unread_operation_before(step: int, box: Box) -> None:
+def test_unfinished_post_is_not_reported_as_the_previous_operation(step: int, box: Box) -> None:
     """The writer may be preempted for long: the operation whose slot it was has ended, and matches no call."""
     assert box.post(5, 5, NEW, block_of(1))
     assert take(box.reader, 5, 5, NEW) == 1
@@ -307,7 +307,7 @@ def test_unfinished_post_is_not_reported_as_unread_operation_before(step: int, b
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_slot_is_looked_at_while_it_is_written(step: int, box: Box) -> None:
+def test_slot_read_during_its_write_is_consistent(step: int, box: Box) -> None:
     got: list[float | None] = []
     steps = box.step_writer()
     steps.interrupt(step, lambda: got.append(take(box.reader, 5, 6, NEW)))
@@ -320,7 +320,7 @@ def test_slot_is_looked_at_while_it_is_written(step: int, box: Box) -> None:
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_news_are_not_lost_while_a_post_is_made(step: int, box: Box) -> None:
+def test_news_flag_is_not_lost_during_a_post(step: int, box: Box) -> None:
     """Whoever has seen the news finds the post, or there are news again."""
     found: list[bool] = []
     steps = box.step_writer()
@@ -331,7 +331,7 @@ def test_news_are_not_lost_while_a_post_is_made(step: int, box: Box) -> None:
     assert not box.outbox.has_news()
 
 
-def test_post_for_a_group_that_is_over_is_given_back_when_it_is_in_the_way(box: Box) -> None:
+def test_post_for_a_finished_group_is_freed_when_its_slot_is_needed(box: Box) -> None:
     box.reader.purge(OLD)
     assert box.post(5, 5, OLD, block_of(1))
     assert not box.post(5, 69, NEW, block_of(2))
@@ -341,7 +341,7 @@ def test_post_for_a_group_that_is_over_is_given_back_when_it_is_in_the_way(box: 
     assert take(box.reader, 5, 69, NEW) == 2
 
 
-def test_post_for_a_group_that_is_over_is_not_unread(box: Box) -> None:
+def test_post_for_a_finished_group_is_not_unread(box: Box) -> None:
     box.outbox.purge(OLD)
     assert box.post(5, 5, OLD, block_of(1))
     assert box.post(6, 6, NEW, block_of(2))
@@ -351,7 +351,7 @@ def test_post_for_a_group_that_is_over_is_not_unread(box: Box) -> None:
     assert not box.reader._closed_groups
 
 
-def test_slot_that_was_read_is_not_given_back_once_its_group_is_over(box: Box) -> None:
+def test_read_slot_is_not_freed_again_after_its_group_ended(box: Box) -> None:
     """The line is the writer's again: the reader neither looks at it nor changes what it has consumed."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
@@ -363,7 +363,7 @@ def test_slot_that_was_read_is_not_given_back_once_its_group_is_over(box: Box) -
     assert told == []
 
 
-def test_post_that_was_withdrawn_is_not_given_back(make_host: Callable[..., Host]) -> None:
+def test_withdrawn_post_is_not_freed(make_host: Callable[..., Host]) -> None:
     """What a reader has consumed before stays consumed."""
     host = make_host(3)
     common, lanes, reader = host.boxes[0].common, list(host.lanes.values()), host.readers[2].common
@@ -411,7 +411,7 @@ class Telling:
         self.words[index] = value
 
 
-def test_fences_stand_between_data_and_what_tells_of_them(make_box: Callable[..., Box]) -> None:
+def test_fence_separates_data_from_its_number(make_box: Callable[..., Box]) -> None:
     told: list[str] = []
     box = make_box(Fences(lambda: told.append("fence"), lambda: None), ranks=3)
     readers = 2 if box.is_common else 1
@@ -452,7 +452,7 @@ def test_common_slot_is_free_when_all_its_readers_have_read_it(make_host: Callab
     assert [host.readers[rank].common.look(5, 133, NEW) for rank in (1, 3)] == [-1, -1]
 
 
-def test_reader_without_a_link_keeps_no_slot(make_host: Callable[..., Host]) -> None:
+def test_reader_without_a_link_blocks_no_slot(make_host: Callable[..., Host]) -> None:
     host = make_host(4)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
     assert common.post(5, 5, NEW, PRINT, block_of(1), 24, lanes)
@@ -469,9 +469,7 @@ def test_reader_without_a_link_keeps_no_slot(make_host: Callable[..., Host]) -> 
 
 
 @pytest.mark.parametrize("step", range(12))
-def test_reader_that_was_given_up_finds_out_before_it_uses_what_it_read(
-    step: int, make_host: Callable[..., Host]
-) -> None:
+def test_abandoned_reader_detects_it_before_it_uses_the_data(step: int, make_host: Callable[..., Host]) -> None:
     """It may have been stopped at any moment, and go on when the slot has something else."""
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
@@ -491,7 +489,7 @@ def test_reader_that_was_given_up_finds_out_before_it_uses_what_it_read(
     assert got in ([], [None], [1])
 
 
-def test_reader_that_has_left_the_group_keeps_no_slot(make_host: Callable[..., Host]) -> None:
+def test_reader_that_has_left_the_group_blocks_no_slot(make_host: Callable[..., Host]) -> None:
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
     assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
@@ -506,7 +504,7 @@ def test_reader_that_has_left_the_group_keeps_no_slot(make_host: Callable[..., H
     assert take(host.readers[2].common, 6, 6, NEW) == 1
 
 
-def test_new_link_to_a_rank_finds_nothing_of_the_one_before(make_host: Callable[..., Host]) -> None:
+def test_new_link_to_a_rank_sees_no_posts_of_the_old_link(make_host: Callable[..., Host]) -> None:
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
     for slot in range(3):
@@ -528,7 +526,7 @@ def test_new_link_to_a_rank_finds_nothing_of_the_one_before(make_host: Callable[
         assert take(again.common, slot, 133, NEW) == 4
 
 
-def test_link_that_is_opened_twice_at_once_keeps_what_was_posted(make_host: Callable[..., Host]) -> None:
+def test_link_opened_twice_at_once_keeps_its_posts(make_host: Callable[..., Host]) -> None:
     """Both ends may dial, or a peer is back before its end was noticed: each has a lane of its own."""
     host = make_host(2)
     old, box = host.lanes[1], host.boxes[0]
@@ -546,7 +544,7 @@ def test_link_that_is_opened_twice_at_once_keeps_what_was_posted(make_host: Call
     assert take(host.readers[1].lane, 5, 6, NEW) == 2
 
 
-def test_reader_of_a_link_that_has_ended_leaves_the_lane_to_the_next_one(make_host: Callable[..., Host]) -> None:
+def test_reader_of_an_ended_link_does_not_affect_the_next_one(make_host: Callable[..., Host]) -> None:
     """What it reads late, or gives back for a group that is over, is of that link, and of an outbox that is gone."""
     host = make_host(2)
     old = host.readers[1]
@@ -593,7 +591,7 @@ def test_lane_that_a_peer_does_not_have_is_refused(make_host: Callable[..., Host
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**63, 2**64 - 1])
-def test_nonsense_of_a_peer_does_no_harm(value: int, box: Box) -> None:
+def test_malformed_lane_of_a_peer_is_tolerated(value: int, box: Box) -> None:
     """Whatever a broken peer has written, slots are found, or not, and nothing else is read."""
     for words in (*(lane._named for lane in box.lanes), *(lane.common_named for lane in box.lanes), box.writer._lines):
         for index in range(len(words)):
@@ -610,7 +608,7 @@ def test_nonsense_of_a_peer_does_no_harm(value: int, box: Box) -> None:
 
 
 @pytest.mark.parametrize("value", [0, 2, 2**63, 2**64 - 1])
-def test_slot_of_which_nonsense_was_consumed_is_not_free(value: int, box: Box) -> None:
+def test_slot_with_an_invalid_consumed_number_is_not_free(value: int, box: Box) -> None:
     assert box.post(5, 5, NEW, block_of(1))
     box.reader._consumed[5] = value
     assert not box.post(5, 133, NEW, block_of(1))
@@ -632,7 +630,7 @@ def got(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | 
     return int(piece[0])
 
 
-def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
+def test_chunks_arrive_in_order_and_only_for_their_operation() -> None:
     writer, reader = both()
     assert writer.take(3, NEW)
     assert not writer.take(4, NEW)
@@ -647,7 +645,7 @@ def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
         assert got(reader) is None
 
 
-def test_a_reader_tells_a_writer_that_waits() -> None:
+def test_reader_wakes_a_waiting_writer() -> None:
     writer, reader = both()
     assert writer.take(3, NEW)
     for number in range(CHUNKS):
@@ -661,7 +659,7 @@ def test_a_reader_tells_a_writer_that_waits() -> None:
 
 
 @pytest.mark.parametrize("step", range(8))
-def test_space_comes_while_the_writer_begins_to_wait(step: int) -> None:
+def test_space_freed_while_the_writer_starts_waiting_is_noticed(step: int) -> None:
     """It finds the space, or it is told."""
     writer, reader = both()
     assert writer.take(3, NEW)
@@ -690,7 +688,7 @@ def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes()
     assert not reader._last_chunks
 
 
-def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:
+def test_queue_of_a_failed_operation_waits_for_its_chunks() -> None:
     writer, reader = both()
     assert writer.take(3, NEW)
     assert put(writer, 1, OLD)
@@ -734,7 +732,7 @@ def test_queue_goes_to_any_operation_once_the_last_one_is_being_read() -> None:
     assert writer.take(9, OLD)
 
 
-def test_pieces_for_a_group_that_is_over_are_given_back_when_they_are_in_the_way() -> None:
+def test_chunks_for_a_finished_group_are_freed_when_their_space_is_needed() -> None:
     writer, reader = both()
     assert writer.take(3, NEW)
     reader.end(OLD)

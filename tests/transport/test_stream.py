@@ -166,7 +166,7 @@ def flavour(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def stranger(card: Card) -> AsyncIterator[socket.socket]:
-    """A client that is connected to the listener of `card` and has said nothing."""
+    """Return a client that has connected to the listener of `card` and sent nothing."""
     loop = asyncio.get_running_loop()
     if card["unix"]:
         sock = await address.reach(loop, socket.AF_UNIX, address.unix_address(card["unix"]))
@@ -179,7 +179,7 @@ async def stranger(card: Card) -> AsyncIterator[socket.socket]:
 
 @asynccontextmanager
 async def hung(one: Rank, other: Rank) -> AsyncIterator[tuple[asyncio.Task[StreamLink | None], socket.socket]]:
-    """A connect whose HELLO somebody else has taken, who holds the answer back; and that somebody's socket."""
+    """Return a connect whose HELLO was intercepted, and the interceptor's socket, which withholds the answer."""
     listener, name = address.open_unix(os.urandom)
     with listener:
         card = {**other.card, "unix": name}
@@ -226,7 +226,7 @@ async def serve(sock: socket.socket, rank: int, decide: Callable[[Peer], Status]
     return server, server.verdict(await read(sock, PROOF_SIZE), decide)
 
 
-async def test_connect_and_talk(flavour: str) -> None:
+async def test_connect_makes_a_link_that_carries_frames(flavour: str) -> None:
     async with started(2, flavour) as (a, b):
         link = await a.connect(b)
         await b.until(lambda: b.accepted)
@@ -246,7 +246,7 @@ async def test_connect_and_talk(flavour: str) -> None:
             assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in (sock, sock_of(back)))
 
 
-async def test_one_link_of_each_kind() -> None:
+async def test_connect_makes_one_link_per_kind() -> None:
     async with started(2) as (a, b):
         control, data = await asyncio.gather(a.connect(b, CONTROL), a.connect(b, DATA))
         await b.until(lambda: len(b.accepted) == 2)
@@ -257,7 +257,7 @@ async def test_one_link_of_each_kind() -> None:
         assert a.links == [control, data]
 
 
-async def test_a_closed_link_makes_room_for_a_new_one(flavour: str) -> None:
+async def test_closed_link_can_be_replaced(flavour: str) -> None:
     async with started(2, flavour) as (a, b):
         (await a.connect(b)).close()
         assert await b.connect(a) is not None or b.accepted
@@ -267,7 +267,7 @@ async def test_a_closed_link_makes_room_for_a_new_one(flavour: str) -> None:
         assert await a.connect(b) is not None
 
 
-async def test_mesh_of_sixteen(flavour: str) -> None:
+async def test_sixteen_ranks_form_a_full_mesh(flavour: str) -> None:
     async with started(16, flavour) as ranks:
         pairs = [(a, b) for a in ranks for b in ranks if a.transport.rank < b.transport.rank]
         links = await asyncio.gather(*(a.connect(b) for a, b in pairs))
@@ -277,7 +277,7 @@ async def test_mesh_of_sixteen(flavour: str) -> None:
             assert sorted(link.peer for link in rank.links) == [r for r in range(16) if r != rank.transport.rank]
 
 
-async def test_both_dial_at_once(flavour: str) -> None:
+async def test_simultaneous_dials_make_one_link(flavour: str) -> None:
     """Whatever the order of events: one link, the same on both sides, and it works."""
     chance = random.Random(5)
     async with started(2, flavour) as (a, b):
@@ -303,7 +303,7 @@ async def test_both_dial_at_once(flavour: str) -> None:
                 rank.heard.clear()
 
 
-async def test_all_dial_all_at_once(flavour: str) -> None:
+async def test_simultaneous_dials_of_all_ranks_make_one_link_per_pair(flavour: str) -> None:
     async with started(8, flavour) as ranks:
         made = await asyncio.gather(*(a.connect(b) for a in ranks for b in ranks if a is not b))
         await settle(*ranks)
@@ -313,7 +313,7 @@ async def test_all_dial_all_at_once(flavour: str) -> None:
 
 
 @pytest.mark.parametrize("said", [0, HELLO_SIZE, HELLO_SIZE + PROOF_SIZE])
-async def test_a_dial_in_which_nothing_is_proven_changes_no_answer(said: int) -> None:
+async def test_unproven_dial_changes_no_answer(said: int) -> None:
     """Whoever has taken it, and however far it got; the answer to another rank must not depend on it."""
     async with started(3) as (low, middle, high):
         for rank in (low, high):
@@ -328,7 +328,7 @@ async def test_a_dial_in_which_nothing_is_proven_changes_no_answer(said: int) ->
 
 
 @pytest.mark.parametrize("said", range(4))
-async def test_who_has_proven_nothing_stops_no_dial(said: int) -> None:
+async def test_unproven_client_stops_no_dial(said: int) -> None:
     """Silent, half a HELLO, HELLO as the peer would say it, and a proof with another key."""
     for rank in range(2):
         async with started(2, connect_timeout=3600.0, handshake_timeout=3600.0) as ranks:
@@ -341,7 +341,7 @@ async def test_who_has_proven_nothing_stops_no_dial(said: int) -> None:
             assert len(one.links) == len(other.links) == 1
 
 
-async def test_connect_waits_for_the_peer_that_has_proven_itself() -> None:
+async def test_connect_waits_for_a_proven_peer() -> None:
     async with started(2) as (a, b), stranger(a.card) as sock, stranger(a.card) as again:
         client = client_of(1)
         assert await greet(sock, client) is Status.OK
@@ -356,7 +356,7 @@ async def test_connect_waits_for_the_peer_that_has_proven_itself() -> None:
 
 
 @pytest.mark.parametrize("word", [b"", bytes(CONFIRM_SIZE)])
-async def test_connect_dials_if_the_peer_does_not_come_after_all(word: bytes) -> None:
+async def test_connect_dials_if_the_proven_peer_fails(word: bytes) -> None:
     async with started(2) as (a, b), stranger(a.card) as sock:
         assert await greet(sock, client_of(1)) is Status.OK
         dial = asyncio.create_task(a.connect(b))
@@ -367,7 +367,7 @@ async def test_connect_dials_if_the_peer_does_not_come_after_all(word: bytes) ->
         assert a.accepted == []
 
 
-async def test_the_higher_rank_keeps_what_it_has_promised() -> None:
+async def test_higher_rank_keeps_its_promise() -> None:
     """Told OK itself, it does not take its own connection while the lower rank may take the promised one."""
     async with started(2) as (a, b), hung(b, a) as (dial, served), stranger(b.card) as sock:
         _, verdict = await serve(served, 0, lambda peer: Status.OK)
@@ -381,7 +381,7 @@ async def test_the_higher_rank_keeps_what_it_has_promised() -> None:
         assert [link.peer for link in b.links] == [0]
 
 
-async def test_the_lower_rank_takes_what_it_is_promised() -> None:
+async def test_lower_rank_takes_the_promised_link() -> None:
     async with started(2) as (a, b), hung(a, b) as (dial, served), stranger(a.card) as sock:
         server, verdict = await serve(served, 1, lambda peer: Status.OK)
         assert await greet(sock, client_of(1)) is Status.OK
@@ -392,7 +392,7 @@ async def test_the_lower_rank_takes_what_it_is_promised() -> None:
         link.close()
 
 
-async def test_the_accepted_link_interrupts_the_dial() -> None:
+async def test_accepted_link_interrupts_the_dial() -> None:
     async with (
         started(2, handshake_timeout=3600.0, connect_timeout=3600.0) as (a, b),
         hung(b, a) as (dial, _),
@@ -405,7 +405,7 @@ async def test_the_accepted_link_interrupts_the_dial() -> None:
         assert [link.peer for link in b.accepted] == [0]
 
 
-async def test_closing_interrupts_the_dial() -> None:
+async def test_close_interrupts_the_dial() -> None:
     async with started(2, handshake_timeout=3600.0) as (a, b), hung(b, a) as (dial, served):
         assert len(await read(served, HELLO_SIZE)) == HELLO_SIZE
         await b.transport.aclose()
@@ -416,7 +416,7 @@ async def test_closing_interrupts_the_dial() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("confirmed_first", [False, True])
-async def test_both_last_words_in_one_turn_of_the_loop(rank: int, confirmed_first: bool) -> None:
+async def test_two_final_answers_in_one_iteration_make_one_link(rank: int, confirmed_first: bool) -> None:
     """Its peer takes both connections, which no rank does: one of them becomes the link all the same."""
     async with started(2) as ranks:
         one, other = ranks[rank], ranks[1 - rank]
@@ -434,7 +434,7 @@ async def test_both_last_words_in_one_turn_of_the_loop(rank: int, confirmed_firs
                 link.close()
 
 
-async def test_of_two_that_prove_to_be_the_same_rank_one_stays() -> None:
+async def test_two_clients_that_prove_the_same_rank_make_one_link() -> None:
     async with started(2) as (_, b), stranger(b.card) as first, stranger(b.card) as second:
         client = client_of(0)
         assert await greet(first, client) is Status.OK
@@ -445,7 +445,7 @@ async def test_of_two_that_prove_to_be_the_same_rank_one_stays() -> None:
         assert len(b.links) == 1
 
 
-async def test_a_duplicate_is_refused() -> None:
+async def test_duplicate_connection_is_refused() -> None:
     async with started(2) as (a, b):
         await a.connect(b)
         await settle(b)
@@ -470,7 +470,7 @@ async def test_a_duplicate_is_refused() -> None:
         ({"kind": ConnKind.STORE}, Status.WRONG_KIND),
     ],
 )
-async def test_wrong_identities_are_refused_by_name(changes: dict, status: Status) -> None:
+async def test_wrong_identity_is_refused_with_its_name(changes: dict, status: Status) -> None:
     async with started(2) as (_, b):
         async with stranger(b.card) as sock:
             assert await greet(sock, client_of(**{"rank": 0, **changes})) is status
@@ -488,7 +488,7 @@ async def test_wrong_identities_are_refused_by_name(changes: dict, status: Statu
         ({"epoch": 3}, "it is in epoch 0, this process in epoch 3"),
     ],
 )
-async def test_connect_to_another_job(flavour: str, changes: dict, message: str) -> None:
+async def test_connect_to_another_job_fails(flavour: str, changes: dict, message: str) -> None:
     async with started(2, flavour) as (_, b), started(2, flavour, **changes) as (a, _):
         with pytest.raises(AuthenticationError, match=message):
             await a.connect(b)
@@ -496,7 +496,7 @@ async def test_connect_to_another_job(flavour: str, changes: dict, message: str)
         assert b.accepted == []
 
 
-async def test_connect_to_another_rank() -> None:
+async def test_connect_to_another_rank_fails() -> None:
     async with started(3) as (a, b, c):
         with pytest.raises(AuthenticationError, match=r"rank 2 answered at unix socket @.* instead of rank 1"):
             await a.transport.connect(1, c.card, CONTROL)
@@ -504,7 +504,7 @@ async def test_connect_to_another_rank() -> None:
         assert b.accepted == c.accepted == []
 
 
-async def test_a_process_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(2, handshake_timeout=3600.0) as (a, b):
         ours = os.geteuid()
         replaced(monkeypatch, peer_uid=lambda _: ours + 1)
@@ -544,7 +544,7 @@ class HeldTimers(Runtime):
 
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
-async def test_a_silent_client_is_dropped(flavour: str) -> None:
+async def test_silent_client_is_dropped(flavour: str) -> None:
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
         await runtime.held_one.wait()
@@ -574,7 +574,7 @@ async def test_proven_client_has_no_timeout(flavour: str) -> None:
         assert [link.peer for link in b.links] == [0]
 
 
-async def test_kernel_looks_after_a_proven_client_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proven_client_on_another_host_has_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has no timeout: keepalive probes find that its host is gone."""
     probed: list[socket.socket] = []
     monkeypatch.setattr("aiocoll.transport.stream.transport.keep_asking", probed.append)
@@ -610,7 +610,7 @@ async def test_timeout_never_wins_against_a_message_that_has_arrived(nbytes: int
         assert len(await answer) == (CHALLENGE_SIZE if nbytes == HELLO_SIZE else 0)
 
 
-async def test_unread_messages_put_the_timeout_off_three_times_at_most() -> None:
+async def test_unread_messages_extend_the_timeout_at_most_three_times() -> None:
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, runtime=runtime) as (_, b), stranger(b.card) as sock:
         await runtime.held_one.wait()
@@ -624,7 +624,7 @@ async def test_unread_messages_put_the_timeout_off_three_times_at_most() -> None
 
 @pytest.mark.parametrize("connect_timeout", [3.0, 3600.0])
 @pytest.mark.parametrize("last", ["challenge", "verdict"])
-async def test_dial_takes_what_has_arrived_when_its_timeout_expires(last: str, connect_timeout: float) -> None:
+async def test_dial_reads_arrived_messages_when_its_timeout_expires(last: str, connect_timeout: float) -> None:
     """A message comes while the loop is blocked, and the timers before it are due: of the attempt, or of the dial."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, runtime=runtime, connect_timeout=connect_timeout) as (a, b), hung(a, b) as (dial, served):
@@ -643,7 +643,7 @@ async def test_dial_takes_what_has_arrived_when_its_timeout_expires(last: str, c
         link.close()
 
 
-async def test_dial_that_gives_up_ends_a_connection_that_a_forked_child_has_inherited() -> None:
+async def test_failed_dial_ends_a_connection_inherited_by_a_forked_child() -> None:
     inherited: list[socket.socket] = []
 
     async def opened(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
@@ -660,7 +660,7 @@ async def test_dial_that_gives_up_ends_a_connection_that_a_forked_child_has_inhe
     each.close()
 
 
-async def test_what_came_while_the_loop_was_blocked_came_in_time() -> None:
+async def test_message_that_arrived_while_the_loop_was_blocked_is_in_time() -> None:
     """A deadline that passes in a blocked loop does not hit a peer that has long answered."""
     async with started(2, handshake_timeout=0.01) as (_, b), stranger(b.card) as sock:
         client = client_of(0)
@@ -671,7 +671,7 @@ async def test_what_came_while_the_loop_was_blocked_came_in_time() -> None:
         assert len(b.links) == 1
 
 
-async def test_a_handshake_may_take_the_turns_it_needs(flavour: str) -> None:
+async def test_handshake_may_take_several_slow_iterations(flavour: str) -> None:
     """Each of which takes longer than a handshake may, as where many ranks of one loop connect at once."""
     loop, seconds = asyncio.get_running_loop(), 0.01
 
@@ -694,7 +694,7 @@ def block(seconds: float) -> None:
         pass
 
 
-async def test_garbage_is_dropped_at_once(flavour: str) -> None:
+async def test_malformed_hello_is_dropped_at_once(flavour: str) -> None:
     async with started(2, flavour) as (_, b):
         for garbage in (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 8, b"\0" * HELLO_SIZE, os.urandom(4096)):
             async with stranger(b.card) as sock:
@@ -703,7 +703,7 @@ async def test_garbage_is_dropped_at_once(flavour: str) -> None:
         assert b.accepted == []
 
 
-async def test_strangers_disturb_nobody(flavour: str) -> None:
+async def test_strangers_do_not_disturb_ranks(flavour: str) -> None:
     async with started(2, flavour) as (a, b):
         garbage = [await address.reach(*_where(b.card)) for _ in range(2 * MIN_PLACES)]
         for number, sock in enumerate(garbage):
@@ -724,7 +724,7 @@ def _where(card: Card) -> tuple[asyncio.AbstractEventLoop, int, object]:
     return loop, address.family_of(card["tcp"][0]), tuple(card["tcp"])
 
 
-async def test_the_oldest_handshake_gives_way() -> None:
+async def test_oldest_handshake_is_dropped_first() -> None:
     async with started(2) as (_, b):
         loop = asyncio.get_running_loop()
         silent = [await address.reach(*_where(b.card)) for _ in range(MIN_PLACES + 1)]
@@ -743,7 +743,7 @@ class Ticking(Runtime):
         self.time = map(float, count(0, seconds)).__next__
 
 
-async def test_unreachable_peer(flavour: str) -> None:
+async def test_unreachable_peer_raises_peer_lost(flavour: str) -> None:
     runtime = Ticking(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime, connect_timeout=6.0) as (a, b):
         where = "{} port {}".format(*b.card["tcp"]) if b.card["tcp"] else f"unix socket {b.card['unix']}"
@@ -756,7 +756,7 @@ async def test_unreachable_peer(flavour: str) -> None:
         assert caught.value.how == "unreachable"
 
 
-async def test_a_peer_that_has_proven_itself_is_not_taken_for_silent() -> None:
+async def test_proven_peer_is_not_reported_as_silent() -> None:
     """What it was promised comes to nothing, after some seconds: it is dialled."""
     runtime = Ticking(asyncio.get_running_loop(), 3)
     async with started(2, runtime=runtime, connect_timeout=1000.0, handshake_timeout=0.01) as (a, b):
@@ -770,7 +770,7 @@ async def test_a_peer_that_has_proven_itself_is_not_taken_for_silent() -> None:
         assert await dial is not None
 
 
-async def test_peer_that_does_not_answer() -> None:
+async def test_silent_peer_raises_peer_lost() -> None:
     async with started(2, connect_timeout=0.03, handshake_timeout=0.01) as (a, b):
         silent, name = address.open_unix(os.urandom)
         with silent, pytest.raises(PeerLostError, match="it does not answer"):
@@ -800,7 +800,7 @@ async def test_peer_that_closes_in_the_handshake_is_dialled_again() -> None:
                 link.close()
 
 
-async def test_a_peer_that_starts_to_listen_late() -> None:
+async def test_connect_waits_for_a_late_listener() -> None:
     async with started(2) as (a, b):
         listener, name = address.open_unix(os.urandom)
         listener.close()
@@ -815,7 +815,7 @@ async def test_a_peer_that_starts_to_listen_late() -> None:
         assert await dial is not None
 
 
-async def test_a_second_connect_to_the_same_peer() -> None:
+async def test_second_connect_to_a_peer_succeeds() -> None:
     async with started(2) as (a, b):
         dial = asyncio.create_task(a.connect(b))
         await asyncio.sleep(0)
@@ -824,7 +824,7 @@ async def test_a_second_connect_to_the_same_peer() -> None:
         assert await dial is not None
 
 
-async def test_cards() -> None:
+async def test_card_has_addresses_and_capabilities() -> None:
     async with started(1, "unix") as (a,), started(1, "tcp") as (b,):
         host, process = address.host_identity(), list(this_process())
         assert a.card == {
@@ -861,7 +861,7 @@ async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["missing", "another user"])
-async def test_tcp_in_place_of_a_unix_socket_that_leads_nowhere(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tcp_replaces_an_unusable_unix_socket(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both cards name one host; the unix socket is on a copy of this machine, or another user's."""
     runtime = Runtime(asyncio.get_running_loop())
     ranks = [Rank(StreamTransport(runtime, r, 2, "job", KEY, StreamOptions(host_id="one"))) for r in range(2)]
@@ -886,7 +886,7 @@ async def test_tcp_in_place_of_a_unix_socket_that_leads_nowhere(trouble: str, mo
         rank.close()
 
 
-async def test_no_way_from_here_to_there() -> None:
+async def test_connect_without_a_common_transport_fails() -> None:
     async with started(2, "unix", host_id="a") as (a, b), started(2, "tcp", host_id="b") as (c, d):
         with pytest.raises(RendezvousError, match="transport='unix' on rank 0, but rank 1 is on another host"):
             await a.connect(d)
@@ -898,7 +898,7 @@ async def test_no_way_from_here_to_there() -> None:
             await a.transport.listen_tcp("127.0.0.1")
 
 
-async def test_loopback_is_no_address_between_hosts() -> None:
+async def test_loopback_address_of_another_host_is_refused() -> None:
     runtime = Ticking(asyncio.get_running_loop())
     async with started(2, "tcp", host_id="a", runtime=runtime, connect_timeout=3.0) as (a, b):
         b.card = {**b.card, "host": "another"}
@@ -907,7 +907,7 @@ async def test_loopback_is_no_address_between_hosts() -> None:
             await a.connect(b)
 
 
-async def test_nothing_leaves_the_host_without_a_key() -> None:
+async def test_connection_to_another_host_requires_a_key() -> None:
     async with started(2, "tcp", key=None) as (a, b):
         with pytest.raises(AuthenticationError, match=r"192\.0\.2\.254 can be reached from .*`aiocoll run`"):
             await a.transport.listen_tcp("192.0.2.254")
@@ -933,7 +933,7 @@ async def test_unix_without_a_key_is_quiet(caplog: pytest.LogCaptureFixture) -> 
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-async def test_listening_on_all_addresses_needs_one_to_tell() -> None:
+async def test_listener_on_all_addresses_publishes_one() -> None:
     async with started(2, "tcp") as (a, b):
         with pytest.raises(ValueError, match=r"listening on 0\.0\.0\.0 needs advertise="):
             await b.transport.listen_tcp("0.0.0.0")
@@ -943,7 +943,7 @@ async def test_listening_on_all_addresses_needs_one_to_tell() -> None:
 
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
-async def test_closing_ends_handshakes_and_dials(flavour: str) -> None:
+async def test_close_ends_handshakes_and_dials(flavour: str) -> None:
     async with started(3, flavour) as (a, b, c):
         await c.transport.aclose()
         dial = asyncio.create_task(a.connect(c))
@@ -974,7 +974,7 @@ async def test_links_outlive_the_transport() -> None:
 
 
 @pytest.mark.parametrize("turns", range(24))
-async def test_nothing_is_left_of_a_cancelled_connect(flavour: str, turns: int) -> None:
+async def test_cancelled_connect_leaves_nothing_open(flavour: str, turns: int) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     async with started(2, flavour) as (a, b):
         dial = asyncio.create_task(a.connect(b))
@@ -993,7 +993,7 @@ async def test_nothing_is_left_of_a_cancelled_connect(flavour: str, turns: int) 
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_link_that_is_over_for_the_peer_gives_way_to_another(flavour: str) -> None:
+async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
     """Rank 1 has not heard of the end: it takes a new link, once, for the peer says that it has none."""
     async with started(2, flavour) as (zero, one):
         for ended in range(3):
@@ -1013,7 +1013,7 @@ async def test_a_link_that_is_over_for_the_peer_gives_way_to_another(flavour: st
                     each.close()
 
 
-async def test_a_dial_from_before_does_not_end_a_link(flavour: str) -> None:
+async def test_earlier_dial_does_not_end_a_newer_link(flavour: str) -> None:
     """What a peer proves to have lost counts only if the link that is open began before."""
     async with started(2, flavour) as (zero, one):
         kind = DATA if flavour == "shm" else CONTROL

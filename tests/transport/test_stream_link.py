@@ -55,7 +55,7 @@ async def fed(
 
 
 @pytest.mark.parametrize("routed", [False, True])
-async def test_byte_by_byte(routed: bool) -> None:
+async def test_frames_sent_byte_by_byte_arrive_intact(routed: bool) -> None:
     room = memoryview(bytearray(SEGMENT))
     async with fed() as (raw, link, sink):
         if routed:
@@ -70,7 +70,7 @@ async def test_byte_by_byte(routed: bool) -> None:
 
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("piece", [7, 31, 33, 1000, 20_000, 70_000])
-async def test_pieces_of_any_length(piece: int, routed: bool) -> None:
+async def test_frames_sent_in_pieces_of_any_length_arrive_intact(piece: int, routed: bool) -> None:
     room = memoryview(bytearray(SEGMENT))
     async with fed() as (raw, link, sink):
         if routed:
@@ -87,7 +87,7 @@ async def test_pieces_of_any_length(piece: int, routed: bool) -> None:
         assert sink.frames == [(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes)]
 
 
-async def test_a_routed_payload_goes_straight_to_its_place() -> None:
+async def test_routed_payload_is_received_without_a_copy() -> None:
     room = bytearray(b"." * (BIG + 2))
     asked: list[Header] = []
 
@@ -110,7 +110,7 @@ async def test_a_routed_payload_goes_straight_to_its_place() -> None:
         assert asked[0][7] == BIG
 
 
-async def test_a_diverted_payload_leaves_its_place_alone() -> None:
+async def test_diverted_payload_is_not_written_to_its_place() -> None:
     room = bytearray(BIG)
     async with fed() as (raw, link, sink):
         sink.place = lambda header: memoryview(room)[: header[7]] if header[4] == 1 else None
@@ -138,7 +138,7 @@ async def test_a_diverted_payload_leaves_its_place_alone() -> None:
         (b"GET / HTTP/1.1\r\nHost: example.org\r\n", "rank 3 sent an invalid frame of kind 71"),
     ],
 )
-async def test_nonsense_ends_the_link(header: bytes, message: str) -> None:
+async def test_malformed_header_ends_the_link(header: bytes, message: str) -> None:
     async with fed() as (raw, link, sink):
         raw.send(wire(1, b"fine") + header + wire(2, b"never"))
         assert link.poll()
@@ -158,7 +158,7 @@ async def test_nonsense_ends_the_link(header: bytes, message: str) -> None:
         assert (len(sink.losses), len(sink.frames)) == (1, 1)
 
 
-async def test_an_end_in_the_middle_of_a_frame_is_an_end() -> None:
+async def test_end_within_a_frame_is_reported_as_an_end() -> None:
     async with fed() as (raw, link, sink):
         raw.send(wire(1, b"whole") + wire(2, b"cut off")[:-3])
         raw.close()
@@ -168,7 +168,7 @@ async def test_an_end_in_the_middle_of_a_frame_is_an_end() -> None:
         assert sink.losses == [None]
 
 
-async def test_a_reset_is_an_error() -> None:
+async def test_reset_is_reported_as_an_error() -> None:
     async with fed("tcp") as (raw, link, sink):
         link.start()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -177,7 +177,7 @@ async def test_a_reset_is_an_error() -> None:
         assert isinstance(sink.losses[0], ConnectionResetError)
 
 
-async def test_a_reset_after_our_end_is_an_end() -> None:
+async def test_reset_after_the_own_end_is_reported_as_an_end() -> None:
     async with fed("tcp") as (raw, link, sink):
         link.start()
         link.finish()
@@ -200,7 +200,7 @@ class Slow(Runtime):
         return float(self.readings)
 
 
-async def test_a_poll_ends_when_its_time_is_over() -> None:
+async def test_poll_ends_after_its_time() -> None:
     room = memoryview(bytearray(SEGMENT))
     async with fed("unix", Slow(asyncio.get_running_loop())) as (raw, link, sink):
         sink.place = lambda header: room[: header[7]]
@@ -212,7 +212,7 @@ async def test_a_poll_ends_when_its_time_is_over() -> None:
         assert polls >= 5
 
 
-async def test_what_waits_when_the_peer_is_gone_is_let_go() -> None:
+async def test_waiting_frames_are_dropped_when_the_peer_is_gone() -> None:
     async with linked("unix") as (near, far):
         near.start()
         while near.write(*frame(1, payload(1, SEGMENT))):
@@ -236,7 +236,7 @@ class Ticking(Runtime):
         return self._now
 
 
-async def test_many_small_frames_read_at_once_are_handed_out_over_several_turns() -> None:
+async def test_many_small_frames_are_delivered_over_several_iterations() -> None:
     count = 500
     async with fed(runtime=Ticking(asyncio.get_running_loop())) as (raw, link, sink):
         raw.send(b"".join(wire(op, b"small") for op in range(count)))
@@ -248,7 +248,7 @@ async def test_many_small_frames_read_at_once_are_handed_out_over_several_turns(
         assert sink.frames == [(op, b"small") for op in range(count)]
 
 
-async def test_the_end_of_a_link_is_told_after_the_frames_before_it() -> None:
+async def test_end_of_a_link_is_reported_after_its_frames() -> None:
     count = 50
     async with fed(runtime=Ticking(asyncio.get_running_loop())) as (raw, link, sink):
         raw.send(b"".join(wire(op, b"last words") for op in range(count)))

@@ -45,7 +45,7 @@ async def linked(ranks: list[Rank], count: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("flavour", ["tcp", "tls"])
 @pytest.mark.parametrize("count", [2, 3, MOST_CONNECTIONS])
-async def test_frames_come_in_order_over_all_connections(flavour: str, count: int) -> None:
+async def test_frames_arrive_in_order_over_all_connections(flavour: str, count: int) -> None:
     async with started(2, flavour) as ranks:
         ends = await linked(ranks, count)
         for end, other in (ends, ends[::-1]):
@@ -67,7 +67,7 @@ async def test_frames_come_in_order_over_all_connections(flavour: str, count: in
         ("127.0.0.2", inf, False),  # the kernel cannot tell
     ],
 )
-async def test_connections_to_hosts_that_are_far_are_paced(
+async def test_connections_to_distant_hosts_are_paced(
     count: int, host: str, rtt: float, paced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without that a fast link loses what leaves at once after a pause, and slows down."""
@@ -85,7 +85,7 @@ def is_paced(sock: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("kind", [ConnKind.CONTROL, ConnKind.DATA])
-async def test_only_data_has_more_than_one(kind: ConnKind) -> None:
+async def test_only_data_links_have_several_connections(kind: ConnKind) -> None:
     async with started(2, "tcp") as ranks:
         ranks[0].transport.connections = lambda host: 1 if kind is ConnKind.DATA else 3
         await ranks[0].connect(ranks[1], kind)
@@ -93,7 +93,7 @@ async def test_only_data_has_more_than_one(kind: ConnKind) -> None:
         assert not ranks[0].transport._background
 
 
-async def test_a_connection_for_a_link_that_is_gone_is_closed() -> None:
+async def test_connection_for_a_closed_link_is_closed() -> None:
     async with started(2, "tcp") as ranks:
         ranks[0].transport.connections = lambda host: MOST_CONNECTIONS
         near = await ranks[0].connect(ranks[1], ConnKind.DATA)
@@ -103,7 +103,7 @@ async def test_a_connection_for_a_link_that_is_gone_is_closed() -> None:
         assert not ranks[0].transport._links.has((1, ConnKind.DATA))
 
 
-async def test_nobody_has_too_many() -> None:
+async def test_connections_per_link_are_limited() -> None:
     async with started(2, "tcp") as ranks:
         ends = await linked(ranks, 2)
         ranks[0].transport._start("more", ranks[0].transport._add_connections, 1, target(ranks), 20)
@@ -154,7 +154,7 @@ class Ends:
         return bytes(self.space[: self.stream.receive_into(self.space)])
 
 
-async def test_blocks_are_given_out_in_order() -> None:
+async def test_blocks_are_delivered_in_order() -> None:
     with Ends() as ends:
         for connection, block in ((2, 1), (2, 2), (1, 3)):
             ends.bring(connection, block, b"%d" % block)
@@ -164,7 +164,7 @@ async def test_blocks_are_given_out_in_order() -> None:
         assert ends.receive() == b"0123"
 
 
-async def test_what_came_ahead_is_given_out_bit_by_bit() -> None:
+async def test_block_received_early_can_be_read_in_parts() -> None:
     """And the loop calls for it, though no poller tells of it."""
     with Ends() as ends:
         ends.bring(1, 1, bytes(range(100)), announced=200)
@@ -190,7 +190,7 @@ async def test_what_came_ahead_is_given_out_bit_by_bit() -> None:
         assert found == b"x" + bytes(range(200))
 
 
-async def test_no_more_is_kept_than_is_allowed() -> None:
+async def test_early_blocks_are_kept_up_to_a_limit() -> None:
     """The rest waits in the kernel, and a block whose turn has come is received all the same."""
     with Ends() as ends:
         block = 1
@@ -210,7 +210,7 @@ async def test_no_more_is_kept_than_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("length", [0, BLOCK + 1, (1 << 32) - 1])
-async def test_blocks_of_other_lengths_are_refused(length: int) -> None:
+async def test_block_of_another_length_is_refused(length: int) -> None:
     with Ends() as ends:
         ends.bring(0, 0, b"", announced=length)
         with pytest.raises(ProtocolError, match=f"received a block of {length} bytes"):
@@ -218,7 +218,7 @@ async def test_blocks_of_other_lengths_are_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 2])
-async def test_a_block_that_comes_twice_is_refused(block: int) -> None:
+async def test_repeated_block_is_refused(block: int) -> None:
     """Be it that it was given out, or that it waits for its turn."""
     with Ends() as ends:
         ends.bring(0, 0, b"0")
@@ -229,7 +229,7 @@ async def test_a_block_that_comes_twice_is_refused(block: int) -> None:
             ends.receive()
 
 
-async def test_the_loop_calls_for_the_connection_that_is_written_to() -> None:
+async def test_writable_callback_is_for_the_connection_in_use() -> None:
     """Whichever it is by then; first another one has room for much, which takes the blocks that follow."""
     with Ends() as ends:
         calls = 0
@@ -257,7 +257,7 @@ async def test_the_loop_calls_for_the_connection_that_is_written_to() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"\0", struct.pack("!QI", 0, 5), struct.pack("!QI", 7, 5) + b"four"])
-async def test_the_end_in_the_middle_of_a_block_is_a_loss(sent: bytes) -> None:
+async def test_end_within_a_block_is_a_loss(sent: bytes) -> None:
     with Ends() as ends:
         ends.far[0].sendall(sent)
         ends.far[0].close()
@@ -266,7 +266,7 @@ async def test_the_end_in_the_middle_of_a_block_is_a_loss(sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("lost", range(3))
-async def test_a_connection_that_is_reset_is_a_loss_when_all_before_has_been_given_out(lost: int) -> None:
+async def test_reset_connection_is_a_loss_after_all_earlier_data(lost: int) -> None:
     with Ends("tcp") as ends:
         ends.bring((lost + 1) % 3, 0, b"before")
         ends.far[lost].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -276,7 +276,7 @@ async def test_a_connection_that_is_reset_is_a_loss_when_all_before_has_been_giv
             ends.receive()
 
 
-async def test_it_ends_when_all_connections_have() -> None:
+async def test_stream_ends_when_all_connections_have_ended() -> None:
     with Ends() as ends:
         for sock in ends.far[:2]:
             sock.shutdown(socket.SHUT_WR)

@@ -89,7 +89,7 @@ both = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @both
-def test_an_expression_has_the_type_of_what_it_yields(checker: Callable[[], Verdict]) -> None:
+def test_awaited_expression_has_the_result_type(checker: Callable[[], Verdict]) -> None:
     expected = commented(ACCEPTED, r"^ *reveal_type\(.*\)  # (.*)$")
     assert len(expected) > 100
     revealed = checker().revealed
@@ -100,12 +100,12 @@ def test_an_expression_has_the_type_of_what_it_yields(checker: Callable[[], Verd
 
 
 @both
-def test_nothing_that_works_is_refused(checker: Callable[[], Verdict]) -> None:
+def test_valid_programs_are_accepted(checker: Callable[[], Verdict]) -> None:
     assert {place: said for place, said in checker().errors.items() if place[0] == ACCEPTED.name} == {}
 
 
 @both
-def test_what_cannot_work_is_refused(checker: Callable[[], Verdict]) -> None:
+def test_invalid_programs_are_refused(checker: Callable[[], Verdict]) -> None:
     expected = commented(REFUSED, r"  # (refused)$").keys()
     assert len(expected) > 30
     found = {place for place in checker().errors if place[0] == REFUSED.name}
@@ -113,7 +113,7 @@ def test_what_cannot_work_is_refused(checker: Callable[[], Verdict]) -> None:
     assert sorted(found - expected) == [], "refused besides"
 
 
-def test_few_expressions_are_of_any_type() -> None:
+def test_few_expressions_have_the_type_any() -> None:
     """Only what another rank has made, of which this one knows nothing, which library makes arrays, named dtypes."""
     unknown = {
         line.strip()
@@ -134,5 +134,5 @@ def test_few_expressions_are_of_any_type() -> None:
     assert all(any(call in line for call in calls) for line in unknown)
 
 
-def test_the_package_says_that_it_has_types() -> None:
+def test_package_declares_its_types() -> None:
     assert (ROOT / "aiocoll" / "py.typed").exists()

@@ -181,7 +181,7 @@ class RailLink:
             self._lose(None)
 
     def _stream_ended(self) -> None:
-        """The peer closes `_stream` only with the link, so what it has sent is on the rail."""
+        """Handle the closed `_stream`: the peer closes it only with the link, so its data is on the rail."""
         self._stream.stop_reading()
         while self.poll():
             pass

@@ -37,7 +37,7 @@ async def test_equal_calls_share_a_plan(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_roots_have_plans_of_their_own(pg: ProcessGroup) -> None:
+async def test_root_has_its_own_plan(pg: ProcessGroup) -> None:
     first, second = (one(pg, np.ones(3), None, root) for root in range(2))
     assert first is not None
     assert second is not None
@@ -82,13 +82,13 @@ class Array(np.ndarray):
         "list",
     ],
 )
-async def test_arrays_that_are_not_plain_miss(pg: ProcessGroup, tensor: Any) -> None:
+async def test_unusual_arrays_miss_the_cache(pg: ProcessGroup, tensor: Any) -> None:
     assert one(pg, tensor) is None
     assert not dispatcher_of(pg).plans.known
 
 
 @pytest.mark.ranks(1)
-async def test_an_alias_of_a_dtype_misses(pg: ProcessGroup) -> None:
+async def test_dtype_alias_misses_the_cache(pg: ProcessGroup) -> None:
     aliases = [dtype for dtype in (ONE, OTHER) if np.dtype(np.int64) is not dtype]
     if ONE.itemsize != OTHER.itemsize or not aliases:
         pytest.skip("all dtypes of this width are one")
@@ -108,7 +108,7 @@ async def test_an_alias_of_a_dtype_misses(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_the_op_of_a_plan_stays_alive(pg: ProcessGroup) -> None:
+async def test_plan_keeps_its_op_alive(pg: ProcessGroup) -> None:
     """Another op could get its id."""
     op = ReduceOp.PREMUL_SUM(2.0)
     alive = weakref.ref(op) if hasattr(op, "__weakref__") else None
@@ -124,7 +124,7 @@ async def test_the_op_of_a_plan_stays_alive(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_it_keeps_so_many_plans_and_no_more(pg: ProcessGroup, limits: Limits) -> None:
+async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup, limits: Limits) -> None:
     limits(kept_plans=4)
     known = dispatcher_of(pg).plans.known
     for length in (1, 2, 3, 4, 5, 1, 2, 3, 4, 5):
@@ -135,7 +135,7 @@ async def test_it_keeps_so_many_plans_and_no_more(pg: ProcessGroup, limits: Limi
 
 
 @pytest.mark.ranks(1)
-async def test_the_planner_is_asked_once(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_planner_is_called_once_per_plan(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Any] = []
     spied(monkeypatch, planned=lambda *args, **_: planned.append(args[1]))
     signature = Signature("ALLGATHER_ALLOCATED", "float64", (), None, None)
@@ -157,7 +157,7 @@ async def test_the_planner_is_asked_once(pg: ProcessGroup, monkeypatch: pytest.M
 
 
 @pytest.mark.ranks(1)
-async def test_the_copy_of_the_look_up_agrees_with_it(pg: ProcessGroup) -> None:
+async def test_inlined_lookup_agrees_with_the_lookup(pg: ProcessGroup) -> None:
     """`Dispatcher.one` has a copy of `CallCache.one`."""
     plans = dispatcher_of(pg).plans
     for tensor in (np.ones(3), np.ones((2, 2), "f4"), np.ones(4)[::2], np.ones(3, ONE), np.ones(3, OTHER)):

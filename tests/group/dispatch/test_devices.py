@@ -116,7 +116,7 @@ def test_arrays_of_two_kinds_are_refused_in_one_group() -> None:
     asyncio.run(run_ranks(1, body))
 
 
-def test_its_library_is_a_backend() -> None:
+def test_library_of_a_device_is_a_backend() -> None:
     assert BackendConfig("beads").device_backend_map == {"abacus": "beads"}
     assert BackendConfig().device_backend_map == {"cpu": "aio", "cuda": "aio", "abacus": "aio"}
     assert names.sole_backend({"cpu": "aio", "abacus": "beads"}) == "aio"
@@ -136,7 +136,7 @@ def test_device_is_served_once_whoever_registers_it() -> None:
     assert Backend.default_device_backend_map["abacus"] == "beads"
 
 
-async def test_its_library_can_be_required() -> None:
+async def test_library_of_a_device_can_be_required() -> None:
     async with new_group("cpu:aio,abacus:beads", store=HashStore(), rank=0, world_size=1) as pg:
         await pg.allreduce(Beads(np.ones(3)))
     assert LINES[0] == "first call, forced=True"
@@ -146,7 +146,7 @@ async def test_its_library_can_be_required() -> None:
     ("device", "message"),
     [("abacus:2", "device='abacus:2' not found: this process may use 2 Abacus devices"), ("tpu", "has no backend")],
 )
-def test_device_that_is_not_there_is_refused(device: str, message: str) -> None:
+def test_missing_device_is_refused(device: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         new_group(device=device, store=HashStore(), rank=0, world_size=1)
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
-def test_reduction_is_that_of_the_same_name(name: str) -> None:
+def test_reduction_has_the_same_name_in_torch(name: str) -> None:
     assert reduce_op(getattr(dist.ReduceOp, name)) is getattr(ReduceOp, name)
     options = dist.AllreduceOptions()
     options.reduceOp = getattr(dist.ReduceOp, name)
@@ -32,7 +32,7 @@ def test_reduction_that_is_missing_is_sum_and_an_unknown_one_is_refused() -> Non
         reduce_op("median")
 
 
-def test_timeout_that_is_not_set_is_the_one_of_the_group() -> None:
+def test_unset_timeout_is_that_of_the_group() -> None:
     assert seconds(None) is None
     assert seconds(dist.AllreduceOptions()) is None
     assert seconds(timedelta(seconds=0)) == 0.0
@@ -72,7 +72,7 @@ def test_expanded_tensor_is_copied_and_written_back() -> None:
     assert base.tolist() == [0.0, 10.0, 20.0]
 
 
-def test_output_that_is_given_twice_gets_the_last_result() -> None:
+def test_repeated_output_gets_the_last_result() -> None:
     copies = Copies()
     output, other = torch.zeros(2), torch.zeros(2)
     found = copies.outputs([output, other, output])

@@ -26,7 +26,7 @@ def outcomes(case: str, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_rank_that_is_killed_while_ddp_trains_is_named_within_a_second(tmp_path: Path) -> None:
+def test_rank_killed_during_ddp_training_is_named_within_a_second(tmp_path: Path) -> None:
     left, killed = outcomes("killed", tmp_path)
     assert killed == {}
     # C++ passes on the text of the error and not its class.
@@ -35,7 +35,7 @@ def test_rank_that_is_killed_while_ddp_trains_is_named_within_a_second(tmp_path:
     assert left["seconds"] < 1.0
 
 
-def test_shapes_that_differ_are_named_on_both_ranks(tmp_path: Path) -> None:
+def test_different_shapes_are_named_on_both_ranks(tmp_path: Path) -> None:
     for rank, found in enumerate(outcomes("other_shapes", tmp_path)):
         assert found["error"] == "DistBackendError"
         assert found["cause"] == "CollectiveMismatchError"
@@ -65,7 +65,7 @@ def test_tensor_of_another_device_is_refused_by_name(tmp_path: Path) -> None:
         assert "on meta" in found["text"]
 
 
-def test_wait_on_the_thread_of_the_loop_is_refused(tmp_path: Path) -> None:
+def test_wait_on_the_loop_thread_is_refused(tmp_path: Path) -> None:
     for found in outcomes("own_thread", tmp_path):
         assert found["error"] == "RuntimeError"
         assert "would block the event loop" in found["text"]

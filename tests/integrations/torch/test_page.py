@@ -16,7 +16,7 @@ PAGE = "docs/pytorch.md"
 PORTING = "docs/porting.md"
 
 
-def test_programs_of_the_page_say_what_it_shows(tmp_path: Path) -> None:
+def test_page_shows_the_output_of_its_programs(tmp_path: Path) -> None:
     write(files(PAGE), tmp_path)
     train, errors, both = commands(PAGE)
     assert "weights: " in shell(train, tmp_path)

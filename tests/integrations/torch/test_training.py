@@ -23,7 +23,7 @@ NAMES = ("compiled", "ddp", "ddp_with_a_sampler_and_loader_workers", "ddp_with_b
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What the programs return on each rank, by backend."""
+    """Return the results of the programs on each rank, by backend."""
     found = {}
     for backend in ("aio", "gloo"):
         folder: Path = tmp_path_factory.mktemp(backend)
@@ -34,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_program_gives_the_bits_that_it_gives_over_gloo(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+def test_program_gives_the_same_bits_as_over_gloo(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
     assert results["aio"][0].keys() == set(NAMES)
     for ours, theirs in zip(results["aio"], results["gloo"], strict=True):
         assert not isinstance(theirs[name], str), theirs[name]

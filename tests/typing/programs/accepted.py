@@ -175,7 +175,7 @@ async def body(pg: ProcessGroup, factor: float, name: str = "") -> list[str]:
 
 
 async def generic(pg: ProcessGroup, x: A) -> A:
-    """A function of the user's over any array."""
+    """Apply a user's function to any array."""
     return await pg.allreduce(await pg.broadcast(x, 0))
 
 

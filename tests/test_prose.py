@@ -1,0 +1,121 @@
+"""The check of the prose in `tools/prose.py`: each rule has a text that passes and one that fails."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tools import prose
+
+RULES = prose.Rules("""
+sentence-words = 6
+first-words = ["which", "one"]
+exempt = ["aiocoll/gpu", "hatch_build.py"]
+[retired]
+"anew" = "'again'"
+"t(?:ells?|old)" = "'report'"
+"is over" = "'ends'"
+[pages]
+"docs/guide.md" = 2
+""")
+
+
+def lines(path: str, text: str) -> list[int]:
+    """Return the lines of the findings in a file."""
+    return [line for line, _, _ in prose.check_file(path, text, RULES)]
+
+
+@pytest.mark.parametrize("definition", ["", "class A:\n", "def f():\n", "async def f():\n"])
+@pytest.mark.parametrize(
+    ("docstring", "bad"), [("Which rank it is.", True), ("One.", True), ("Oneness of ranks.", False)]
+)
+def test_docstring_is_reported_if_its_first_word_is_forbidden(definition: str, docstring: str, bad: bool) -> None:
+    indent = "    " if definition else ""
+    found = lines(
+        "aiocoll/a.py", f'{definition}{indent}"""{docstring}\n\n{indent}Which is no first word.\n{indent}"""\n'
+    )
+    assert found == [1 + bool(definition)] * bad
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('"""A rank.\n\nIt tells others.\n"""\n', [3]),
+        ("# Told by the hub.\nx = 1  # and told anew\n", [1, 2, 2]),
+        ("raise ValueError(f'rank {rank} told us to leave')\n", [1]),
+        ('"""A rank.\n\nIt reports `told` and ``is over``.\n"""\n', []),
+        ("told = 'told'  # untold\n", []),
+        ('"""A rank.\n\nThe work is\nover.\n"""\n', []),
+    ],
+)
+def test_retired_word_is_reported_in_docstrings_comments_and_messages(text: str, found: list[int]) -> None:
+    assert lines("aiocoll/a.py", text) == found
+
+
+def test_retired_word_is_allowed_in_strings_of_tests() -> None:
+    text = "assert error == 'the message of an older release told'  # told\n"
+    assert lines("tests/test_a.py", f"\n{text}") == [2]
+    assert lines("aiocoll/a.py", text) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("/* Told\n * anew. */\n", [1, 2]), ("int x; // told\n", [1]), ("int told = 1;\nputs('anew');\n", [])],
+)
+def test_retired_word_is_reported_in_comments_of_c(text: str, found: list[int]) -> None:
+    assert lines("aiocoll/native/a.c", text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("One two three four five six.\n", []),
+        ("One two three four five six seven.\n", [1]),
+        ("# A heading may have as many words as it likes\n", []),
+        ("One two three.\nFour five six `with code in it`.\n\nOne\ntwo three four five six seven.\n", [4]),
+        ("- one two three\n- four five six\n\n| one two three | four five six |\n", []),
+        ("- one two three,\n  four five six seven\n", [1]),
+        ("```python\none two three four five six seven told\n```\n\nThe hub told.\n", [5]),
+        ("Read [one two](three four five six seven.md#told).\n", []),
+        ("<!-- one two three four five six seven -->\n", []),
+    ],
+)
+def test_page_sentence_is_reported_if_it_is_long(text: str, found: list[int]) -> None:
+    assert lines("docs/a.md", text) == found
+
+
+def test_page_may_have_as_many_findings_as_its_number() -> None:
+    two = prose.check_file("docs/guide.md", "Told.\n\nTold.\n", RULES)
+    assert len(two) == 2
+    assert prose.without_allowed("docs/guide.md", two, RULES) == []
+    assert prose.without_allowed("docs/other.md", two, RULES) == two
+    assert prose.without_allowed("docs/guide.md", two * 2, RULES) == two * 2
+
+
+def test_number_of_a_page_is_reported_if_it_can_be_lower() -> None:
+    (finding,) = prose.without_allowed("docs/guide.md", [prose.Finding(3, "", "")], RULES)
+    assert finding == (1, "1 findings, 2 allowed", "set 1 in tools/prose.toml")
+
+
+@pytest.mark.parametrize(
+    ("path", "exempt"),
+    [("aiocoll/gpu/a.py", True), ("hatch_build.py", True), ("aiocoll/gpus.py", False), ("aiocoll/a.py", False)],
+)
+def test_exempt_folder_covers_its_files_only(path: str, exempt: bool) -> None:
+    assert RULES.is_exempt(path) == exempt
+
+
+def test_command_prints_findings_with_place_and_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prose, "Rules", lambda text: RULES)
+    assert prose.main([]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    readme = next(line for line in printed if line.startswith("README.md:"))
+    assert re.fullmatch(r"README\.md:\d+: a sentence has \d+ words; split it: at most 6", readme)
+
+
+def test_command_prints_nothing_but_counts_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prose.main(["--counts"]) == 0
+    assert [line.split()[0].isdigit() for line in capsys.readouterr().out.splitlines()].count(False) == 0
