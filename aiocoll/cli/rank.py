@@ -27,14 +27,30 @@ _EXPECTED = ("SigBlk", "SigIgn", "SigCgt")
 
 
 class Report(NamedTuple):
-    """An exception that a rank's program did not catch; `aiocoll.cli.start` says what the fields are."""
+    """An exception that a rank's program did not catch; the fields are described in `aiocoll.cli.start`."""
 
     rank: int
     time: float
     degree: int
     code: int | None
     error: str
+    place: str
     traceback: str
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the exception's class, without its module."""
+        return self.error.partition(":")[0].rpartition(".")[2]
+
+    @property
+    def error_and_place(self) -> str:
+        """Return the exception with its message, and the line of the program."""
+        return f"{self.error} ({self.place})" if self.place else self.error
+
+    @property
+    def kind_and_place(self) -> str:
+        """Return the class of the exception, without its message, and the line of the program."""
+        return f"{self.kind} ({self.place})" if self.place else self.kind
 
 
 class SaidElastic(NamedTuple):

@@ -28,7 +28,7 @@ from aiocoll.cli.hosts import Hosts, add_host_arguments, reach_store, read_hosts
 from aiocoll.cli.hosts_link import HostsLink
 from aiocoll.cli.logs import Logs
 from aiocoll.cli.program import Program, Start
-from aiocoll.cli.restarts import Alone
+from aiocoll.cli.restarts import Alone, Restarts
 from aiocoll.cli.shutdown import KILL_AFTER
 from aiocoll.cli.supervise import supervise
 from aiocoll.cli.terminal import write_stderr
@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         epilog="Several hosts: run the same command on each, with its own --node-rank; host 0 holds the store. All "
         "need one job key, in a file (--job-key-file) or in AIOCOLL_JOB_KEY.",
     )
-    ranks = parser.add_mutually_exclusive_group(required=True)
+    ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("-n", "--nproc", type=positive, metavar="N", help="ranks on this host, and on every other one")
     ranks.add_argument(
         "--nproc-list",
@@ -93,14 +93,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep the output of each rank in files of its own as well, in a new folder in DIR that only you can read",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="Python program, or a module with -m")
-    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
-    rest.required = False  # argparse would name it among those that are missing
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the tracebacks of all ranks that fail")
+    program = parser.add_argument(
+        "program",
+        nargs=argparse.PARSER,
+        metavar="SCRIPT",
+        help="Python program, or a module with -m; all arguments after it are passed to it",
+    )
+    program.required = False  # `_check` reports it together with -n
     parser.set_defaults(command=lambda args: _run(args, parser))
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
+        _check(args)
         nprocs = _nprocs(args)
         hosts = read_hosts(args, os.environ)
         command = _command(args)
@@ -135,10 +141,24 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if hosts.nnodes > 1 and args.max_restarts:
             same = f"--nproc-list {','.join(map(str, nprocs))} --max-restarts {args.max_restarts}"
             reach = partial(reach_store, hosts, options, (host, port))
-            code = supervise(program, HostsLink(hosts, same, args.max_restarts, reach, server), args.kill_after)
+            restarts: Restarts = HostsLink(hosts, same, args.max_restarts, reach, server)
         else:
-            code = supervise(program, Alone(args.max_restarts, server), args.kill_after)
+            restarts = Alone(args.max_restarts, server)
+        code = supervise(program, restarts, args.kill_after, verbose=args.verbose)
         return code or int(logs is not None and not logs.complete)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError if the command line lacks the number of ranks or the program; one error names both."""
+    missing = []
+    if args.nproc is None and args.nproc_list is None:
+        missing.append("the number of ranks (-n N, or --nproc-list N,N,... for several hosts)")
+    if args.program and args.program[0] == "--":
+        del args.program[0]
+    if not args.program:
+        missing.append("MODULE after -m" if args.module else "SCRIPT")
+    if missing:
+        raise ValueError(f"missing: {' and '.join(missing)}; for example: aiocoll run -n 2 train.py")
 
 
 def _nprocs(args: argparse.Namespace) -> tuple[int, ...]:
@@ -158,10 +178,10 @@ def _nprocs(args: argparse.Namespace) -> tuple[int, ...]:
 
 def _command(args: argparse.Namespace) -> tuple[str, ...]:
     if args.module:
-        return ("-m", args.script, *args.args)
-    if not os.path.isfile(args.script):
-        raise ValueError(f"{args.script}: no such file (-m runs a module)")
-    return (args.script, *args.args)
+        return ("-m", *args.program)
+    if not os.path.isfile(args.program[0]):
+        raise ValueError(f"{args.program[0]}: no such file (-m runs a module)")
+    return tuple(args.program)
 
 
 def _say(trouble: str) -> None:

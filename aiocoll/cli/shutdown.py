@@ -31,13 +31,14 @@ class Shutdown:
         signal: the first one, None before that.
         kill_at: when the ranks that still run are to be killed.
         report_at: when they are to be named.
+        began: time of the first signal.
     """
 
     def __init__(self, kill_after: float) -> None:
         self.signal: signal.Signals | None = None
         self.kill_at = self.report_at = inf
         self._kill_after = kill_after
-        self._began = 0.0
+        self.began = 0.0
         self._passed_on: set[signal.Signals] = set()
         self._interval = REPORT_AFTER
         self._reporter: threading.Thread | None = None
@@ -49,7 +50,7 @@ class Shutdown:
         self._passed_on.add(number)
         if self.signal is None:
             self._begin(number, self._kill_after)
-            self.report_at = self._began + self._interval
+            self.report_at = self.began + self._interval
         return True
 
     def leave(self, number: signal.Signals, limit: float) -> None:
@@ -77,7 +78,7 @@ class Shutdown:
         """Report that ranks were killed: their time was up, or `again` has come a second time."""
         self.kill_at = self.report_at = inf
         assert self.signal is not None
-        waited = f"{time.monotonic() - self._began:.0f} s after {self.signal.name}"
+        waited = f"{time.monotonic() - self.began:.0f} s after {self.signal.name}"
         why = f"after a second {again.name}" if again else waited
         write_stderr([f"aiocoll run: sent SIGKILL to {name_ranks(list(ranks))}, {why}"])
 
@@ -88,8 +89,8 @@ class Shutdown:
 
     def _begin(self, number: signal.Signals, limit: float) -> None:
         self.signal = number
-        self._began = time.monotonic()
-        self.kill_at = self._began + limit
+        self.began = time.monotonic()
+        self.kill_at = self.began + limit
 
     def _write(self, running: Collection[int], find_stuck: Callable[[], Mapping[int, str]]) -> None:
         assert self.signal is not None

@@ -25,7 +25,7 @@ from aiocoll.cli.signals import signals_to
 from aiocoll.cli.sink import Sink, limit_waits, on_loss
 from aiocoll.cli.stuck import find_stuck
 from aiocoll.cli.terminal import write_stderr
-from aiocoll.cli.verdict import RankOutcome, culprit, headline, replaced, tracebacks, words
+from aiocoll.cli.verdict import RankOutcome, culprit, final_lines, headline, interrupted, replaced, tracebacks
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
 
@@ -52,13 +52,14 @@ class _Ending(NamedTuple):
     verdict: Verdict
 
 
-def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER) -> int:
+def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER, *, verbose: bool = False) -> int:
     """Run the ranks of this host and wait for the end of all.
 
     Args:
         program: what they run.
         restarts: says when they start, for the first time and anew.
         kill_after: seconds from a signal that ends the job until the ranks that still run are killed.
+        verbose: whether the tracebacks of all ranks are shown.
 
     Returns:
         0 when every rank ended with 0, else the code of the rank to blame, or 128 + n for signal n. It is also that of
@@ -79,7 +80,7 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
         restarts.begin(events.put)
         ending = _await_start(events)
         while (number := ending.verdict.restarts) is not None:
-            ending = _Attempt(program, number, restarts, events, kill_after).run()
+            ending = _Attempt(program, number, restarts, events, Shutdown(kill_after), verbose).run()
             write_stderr(ending.lines)
     if not ending.lines and ending.verdict.why:
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
@@ -110,7 +111,15 @@ def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals
 class _Attempt:
     """The ranks from the time when all start to the time when all have ended, and the deadlines for ending them."""
 
-    def __init__(self, program: Program, number: int, restarts: Restarts, events: _Events, kill_after: float) -> None:
+    def __init__(
+        self,
+        program: Program,
+        number: int,
+        restarts: Restarts,
+        events: _Events,
+        shutdown: Shutdown,
+        verbose: bool,
+    ) -> None:
         self._program = program
         self._number = number
         self._restarts = restarts
@@ -123,7 +132,8 @@ class _Attempt:
         self._stopped = inf
         #: Ranks that were stuck then, each with the reason.
         self._stuck: Mapping[int, str] = {}
-        self._shutdown = Shutdown(kill_after)
+        self._shutdown = shutdown
+        self._verbose = verbose
         #: Whether a failure here ends the job, or one elsewhere, and what comes then.
         self._failing = self._failing_elsewhere = False
         self._verdict: Verdict | None = None
@@ -229,11 +239,12 @@ class _Attempt:
             code, lines = int(bool(verdict.why)), []
         elif number is not None:
             stopped = f"aiocoll run: stopped by {number.name}"
-            return _Ending(128 + number, [*tracebacks(self._outcomes), stopped], Verdict(None))
+            lines = list(interrupted(self._outcomes, self._shutdown.began, self._verbose))
+            return _Ending(128 + number, [*lines, stopped], Verdict(None))
         else:
             elsewhere = self._failing_elsewhere and to_blame.time > self._stopped
             code = 1 if elsewhere else to_blame.status or 1
-            lines = list(words(self._outcomes, None if elsewhere else to_blame, self._stuck))
+            lines = list(final_lines(self._outcomes, None if elsewhere else to_blame, self._stuck, self._verbose))
         if verdict.restarts is not None:
             why = f"{verdict.why}; " if verdict.why else ""
             restart = f"restart {verdict.restarts} of {self._restarts.allowed}"
