@@ -247,7 +247,7 @@ def _place(error: BaseException) -> str:
 
 def _places(trace: TracebackType | None) -> list[tuple[str, int | None, str]]:
     """Return the places of a traceback: only those in the program, if there are any."""
-    places = []
+    places: list[tuple[str, int | None, str]] = []
     while trace is not None:
         code = trace.tb_frame.f_code
         places.append((code.co_filename, trace.tb_lineno, code.co_name))
