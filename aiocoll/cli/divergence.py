@@ -268,7 +268,7 @@ def _short(call: MergedCall) -> str:
 
 def _line(entry: Entry) -> str:
     """Return the line of a call, with the file's name only."""
-    return os.path.basename(entry["site"])
+    return os.path.basename(str(entry["site"]))
 
 
 # -- words

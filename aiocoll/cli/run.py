@@ -32,7 +32,7 @@ from aiocoll.cli.restarts import Alone, Restarts
 from aiocoll.cli.shutdown import KILL_AFTER
 from aiocoll.cli.supervise import supervise
 from aiocoll.cli.terminal import write_stderr
-from aiocoll.cli.top.jobs import job_folder
+from aiocoll.cli.top.jobs import JobFolder, job_folder
 from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
 from aiocoll.store.listening import local_address
@@ -128,8 +128,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             host, port = local_address(server.host), server.port
             stack.callback(server.close)
         ranks = range(sum(nprocs[: hosts.node_rank]), sum(nprocs[: hosts.node_rank + 1]))
-        if "AIOCOLL_TOP_DIR" not in environ:
-            environ.update(_watched(stack, command, len(ranks)))
+        record_end = None
+        if "AIOCOLL_TOP_DIR" not in environ and (watched := _make_job_folder(stack, command, len(ranks))) is not None:
+            environ["AIOCOLL_TOP_DIR"], record_end = watched
         program = Program(
             command,
             ranks,
@@ -137,6 +138,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             hosts.key,
             environ.get("AIOCOLL_TOP_DIR"),
             logs,
+            record_end,
         )
         if hosts.nnodes > 1 and args.max_restarts:
             same = f"--nproc-list {','.join(map(str, nprocs))} --max-restarts {args.max_restarts}"
@@ -199,15 +201,15 @@ def _logs(parent: str | None) -> Logs | None:
     return logs
 
 
-def _watched(stack: ExitStack, command: Sequence[str], ranks: int) -> dict[str, str]:
-    """Return the variable that names a folder for `aiocoll top`, removed at the end; none if it cannot be made."""
+def _make_job_folder(stack: ExitStack, command: Sequence[str], ranks: int) -> JobFolder | None:
+    """Return the folder for `aiocoll top`, which `stack` removes at the end; None if it cannot be made."""
     if sys.platform != "linux":
-        return {}
+        return None
     try:
-        return {"AIOCOLL_TOP_DIR": stack.enter_context(job_folder(os.environ, command, ranks))}
+        return stack.enter_context(job_folder(os.environ, command, ranks))
     except (AiocollError, OSError) as error:
         _say(f"aiocoll top will not find this job: {error}")
-        return {}
+        return None
 
 
 def _variables(start: Start, hosts: Hosts, nprocs: Sequence[int], store: tuple[str, int]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from aiocoll.cli.signals import signals_to
 from aiocoll.cli.sink import Sink, limit_waits, on_loss
 from aiocoll.cli.stuck import find_stuck
 from aiocoll.cli.terminal import write_stderr
+from aiocoll.cli.top.jobs import End
 from aiocoll.cli.verdict import RankOutcome, culprit, final_lines, headline, interrupted, replaced, tracebacks
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
@@ -84,6 +85,9 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
             write_stderr(ending.lines)
     if not ending.lines and ending.verdict.why:
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
+    if program.record_end is not None:
+        said = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
+        program.record_end(End(ending.code, tuple(said)))
     if readers_gone and ending.code == 0:  # found only in the last output of the ranks
         return 128 + signal.SIGPIPE
     return ending.code
