@@ -286,6 +286,7 @@ def test_verdict_of_a_busy_host_names_its_load() -> None:
     group = measured(0.46, 0.32, 0.1, load=HostLoad(10.04, 2))
     assert group.verdict == "no rank is late; the ranks wait for a core (load 10.0 on 2 cores)"
     assert group.culprits == ()
+    assert measured(0.05, 0.05, 0.05, load=HostLoad(10.04, 2)).verdict == "healthy: no rank is late"
 
 
 def test_verdict_names_the_rank_that_the_others_wait_for_most() -> None:

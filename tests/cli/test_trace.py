@@ -280,7 +280,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         **{"rank": 0, "op": "BARRIER", "shape": [], "dtype": None, "device": "cpu", "counts": [], "sends": None},
         **{"receives": None, "members": None, "root": None, "reduce": None, "seq": 1, "key": None, "debug": None},
         **{"kind": "collective", "peer": None, "tag": None, "bytes": None, "entered": 1.0, "finished": 5.0},
-        **{"state": "failed", "error": "GroupError", "site": "/home/me/train.py:15", "function": "main"},
+        **{"state": "failed", "error": "GroupError", "site": "/srv/train.py:15", "function": "main"},
     }
     return {**call, **changes}
 
@@ -302,7 +302,7 @@ def test_verdict_names_the_line_that_blocks_a_rank(tmp_path: Path, capsys: pytes
     clock = {"host": "h", "monotonic": 5.25, "wall": 5.25}
     pending = entry(entered=1.05, finished=None, state="pending", error=None)
     (tmp_path / "0").write_text(json.dumps(good(clock=clock, entered=1, entries=[pending])))
-    blocked = [4.0, "/home/me/train.py:15 in load, called from /home/me/train.py:20 in main"]
+    blocked = [4.0, "/srv/train.py:15 in load, called from /srv/train.py:20 in main"]
     (tmp_path / "1").write_text(json.dumps(good(rank=1, clock=clock, blocked=blocked)))
     code, said = trace(capsys, tmp_path / "0", tmp_path / "1")
     assert code == 1
@@ -439,7 +439,7 @@ def test_picture_leads_with_the_verdict_and_marks_the_rank_at_fault(tmp_path: Pa
     waits = entry(seq=2, entered=6.0, finished=None, state="pending", error=None)
     (tmp_path / "0").write_text(json.dumps(good(clock=clock, entered=2, entries=[first, waits])))
     late = entry(state="finished", error=None, entered=3.0)
-    blocked = [3.0, "/home/me/train.py:15 in load"]
+    blocked = [3.0, "/srv/train.py:15 in load"]
     dump = good(rank=1, clock=clock, entered=1, entries=[late], blocked=blocked)
     (tmp_path / "1").write_text(json.dumps(dump))
     (made,) = picture.make_pictures(collect([str(tmp_path / "0"), str(tmp_path / "1")])[0])

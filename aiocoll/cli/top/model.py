@@ -24,6 +24,8 @@ HISTORY: Final = 60
 #: rank. In a healthy job with as many ranks as cores, shares of 46 % and 32 % on two ranks were measured.
 LATE_SHARE: Final = 0.5
 LATE_FACTOR: Final = 2.0
+#: Share of the time in waits from which the load of the host is named as the reason.
+WAIT_SHARE: Final = 0.2
 #: The host is called overloaded if its load average per core is larger.
 OVERLOAD: Final = 1.5
 
@@ -298,7 +300,7 @@ def _judge(
         return f"{_name((worst.rank,))} slower than the others: they wait for it {most * 100:.0f} % of the time", (
             worst.rank,
         )
-    if load is not None and load.is_high:
+    if load is not None and load.is_high and any((each.waits or 0.0) >= WAIT_SHARE for each in ranks):
         return f"no rank is late; the ranks wait for a core (load {load.average:.1f} on {load.cores} cores)", ()
     return "healthy: no rank is late", ()
 
