@@ -196,7 +196,9 @@ def _logs(parent: str | None) -> Logs | None:
     try:
         logs = Logs(parent, _say)
     except OSError as error:
-        raise ValueError(f"--log-dir {parent}: {error.strerror}; give a folder in which you can make others") from None
+        raise ValueError(
+            f"--log-dir {parent}: {error.strerror}; choose a directory where you can create subdirectories"
+        ) from None
     _say(f"output of the ranks is kept in {logs.path}")
     return logs
 
