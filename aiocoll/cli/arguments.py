@@ -1,23 +1,51 @@
-"""What the subcommands share: how their help looks, and types of arguments."""
+"""Shared parts of the subcommands: their parser, the format of their help, and types of arguments."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 import textwrap
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from aiocoll.numerals import parse_float, parse_int
 
-__all__ = ["HelpFormatter", "describe_command", "integer", "natural", "positive", "positives", "seconds"]
+__all__ = [
+    "CommandParser",
+    "HelpFormatter",
+    "describe_command",
+    "integer",
+    "natural",
+    "positive",
+    "positives",
+    "seconds",
+]
 
-#: Exit codes that all subcommands have.
+#: Exit codes of all subcommands.
 _COMMON = {1: "output could not be written", 2: "the command line is wrong", 130: "interrupted by Ctrl-C"}
-#: Columns of an exit code.
+#: Width of the column for exit codes.
 _WIDTH = 7
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser of one command, whose errors name the command, the wrong argument, and where to read more."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        """Parse the arguments of this command; an unknown one is an error of this command, not of `aiocoll`."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, and exit with code 2."""
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all arguments\n")
+
+
 class HelpFormatter(argparse.HelpFormatter):
-    """Keeps the lines of a text apart; what stands before a tab is a column of its own."""
+    """A formatter that keeps line breaks; the text before a tab is a column."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(_wrapped(line, width, indent) for line in text.splitlines())
@@ -37,20 +65,20 @@ def describe_command(
     epilog: str | None = None,
     usage: str | None = None,
 ) -> None:
-    """Set the help of a subcommand, which lists its exit codes.
+    """Set the help of a subcommand, including its exit codes.
 
     Args:
-        parser: of the subcommand.
-        codes: the exit codes that it has besides 2 and 130, and what each means; or that mean something else.
-        description: for its own help.
-        epilog: the end of its help.
-        usage: the first line of its help, if argparse would not write a good one.
+        parser: the parser of the subcommand.
+        codes: its exit codes with their meanings. Codes 1, 2 and 130 have default meanings.
+        description: the description in its help.
+        epilog: the last paragraph of its help.
+        usage: the usage line, if argparse would not write a good one.
     """
     parser.description, parser.epilog = description, epilog
     if usage is not None:
         parser.usage = usage
-    every: dict[int | str, str] = {**codes, **{code: what for code, what in _COMMON.items() if code not in codes}}
-    lines = [f"{code}\t{meaning}" for code, meaning in every.items()]
+    meanings: dict[int | str, str] = {**codes, **{code: text for code, text in _COMMON.items() if code not in codes}}
+    lines = [f"{code}\t{meaning}" for code, meaning in meanings.items()]
     parser.add_argument_group("exit codes", "\n".join(lines))
 
 
@@ -58,7 +86,7 @@ def integer(text: str) -> int:
     """Return a whole number.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     try:
         return parse_int(text)
@@ -70,7 +98,7 @@ def natural(text: str) -> int:
     """Return a whole number of at least 0.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     value = integer(text)
     if value < 0:
@@ -82,7 +110,7 @@ def positive(text: str) -> int:
     """Return a whole number of at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     value = integer(text)
     if value < 1:
@@ -94,7 +122,7 @@ def positives(text: str) -> tuple[int, ...]:
     """Return whole numbers of at least 1 that are separated by commas.
 
     Raises:
-        argparse.ArgumentTypeError: one of them is none.
+        argparse.ArgumentTypeError: a part of the text is not such a number.
     """
     try:
         return tuple(map(positive, text.split(",")))
@@ -106,7 +134,7 @@ def seconds(text: str) -> float:
     """Return a finite number of seconds of at least 0.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     try:
         value = parse_float(text)

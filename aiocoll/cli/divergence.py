@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from aiocoll.cli.merge import Entry, GroupDumps, MergedCall
+from aiocoll.cli.top.words import duration
 from aiocoll.dump.files import KEYS
+from aiocoll.dump.timeline import named
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.operations.differences import called, mismatch, opposed
 
-__all__ = ["Divergence", "Lateness", "divergence", "lateness", "report"]
+__all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "lateness", "report"]
 
-#: Operations that a report names of each kind.
+#: Largest number of pending, or failed, operations that a report names.
 NAMED = 8
+#: Average lateness in seconds from which the verdict names the rank.
+LATE = 1e-3
+#: Operations with their arguments, as in "RECV(shape=[], dtype=object)".
+_ARGUMENTS = re.compile(r"\b([A-Z][A-Z_]+)\([^()]*\)")
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,23 @@ class Divergence:
     words: str | None
     missing: tuple[int, ...]
     later: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict on a group, in one sentence.
+
+    Attributes:
+        text: the sentence.
+        ranks: the ranks at fault; empty if there are none.
+        label: the state of these ranks, in a few words.
+        call: the collective in which the others waited, or which differed; None if there is none.
+    """
+
+    text: str
+    ranks: tuple[int, ...] = ()
+    label: str = ""
+    call: MergedCall | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +137,140 @@ def lateness(group: GroupDumps) -> Lateness | None:
     return Lateness(rank, average[rank], last, len(shared))
 
 
+# -- the verdict
+
+
+def diagnose(group: GroupDumps) -> Finding:
+    """Return the verdict: the rank at fault, its place in the program, and how long the others waited for it."""
+    found, cause = divergence(group), group.cause
+    if found is not None and (found.words is not None or not found.missing):
+        return _diagnose_mismatch(found.call)
+    call = _last_unfinished(group) if found is None else found.call
+    if found is not None and call is not None:
+        ranks = found.missing
+        if len(ranks) > 1:
+            text = f"{_ranks(ranks)} did not enter {_short(call)}{_waited(group, call)}"
+            return Finding(text, ranks, "did not enter it", call)
+        return _diagnose_absence(group, ranks, call)
+    if cause is not None:
+        return _diagnose_cause(group, cause, call)
+    if group.silent:
+        return Finding(f"no failure recorded, but {_ranks(group.silent)} gave no dump", tuple(group.silent), "no dump")
+    late = lateness(group)
+    if late is None or late.seconds < LATE:
+        return Finding("no failure: no collective diverged")
+    return Finding(
+        f"no failure; rank {late.rank} arrived last in {late.last} of {late.calls} collectives, "
+        f"{duration(late.seconds)} after the first on average"
+    )
+
+
+def _diagnose_mismatch(call: MergedCall) -> Finding:
+    plans = sorted(_plans_by_array(call), key=lambda plan: len(plan[1]))
+    calls = "; ".join(f"{_ranks(ranks)} at {_line(entry)}" for entry, ranks in plans)
+    is_odd = len(plans) > 1 and len(plans[0][1]) < len(plans[1][1])
+    entry, ranks = plans[0]
+    label = f"{entry['op']}{list(entry['shape'])} at {_line(entry)}"
+    return Finding(
+        f"ranks made different calls in {_short(call)}: {calls}", tuple(ranks) if is_odd else (), label, call
+    )
+
+
+def _diagnose_cause(group: GroupDumps, cause: dict[str, Any], call: MergedCall | None) -> Finding:
+    """Return the verdict on a group that has failed without a divergence in the dumps."""
+    ranks = _blamed(group, cause)
+    waited = "" if call is None else _waited(group, call, with_call=True)
+    if not ranks:
+        return Finding(f"the group failed: {cause.get('kind')}: {_shortened(str(cause.get('text')))}", call=call)
+    if cause.get("kind") == "PeerLostError":
+        label = "lost: " + _shortened(str(cause.get("text"))).rpartition(": ")[2]
+        return Finding(f"{_ranks(ranks)} {'were' if len(ranks) > 1 else 'was'} {label}{waited}", ranks, label, call)
+    if cause.get("kind") == "CollectiveTimeoutError" and call is not None:
+        return _diagnose_absence(group, ranks, call)
+    return Finding(
+        f"the group failed because of {_ranks(ranks)}: {_shortened(str(cause.get('text')))}", ranks, "failed", call
+    )
+
+
+def _diagnose_absence(group: GroupDumps, ranks: tuple[int, ...], call: MergedCall) -> Finding:
+    label = _position(group, ranks[0])
+    if label.startswith("blocked"):
+        return Finding(f"{_ranks(ranks)} was {label}{_waited(group, call, with_call=True)}", ranks, label, call)
+    return Finding(f"{_ranks(ranks)} did not enter {_short(call)}: {label}{_waited(group, call)}", ranks, label, call)
+
+
+def _blamed(group: GroupDumps, cause: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ranks that the cause names."""
+    ranks = cause.get("ranks")
+    known = ranks if isinstance(ranks, list) else []
+    return tuple(rank for rank in known if isinstance(rank, int) and 0 <= rank < group.world_size)
+
+
+def _last_unfinished(group: GroupDumps) -> MergedCall | None:
+    """Return the last collective that has failed, or is pending, on a rank."""
+    for call in reversed(group.calls):
+        if any(entry["state"] != "finished" for entry in call.entries.values()):
+            return call
+    return None
+
+
+def _waited(group: GroupDumps, call: MergedCall, with_call: bool = False) -> str:
+    """Return how long the ranks waited that have not finished `call`."""
+    times = {
+        rank: (group.dumped(rank) if entry["finished"] is None else entry["finished"] + group.shifts[rank])
+        - call.entered[rank]
+        for rank, entry in call.entries.items()
+        if entry["state"] != "finished"
+    }
+    if not times:
+        return ""
+    return f"; {_ranks(sorted(times))} waited {duration(max(times.values()))}" + f" in {_short(call)}" * with_call
+
+
+def _position(group: GroupDumps, rank: int) -> str:
+    """Return where a rank was: by its own dump, else by what its peers recorded."""
+    if rank in group.dumps:
+        blocked = group.dumps[rank].get("blocked")
+        if blocked:
+            return f"blocked at {os.path.basename(str(blocked[-1]).split(', ')[0])}"
+        messages = [entry for entry in group.entries(rank, "message") if entry["state"] != "finished"]
+        if messages:
+            return f"it waited in {messages[-1]['op']} at {_line(messages[-1])}"
+    by_peers = _seen_by_peers(group, rank)
+    if by_peers:
+        return by_peers
+    collectives = group.entries(rank, "collective") if rank in group.dumps else []
+    if collectives:
+        return f"last in {named(collectives[-1])} at {_line(collectives[-1])}"
+    return "not seen by its peers" if rank not in group.dumps else "in no collective yet"
+
+
+def _seen_by_peers(group: GroupDumps, rank: int) -> str:
+    """Return what the ranks with a dump recorded about `rank` in the cause of the failure; "" if nothing."""
+    text = "" if group.cause is None else str(group.cause.get("text"))
+    _, found, rest = text.partition(f"rank {rank} (")
+    depth = 1
+    for end, letter in enumerate(rest if found else ""):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if not depth:
+            return re.sub(r"^which ", "it ", _shortened(rest[:end]))
+    return ""
+
+
+def _shortened(text: str) -> str:
+    """Return a message without the arguments of calls."""
+    return _ARGUMENTS.sub(r"\1", text)
+
+
+def _short(call: MergedCall) -> str:
+    return named(call.entries[min(call.entries)])
+
+
+def _line(entry: Entry) -> str:
+    """Return the line of a call, with the file's name only."""
+    return os.path.basename(str(entry["site"]))
+
+
 # -- words
 
 
@@ -118,8 +278,11 @@ def report(group: GroupDumps) -> tuple[list[str], bool]:
     """Return the lines of a group's report, and whether no problem was found."""
     ranks = f"{group.world_size} rank{'s' * (group.world_size != 1)}"
     lines = [f"group {group.name!r}: {ranks}, {len(group.calls)} collectives remembered"]
+    lines.append(f"  verdict: {diagnose(group).text}")
     if group.silent:
-        lines.append(f"  no dump of {_ranks(group.silent)}: killed, or not given here")
+        lines.append(f"  no dump of {_ranks(group.silent)}: killed, blocked, or not given here")
+    seen = {rank: _seen_by_peers(group, rank) for rank in group.silent}
+    lines += [f"    rank {rank}, as its peers recorded it: {text}" for rank, text in seen.items() if text]
     cause = group.cause
     if cause is not None:
         lines.append(f"  failed: {cause.get('kind')}: {cause.get('text')}")
@@ -203,7 +366,7 @@ def _site(entry: Entry) -> str:
     return f"{entry['site']} in {entry['function']}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

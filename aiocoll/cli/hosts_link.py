@@ -311,7 +311,7 @@ class HostsLink:
             self._tell_decision()
 
     async def _without_host_0(self, error: StoreError) -> None:
-        """The ranks of a job that mends itself can go on; they are not replaced any more."""
+        """Handle the loss of host 0: end the job, or let an elastic one continue without replacements."""
         why = f"host 0 is lost: {error}"
         if not any(state.elastic for state in (self._state, *self._states.values())):
             self._tell(Verdict(None, why))

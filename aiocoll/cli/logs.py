@@ -1,7 +1,7 @@
-"""The output of ranks in files, which only their user can read: it may have secrets in it.
+"""Log files with the output of ranks. Only their owner can read them, because output may contain secrets.
 
-A job has a folder of its own, named by the time and some letters, with a folder ``restart-K`` for each restart (0 is
-the first start), with ``rank-R.out`` and ``rank-R.err`` for each rank that was started then.
+Each job has a folder, named by the time and random letters. In it, ``restart-K`` has ``rank-R.out`` and ``rank-R.err``
+of each rank that was started in restart K; 0 is the first start.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["Logs"]
 
 
 class Logs:
-    """The folder of a job.
+    """The log folder of a job.
 
     Args:
-        parent: where the folder is made; made itself if it is not there.
-        trouble: called, from any thread, with what to tell the user if a file cannot be written; the job goes on.
+        parent: the folder in which it is created; created too if it does not exist.
+        trouble: called from any thread with a message if a file cannot be written. The job continues.
 
     Attributes:
-        path: the folder.
-        complete: whether all files have all output.
+        path: the path of the folder.
+        complete: whether the files have all output.
 
     Raises:
         OSError: the folder cannot be made.
@@ -39,7 +39,7 @@ class Logs:
         self._trouble = trouble
 
     def open(self, restarts: int, rank: int) -> tuple[Sink, Sink]:
-        """Return files for standard output and standard error of a rank that starts after so many restarts."""
+        """Return files for standard output and standard error of a rank, after `restarts` restarts."""
         folder = self.path / f"restart-{restarts}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)

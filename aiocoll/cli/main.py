@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import aiocoll
-from aiocoll.cli.arguments import HelpFormatter
+from aiocoll.cli.arguments import CommandParser, HelpFormatter
 from aiocoll.cli.sink import CommandOutput, OutputLostError
 from aiocoll.cli.terminal import complain
 from aiocoll.errors import BackendUnavailableError
@@ -21,7 +21,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default that of this process.
+    """Run a command line.
+
+    Args:
+        argv: the arguments; by default those of this process.
 
     Returns:
         The exit code; it is not 0 if output was lost.
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="aiocoll",
         description="Collectives you can await.",
         epilog="Each command lists its exit codes: aiocoll COMMAND --help.\n"
@@ -58,7 +61,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _add_commands(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Add the command that `argv` names, with its arguments; the others, for the list, only by name and help."""
+    """Add all commands by name and help, for the list. Only the command that `argv` names gets its arguments."""
     chosen = next((word for word in argv if not word.startswith("-")), None)
     listed = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     if chosen is None or chosen not in commands:

@@ -39,6 +39,8 @@ _DUMP: dict[str, Check] = {
     "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": maybe(mapped(anything)),
     "entries": listed(anything, 1 << 20),
 }  # fmt: skip
+#: A field that dumps of version 0.1 lack.
+_LATER: dict[str, Check] = {"blocked": maybe(listed(anything, 2))}
 _ENTRY: dict[str, Check] = {
     **NAMED, "kind": one_of("collective", "message"), "shape": listed(_NUMBER), "entered": seconds,
     "finished": maybe(seconds), "state": one_of("pending", "finished", "failed"), "site": _TEXT, "function": _TEXT,
@@ -169,7 +171,7 @@ def _load(path: str) -> Dump:
 
 def _checked(dump: Dump) -> Dump:
     """Return the used fields of a dump; raises `Misfit` if they are not valid."""
-    found = _taken(dump, _DUMP, {}, Scope(0, None))
+    found = _taken(dump, _DUMP, _LATER, Scope(0, None))
     size = found["world_size"]
     if not len(found["global_ranks"]) == size > found["rank"]:
         raise Misfit("rank: it is not a rank of the group")

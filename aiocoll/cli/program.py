@@ -1,4 +1,4 @@
-"""What the ranks of this host run, and the start of one of them."""
+"""The program of this host's ranks, and the start of one rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from aiocoll.cli.logs import Logs
 from aiocoll.cli.rank import Exit, RankProcess, Report, SaidElastic
+from aiocoll.cli.top.jobs import End
 
 __all__ = ["Program", "Start"]
 
@@ -16,9 +17,9 @@ class Start(NamedTuple):
     """The start of one rank.
 
     Attributes:
-        rank: its number for the launcher. A newcomer has that of the rank that it replaces.
-        restarts: how many restarts of the job there have been, this one included.
-        joins: whether it joins a group that is there; the group assigns its rank.
+        rank: its number for the launcher. A newcomer has the number of the rank that it replaces.
+        restarts: number of restarts of the job so far, including this one.
+        joins: whether it joins an existing group, which assigns its rank.
     """
 
     rank: int
@@ -28,15 +29,16 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What the ranks of this host run.
+    """The program of this host's ranks.
 
     Attributes:
-        command: what follows the name of the Python interpreter.
-        ranks: those of this host.
+        command: the arguments of the Python interpreter.
+        ranks: the ranks of this host.
         environment: returns the environment of a rank.
         key: the job key.
-        top_dir: where the ranks answer `aiocoll top`, if they do.
-        logs: gets copies of the output, if it is there.
+        top_dir: the folder in which the ranks answer `aiocoll top`; None if they do not.
+        logs: receives copies of the output; None without `--log-dir`.
+        record_end: records the outcome of the job for `aiocoll top`; None without such a folder.
     """
 
     command: Sequence[str]
@@ -45,8 +47,9 @@ class Program:
     key: bytes = field(repr=False)
     top_dir: str | None = None
     logs: Logs | None = None
+    record_end: Callable[[End], None] | None = None
 
     def start(self, start: Start, tell: Callable[[Report | SaidElastic | Exit], object]) -> RankProcess:
-        """Start a rank; its output goes to that of this process, and news of it to `tell`."""
+        """Start a rank. Its output goes to the output of this process, its reports and its exit to `tell`."""
         logs = self.logs.open(start.restarts, start.rank) if self.logs is not None else None
         return RankProcess(start.rank, self.command, self.environment(start), self.key, logs, tell)

@@ -1,4 +1,4 @@
-"""One rank as a process: starting it, receiving its reports, ending it."""
+"""The process of one rank: its start, its reports, its end."""
 
 from __future__ import annotations
 
@@ -19,26 +19,42 @@ from aiocoll.cli.sink import Sink
 
 __all__ = ["DRAIN", "Exit", "RankProcess", "Report", "SaidElastic"]
 
-#: Seconds for the rest of the output of an ended rank; only a process that it left behind takes longer.
+#: Seconds to wait for the remaining output of an ended rank; only a child that it left behind takes longer.
 DRAIN = 1.0
 _START = str(Path(__file__).with_name("start.py"))
-#: Lines of /proc/PID/status: which signals a process blocks, ignores and handles.
+#: Lines of /proc/PID/status with the signals that a process blocks, ignores and handles.
 _EXPECTED = ("SigBlk", "SigIgn", "SigCgt")
 
 
 class Report(NamedTuple):
-    """An exception that a rank's program did not catch; `aiocoll.cli.start` says what the fields are."""
+    """An exception that a rank's program did not catch; the fields are described in `aiocoll.cli.start`."""
 
     rank: int
     time: float
     degree: int
     code: int | None
     error: str
+    place: str
     traceback: str
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the exception's class, without its module."""
+        return self.error.partition(":")[0].rpartition(".")[2]
+
+    @property
+    def error_and_place(self) -> str:
+        """Return the exception with its message, and the line of the program."""
+        return f"{self.error} ({self.place})" if self.place else self.error
+
+    @property
+    def kind_and_place(self) -> str:
+        """Return the class of the exception, without its message, and the line of the program."""
+        return f"{self.kind} ({self.place})" if self.place else self.kind
 
 
 class SaidElastic(NamedTuple):
-    """The rank is in a group that mends itself; see `aiocoll.launcher`."""
+    """The report of a rank that is in an elastic group; see `aiocoll.launcher`."""
 
     rank: int
 
@@ -47,8 +63,8 @@ class Exit(NamedTuple):
     """The end of a rank's process.
 
     Attributes:
-        rank: its number.
-        time: when it was noticed.
+        rank: number of the rank.
+        time: time at which the launcher noticed the end.
         code: the exit code, or -n for signal n.
         by_launcher: whether the launcher has sent that signal.
     """
@@ -62,16 +78,16 @@ class Exit(NamedTuple):
 class RankProcess:
     """A started rank, the leader of its own process group.
 
-    So Ctrl-C in a terminal only reaches the launcher, which passes it on to each rank and its children once. On Linux
-    the rank dies with the launcher, however that ends.
+    Ctrl-C in a terminal therefore only reaches the launcher, which forwards it once to each rank and its children. On
+    Linux the rank dies with the launcher, however the launcher ends.
 
     Args:
-        rank: its number.
-        command: what follows the name of the Python interpreter.
-        environment: all of its environment but the number of the key's pipe.
+        rank: number of the rank.
+        command: the arguments of the Python interpreter.
+        environment: the environment, without the descriptor of the key's pipe.
         key: the content of that pipe.
-        logs: get a copy of its standard output and error, if there are any.
-        tell: called, from another thread, with what it reports, then its exit.
+        logs: files that receive a copy of its standard output and error, or None.
+        tell: called from another thread with its reports, then with its exit.
 
     Raises:
         OSError: the process cannot be started.
@@ -126,7 +142,7 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return its process id."""
         return self._process.pid
 
     def send(self, number: signal.Signals) -> None:
@@ -137,7 +153,7 @@ class RankProcess:
                 os.killpg(self._process.pid, number)
 
     def ask(self, number: signal.Signals) -> bool:
-        """Send only the rank a signal if it has a handler for it; return False if it has none."""
+        """Send a signal to the rank alone, if it has a handler; return whether it has one."""
         if self._process.returncode is not None or not _expects(self._process.pid, number):
             return False
         with suppress(ProcessLookupError):
@@ -149,12 +165,12 @@ class RankProcess:
         self.send(signal.SIGKILL)
 
     def kill_children(self) -> None:
-        """Kill what the rank, which has ended, has left in its process group."""
+        """Kill the processes that the ended rank has left in its process group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def drain(self, deadline: float) -> None:
-        """Wait for its end and all of its output; processes that keep the pipes open after `deadline` are killed."""
+        """Wait for its end and its output; kill processes that keep the pipes open after `deadline`."""
         self._process.wait()
         for listener in self._listeners:
             listener.join()
@@ -168,7 +184,7 @@ class RankProcess:
             log.close()
 
     def _wait(self, reports: int) -> None:
-        """Write the end after all reports: children of the rank may keep the pipe itself open."""
+        """Write the end after all reports: children of the rank may keep the pipe open."""
         code = self._process.wait()
         with open(reports, "w", encoding="ascii") as pipe:
             pipe.write(f"\n{json.dumps({'time': time.monotonic(), 'code': code, 'ended': True})}\n")
@@ -191,13 +207,13 @@ class RankProcess:
                 traceback = report.traceback
                 self._tell(report)
         if self._logs is not None and traceback:
-            # The rank has not written it itself, and it shall come last.
+            # The rank has not written the traceback itself, and it has to be last.
             self._relays[1].join(DRAIN)
             self._logs[1].write(traceback.encode(errors="replace"))
 
 
 def _expects(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal, blocks it or ignores it, as far as this system tells."""
+    """Return whether a process handles, blocks or ignores a signal; True where the system does not report it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Which restarts a job may have: what a host tells the others, and what comes of it.
+"""Restarts of a job: the states that hosts report, and the decisions that follow.
 
-Each host tells its state. When nothing runs on any host and not all ended well, all start anew, if there is a restart
-left. In a job that mends itself (`aiocoll.launcher`), a host takes a restart for each rank that it replaces.
+Each host reports its state. If no rank runs on any host and a rank has failed, all ranks restart, as long as a restart
+is left. In an elastic job (`aiocoll.launcher`), a host takes a restart for each rank that it replaces.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["Alone", "Elsewhere", "Granted", "HostState", "News", "Notice", "Phas
 
 
 class Phase(StrEnum):
-    """What a host is about."""
+    """The phase of one host."""
 
     RUNS = "runs"
-    #: A rank has failed and is not replaced: all are to end.
+    #: A rank has failed without a replacement: all ranks end.
     FAILS = "fails"
-    #: All ranks have ended, well, or not all of them well.
+    #: All ranks have ended: all of them with 0, or some with a failure.
     ENDED = "ended"
     FAILED = "failed"
-    #: The user stops it.
+    #: The user has stopped the job.
     QUITS = "quits"
 
 
@@ -32,12 +32,12 @@ class HostState(NamedTuple):
     """The state of the ranks of one host.
 
     Attributes:
-        restarts: number of the restart in which all of them were started.
+        restarts: number of the restart in which these ranks were started.
         phase: see `Phase`.
-        elastic: whether a rank has said that its group mends itself.
-        members: living ranks that are in such a group.
-        well: whether a rank has ended well.
-        why: the failure that ended them, if one of these ranks is to blame.
+        elastic: whether a rank has reported an elastic group.
+        members: number of living ranks in such a group.
+        well: whether a rank has ended with 0.
+        why: the failure that ended them, if one of these ranks is at fault.
     """
 
     restarts: int
@@ -49,16 +49,16 @@ class HostState(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Whether nothing runs."""
+        """Return whether no rank runs."""
         return self.phase in (Phase.ENDED, Phase.FAILED)
 
 
 class Verdict(NamedTuple):
-    """What comes next, once nothing runs: all start anew, or the job is over.
+    """The decision when no rank runs: all ranks restart, or the job ends.
 
     Attributes:
-        restarts: number of the restart in which all start; None: the job is over.
-        why: of what elsewhere it comes, if it does.
+        restarts: number of the next restart; None if the job ends.
+        why: the reason, if it lies on another host.
     """
 
     restarts: int | None
@@ -66,7 +66,7 @@ class Verdict(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """The answer to `Restarts.take`; `number` is that of the restart, 0 if none is left."""
+    """The answer to `Restarts.take`: the number of the restart, or 0 if none is left."""
 
     rank: int
     number: int
@@ -79,7 +79,7 @@ class Elsewhere(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Something that the user is to know."""
+    """A message for the user."""
 
     text: str
 
@@ -91,19 +91,19 @@ class Restarts(Protocol):
     """The restarts of a job.
 
     Attributes:
-        allowed: how many there may be.
+        allowed: the largest number of restarts.
     """
 
     allowed: int
 
     def begin(self, tell: Callable[[News], object]) -> None:
-        """Tell a `Verdict` as soon as ranks may start, and all further news, from any thread."""
+        """Report a `Verdict` as soon as ranks may start, and all further news, from any thread."""
 
     def take(self, rank: int) -> None:
-        """Ask for a restart, to replace `rank`: `Granted` answers."""
+        """Request a restart to replace `rank`; `Granted` is the reply."""
 
     def say(self, state: HostState) -> None:
-        """Take note of the state of this host; once nothing runs, a `Verdict` follows."""
+        """Record the state of this host. A `Verdict` follows when no rank runs."""
 
     def close(self) -> None:
         """Leave the job."""
@@ -113,8 +113,8 @@ class Alone:
     """The restarts of a job on one host.
 
     Args:
-        allowed: how many there may be.
-        server: of the store, which is emptied before all ranks start anew; None if there are no restarts.
+        allowed: the largest number of restarts.
+        server: the store's server, which is emptied before all ranks restart; None without restarts.
     """
 
     def __init__(self, allowed: int, server: StoreServer | None) -> None:

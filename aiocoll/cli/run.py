@@ -28,11 +28,11 @@ from aiocoll.cli.hosts import Hosts, add_host_arguments, reach_store, read_hosts
 from aiocoll.cli.hosts_link import HostsLink
 from aiocoll.cli.logs import Logs
 from aiocoll.cli.program import Program, Start
-from aiocoll.cli.restarts import Alone
+from aiocoll.cli.restarts import Alone, Restarts
 from aiocoll.cli.shutdown import KILL_AFTER
 from aiocoll.cli.supervise import supervise
 from aiocoll.cli.terminal import write_stderr
-from aiocoll.cli.top.jobs import job_folder
+from aiocoll.cli.top.jobs import JobFolder, job_folder
 from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
 from aiocoll.store.listening import local_address
@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         epilog="Several hosts: run the same command on each, with its own --node-rank; host 0 holds the store. All "
         "need one job key, in a file (--job-key-file) or in AIOCOLL_JOB_KEY.",
     )
-    ranks = parser.add_mutually_exclusive_group(required=True)
+    ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("-n", "--nproc", type=positive, metavar="N", help="ranks on this host, and on every other one")
     ranks.add_argument(
         "--nproc-list",
@@ -93,14 +93,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep the output of each rank in files of its own as well, in a new folder in DIR that only you can read",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="Python program, or a module with -m")
-    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
-    rest.required = False  # argparse would name it among those that are missing
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the tracebacks of all ranks that fail")
+    program = parser.add_argument(
+        "program",
+        nargs=argparse.PARSER,
+        metavar="SCRIPT",
+        help="Python program, or a module with -m; all arguments after it are passed to it",
+    )
+    program.required = False  # `_check` reports it together with -n
     parser.set_defaults(command=lambda args: _run(args, parser))
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
+        _check(args)
         nprocs = _nprocs(args)
         hosts = read_hosts(args, os.environ)
         command = _command(args)
@@ -122,8 +128,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             host, port = local_address(server.host), server.port
             stack.callback(server.close)
         ranks = range(sum(nprocs[: hosts.node_rank]), sum(nprocs[: hosts.node_rank + 1]))
-        if "AIOCOLL_TOP_DIR" not in environ:
-            environ.update(_watched(stack, command, len(ranks)))
+        record_end = None
+        if "AIOCOLL_TOP_DIR" not in environ and (watched := _make_job_folder(stack, command, len(ranks))) is not None:
+            environ["AIOCOLL_TOP_DIR"], record_end = watched
         program = Program(
             command,
             ranks,
@@ -131,14 +138,29 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             hosts.key,
             environ.get("AIOCOLL_TOP_DIR"),
             logs,
+            record_end,
         )
         if hosts.nnodes > 1 and args.max_restarts:
             same = f"--nproc-list {','.join(map(str, nprocs))} --max-restarts {args.max_restarts}"
             reach = partial(reach_store, hosts, options, (host, port))
-            code = supervise(program, HostsLink(hosts, same, args.max_restarts, reach, server), args.kill_after)
+            restarts: Restarts = HostsLink(hosts, same, args.max_restarts, reach, server)
         else:
-            code = supervise(program, Alone(args.max_restarts, server), args.kill_after)
+            restarts = Alone(args.max_restarts, server)
+        code = supervise(program, restarts, args.kill_after, verbose=args.verbose)
         return code or int(logs is not None and not logs.complete)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError if the command line lacks the number of ranks or the program; one error names both."""
+    missing = []
+    if args.nproc is None and args.nproc_list is None:
+        missing.append("the number of ranks (-n N, or --nproc-list N,N,... for several hosts)")
+    if args.program and args.program[0] == "--":
+        del args.program[0]
+    if not args.program:
+        missing.append("MODULE after -m" if args.module else "SCRIPT")
+    if missing:
+        raise ValueError(f"missing: {' and '.join(missing)}; for example: aiocoll run -n 2 train.py")
 
 
 def _nprocs(args: argparse.Namespace) -> tuple[int, ...]:
@@ -158,10 +180,10 @@ def _nprocs(args: argparse.Namespace) -> tuple[int, ...]:
 
 def _command(args: argparse.Namespace) -> tuple[str, ...]:
     if args.module:
-        return ("-m", args.script, *args.args)
-    if not os.path.isfile(args.script):
-        raise ValueError(f"{args.script}: no such file (-m runs a module)")
-    return (args.script, *args.args)
+        return ("-m", *args.program)
+    if not os.path.isfile(args.program[0]):
+        raise ValueError(f"{args.program[0]}: no such file (-m runs a module)")
+    return tuple(args.program)
 
 
 def _say(trouble: str) -> None:
@@ -174,20 +196,22 @@ def _logs(parent: str | None) -> Logs | None:
     try:
         logs = Logs(parent, _say)
     except OSError as error:
-        raise ValueError(f"--log-dir {parent}: {error.strerror}; give a folder in which you can make others") from None
+        raise ValueError(
+            f"--log-dir {parent}: {error.strerror}; choose a directory where you can create subdirectories"
+        ) from None
     _say(f"output of the ranks is kept in {logs.path}")
     return logs
 
 
-def _watched(stack: ExitStack, command: Sequence[str], ranks: int) -> dict[str, str]:
-    """Return the variable that names a folder for `aiocoll top`, removed at the end; none if it cannot be made."""
+def _make_job_folder(stack: ExitStack, command: Sequence[str], ranks: int) -> JobFolder | None:
+    """Return the folder for `aiocoll top`, which `stack` removes at the end; None if it cannot be made."""
     if sys.platform != "linux":
-        return {}
+        return None
     try:
-        return {"AIOCOLL_TOP_DIR": stack.enter_context(job_folder(os.environ, command, ranks))}
+        return stack.enter_context(job_folder(os.environ, command, ranks))
     except (AiocollError, OSError) as error:
         _say(f"aiocoll top will not find this job: {error}")
-        return {}
+        return None
 
 
 def _variables(start: Start, hosts: Hosts, nprocs: Sequence[int], store: tuple[str, int]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The end of a job that a signal asks for: passed on to the ranks, with a time limit until SIGKILL."""
+"""The end of a job after a signal: the signal is forwarded to the ranks, and SIGKILL follows after a time limit."""
 
 from __future__ import annotations
 
@@ -22,50 +22,51 @@ _FAREWELL = 1.0
 
 
 class Shutdown:
-    """The signals that have come, and what is due when.
+    """The signals received so far, and the times of the next report and of SIGKILL.
 
     Args:
         kill_after: seconds from the first signal until the ranks that still run are killed.
 
     Attributes:
-        signal: the first one, None before that.
-        kill_at: when the ranks that still run are to be killed.
-        report_at: when they are to be named.
+        signal: the first signal, or None.
+        kill_at: time at which the ranks that still run are killed.
+        report_at: time at which they are named.
+        began: time of the first signal.
     """
 
     def __init__(self, kill_after: float) -> None:
         self.signal: signal.Signals | None = None
         self.kill_at = self.report_at = inf
         self._kill_after = kill_after
-        self._began = 0.0
+        self.began = 0.0
         self._passed_on: set[signal.Signals] = set()
         self._interval = REPORT_AFTER
         self._reporter: threading.Thread | None = None
 
     def take(self, number: signal.Signals) -> bool:
-        """Take note of a signal; return whether to pass it on. One that has come before asks for SIGKILL instead."""
+        """Record a signal; return whether to forward it. A repeated signal requests SIGKILL instead."""
         if number in self._passed_on:
             return False
         self._passed_on.add(number)
         if self.signal is None:
             self._begin(number, self._kill_after)
-            self.report_at = self._began + self._interval
+            self.report_at = self.began + self._interval
         return True
 
     def leave(self, number: signal.Signals, limit: float) -> None:
-        """End the job within `limit` seconds, without a report: its reader is gone."""
+        """End the job within `limit` seconds, without a report: the reader of the output has closed it."""
         if self.signal is None:
             self._begin(number, limit)
         self.kill_at = min(self.kill_at, time.monotonic() + limit)
 
     def report(self, running: Collection[int], find_stuck: Callable[[], Mapping[int, str]]) -> None:
-        """Name the ranks that still run, and how to end them at once.
+        """Report the ranks that still run, and how to end them at once.
 
-        In another thread: a terminal that blocks our output must not delay what is due.
+        Another thread writes the report: a terminal that blocks output must not delay SIGKILL.
 
         Args:
-            running: these ranks; may change meanwhile.
-            find_stuck: returns those that are stuck, each with the reason.
+            running: the ranks; may change meanwhile.
+            find_stuck: returns the stuck ranks, each with the reason.
         """
         self._interval *= 10
         self.report_at = time.monotonic() + self._interval
@@ -74,29 +75,29 @@ class Shutdown:
             self._reporter.start()
 
     def killed(self, ranks: Iterable[int], again: signal.Signals | None = None) -> None:
-        """Report that ranks were killed: their time was up, or `again` has come a second time."""
+        """Report that ranks were killed, after the time limit or after the repeated signal `again`."""
         self.kill_at = self.report_at = inf
         assert self.signal is not None
-        waited = f"{time.monotonic() - self._began:.0f} s after {self.signal.name}"
+        waited = f"{time.monotonic() - self.began:.0f} s after {self.signal.name}"
         why = f"after a second {again.name}" if again else waited
         write_stderr([f"aiocoll run: sent SIGKILL to {name_ranks(list(ranks))}, {why}"])
 
     def close(self) -> None:
-        """Wait for a report that is being written, but not for long."""
+        """Wait for a report in progress, for a limited time."""
         if self._reporter is not None:
             self._reporter.join(_FAREWELL)
 
     def _begin(self, number: signal.Signals, limit: float) -> None:
         self.signal = number
-        self._began = time.monotonic()
-        self.kill_at = self._began + limit
+        self.began = time.monotonic()
+        self.kill_at = self.began + limit
 
     def _write(self, running: Collection[int], find_stuck: Callable[[], Mapping[int, str]]) -> None:
         assert self.signal is not None
         stuck = find_stuck()
         ranks = list(running)
         if not ranks or self.kill_at == inf:
-            return  # they have ended meanwhile, or were killed
+            return  # the ranks have ended meanwhile, or were killed
         left = max(0.0, self.kill_at - time.monotonic())
         again = "Ctrl-C" if self.signal == signal.SIGINT else self.signal.name
         write_stderr(

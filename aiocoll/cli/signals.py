@@ -1,11 +1,11 @@
-"""Signals to the launcher as events of its queue.
+"""Signals to the launcher, as events of its queue.
 
-The interpreter runs a handler between two instructions of the main thread. A signal that comes when that thread is just
-about to wait, below the last instruction, would be handled after the next event, which may never come. So the handlers
-do nothing: the interpreter also writes the number of each signal to a pipe at once, and a thread reads it there.
+The interpreter runs handlers between two instructions of the main thread. If that thread has just begun to wait for an
+event, a handler would run only after the next event, which may never arrive. So the handlers do nothing. The
+interpreter also writes each signal number to a pipe at once, and a thread reads the pipe.
 
-A wrapper such as `timeout` sends the signal that ends a job to this process and to its process group: one that comes
-twice at once counts once.
+Wrappers such as `timeout` send a signal to this process and to its process group. Two signals of one kind within a
+quarter of a second therefore count once.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from contextlib import contextmanager
 
 __all__ = ["signals_to"]
 
-#: Seconds in which a signal that ends the job and comes again is the same one; people take longer.
+#: Seconds within which a repeated signal counts as the same one; people take longer to press Ctrl-C again.
 TWICE = 0.25
 
 
 @contextmanager
 def signals_to(put: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Pass on the signals that end programs, and SIGUSR2; one that is ignored (as nohup asks for) stays ignored.
+    """Forward SIGUSR2 and the signals that end programs; ignored signals (as under nohup) stay ignored.
 
     Args:
-        put: called with each, from another thread.
+        put: called with each signal, from another thread.
     """
     before = {
         number: signal.getsignal(number)

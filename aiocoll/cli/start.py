@@ -6,8 +6,9 @@ launcher, with which the rank dies (Linux); FD is a pipe on which an uncaught ex
     time        when it came out of the program, by `time.monotonic`, which the processes of a host share
     degree      0 if this rank failed by itself, 2 if because of another, 1 if that is not clear: see `_degree`
     code        the exit code that the program asked for, null if it did not
-    error       the exception in one line; what led to it if the program asked for an exit, "" if nothing did
-    traceback   all that Python would have shown
+    error       the exception in one line; the exception that led to an exit that the program asked for, else ""
+    place       the program's line that raised or was interrupted, "" if there is none
+    traceback   the text that Python would have shown, without causes that repeat the message and have no traceback
 
 The launcher shows it in place of the interpreter, since here it would be mixed with those of other ranks. Nothing of
 the package is imported: the program may do without, and shall not wait for it. Where the package has something to say
@@ -21,10 +22,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import FrameType, ModuleType, TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from traceback import TracebackException
 
 __all__ = ["say_elastic"]
 
@@ -181,7 +185,8 @@ def _report(error: BaseException, pipe: int) -> bool:
             "degree": degree,
             "code": _exit_code(error) if is_exit else None,
             "error": "" if shown is None else _in_one_line(shown),
-            "traceback": "" if is_exit else "".join(traceback.format_exception(error)),
+            "place": "" if shown is None else _place(shown),
+            "traceback": "" if is_exit else _format(traceback.TracebackException.from_exception(error)),
         }
         data = memoryview(json.dumps(report).encode() + b"\n")
         while data:
@@ -228,21 +233,38 @@ def _in_one_line(error: BaseException) -> str:
     import traceback
 
     words = traceback.format_exception_only(error)[-1].strip().split("\n")[0]
-    if len(words) > _LONGEST:
-        words = f"{words[:_LONGEST]}…"
-    places = [f"{name}:{line} in {code}" for name, line, code in _places(error.__traceback__)]
-    return f"{words} ({places[-1]})" if places else words
+    return f"{words[:_LONGEST]}…" if len(words) > _LONGEST else words
 
 
-def _places(trace: TracebackType | None) -> Iterator[tuple[str, int | None, str]]:
-    """Yield the places of a traceback, the program's own if there are any."""
-    places = []
+def _place(error: BaseException) -> str:
+    """Return the innermost line of the program; for Ctrl-C under `asyncio.run`, the line that was cancelled."""
+    trace = error.__traceback__
+    inner = error.__context__
+    if isinstance(error, KeyboardInterrupt) and inner is not None and type(inner).__name__ == "CancelledError":
+        trace = inner.__traceback__
+    return next((f"{name}:{line} in {code}" for name, line, code in reversed(_places(trace))), "")
+
+
+def _places(trace: TracebackType | None) -> list[tuple[str, int | None, str]]:
+    """Return the places of a traceback: only those in the program, if there are any."""
+    places: list[tuple[str, int | None, str]] = []
     while trace is not None:
         code = trace.tb_frame.f_code
         places.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
     others = (_PACKAGE, os.path.dirname(os.__file__), "<")
-    yield from [each for each in places if not each[0].startswith(others)] or places
+    return [each for each in places if not each[0].startswith(others)] or places
+
+
+def _format(found: TracebackException) -> str:
+    """Return the traceback. A cause without frames that repeats the message is left out: it came from another rank."""
+    each: TracebackException | None = found
+    while each is not None:
+        cause = each.__cause__
+        if cause is not None and not cause.stack and str(cause) == str(each):
+            each.__cause__, each.__suppress_context__ = cause.__cause__, True
+        each = each.__cause__ or each.__context__
+    return "".join(found.format())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks that are stuck: their processes are stopped, or their event loops are blocked, as far as this host shows."""
+"""Detection of stuck ranks on this host: stopped processes and blocked event loops."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from aiocoll.top.viewer import State, Viewer
 
 __all__ = ["find_stuck"]
 
-#: Seconds for the answers of the processes: their threads take a thousandth of it, where there is a core for them.
+#: Seconds to wait for answers. With a free core, a process answers in about a thousandth of that.
 PATIENCE = 0.5
 
 
 def find_stuck(processes: Mapping[int, int], folder: str | None) -> dict[int, str]:
-    """Return the ranks that are stuck, each with the reason.
+    """Return the stuck ranks, each with the reason.
 
     Args:
-        processes: numbers of the processes, by rank.
-        folder: the folder in which they answer `aiocoll top`; None if they do not.
+        processes: process ids, by rank.
+        folder: the folder in which the processes answer `aiocoll top`; None if they do not.
     """
     found = {
         rank: f"process {number} stopped, by SIGSTOP or a debugger"

@@ -1,8 +1,8 @@
-"""Supervise the ranks: forward signals, stop all when one fails, report which rank failed first, start them anew.
+"""Supervision of the ranks: signal forwarding, the end of all ranks after a failure, restarts, and the final report.
 
-One queue gets all events, from the threads that listen to the ranks, to other hosts and to signals; the main thread
-handles them. (Threads rather than an event loop: a terminal that blocks our output must not block Ctrl-C, and
-`Process.wait` of some asyncio releases waits for the output of grandchildren.)
+One queue receives the events of all threads: those that listen to the ranks, to other hosts and to signals. The main
+thread handles them. There is no event loop, because a terminal that blocks output must not block Ctrl-C. In some
+asyncio releases, `Process.wait` also waits for the output of grandchildren.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from aiocoll.cli.signals import signals_to
 from aiocoll.cli.sink import Sink, limit_waits, on_loss
 from aiocoll.cli.stuck import find_stuck
 from aiocoll.cli.terminal import write_stderr
-from aiocoll.cli.verdict import RankOutcome, culprit, headline, replaced, tracebacks, words
+from aiocoll.cli.top.jobs import End
+from aiocoll.cli.verdict import RankOutcome, culprit, final_lines, headline, interrupted, replaced, tracebacks
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
 
-#: Seconds that ranks get to end by themselves when one has failed. Most are told and report their own error; and the
-#: rank to blame may be the last to report, after it has left its groups.
+#: Seconds that ranks have to end by themselves after a failure. Most of them receive the cause and report an error of
+#: their own. The rank at fault may be the last to report, after it has left its groups.
 RELEASE = 1.0
-#: Seconds from asking a rank to end (SIGTERM) to ending it (SIGKILL): users are promised that a failure stops all
-#: ranks within 5.
+#: Seconds from SIGTERM to SIGKILL. The documentation promises that a failure ends all ranks within 5 s.
 GRACE = 3.0
-#: Seconds from the loss of a rank to a newcomer in its place: whether others are lost as well. If all are, they start
-#: anew together, which is one restart.
+#: Seconds from the loss of a rank to the start of its replacement. Other ranks may be lost as well by then. If all are
+#: lost, they restart together, which counts as one restart.
 SETTLE = 0.3
-#: Seconds that a reader of our output may read nothing once SIGTERM has come, before the rest is dropped.
+#: Seconds after SIGTERM in which a reader of the launcher's output may read nothing; then the rest is dropped.
 STUCK = 1.0
 
 
@@ -52,13 +52,14 @@ class _Ending(NamedTuple):
     verdict: Verdict
 
 
-def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER) -> int:
+def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER, *, verbose: bool = False) -> int:
     """Run the ranks of this host and wait for the end of all.
 
     Args:
-        program: what they run.
-        restarts: says when they start, for the first time and anew.
+        program: the program of the ranks.
+        restarts: decides when the ranks start, for the first time and again.
         kill_after: seconds from a signal that ends the job until the ranks that still run are killed.
+        verbose: whether the tracebacks of all ranks are shown.
 
     Returns:
         0 when every rank ended with 0, else the code of the rank to blame, or 128 + n for signal n. It is also that of
@@ -79,10 +80,13 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
         restarts.begin(events.put)
         ending = _await_start(events)
         while (number := ending.verdict.restarts) is not None:
-            ending = _Attempt(program, number, restarts, events, kill_after).run()
+            ending = _Attempt(program, number, restarts, events, Shutdown(kill_after), verbose).run()
             write_stderr(ending.lines)
     if not ending.lines and ending.verdict.why:
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
+    if program.record_end is not None:
+        said = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
+        program.record_end(End(ending.code, tuple(said)))
     if readers_gone and ending.code == 0:  # found only in the last output of the ranks
         return 128 + signal.SIGPIPE
     return ending.code
@@ -100,7 +104,7 @@ def _await_start(events: _Events) -> _Ending:
 
 
 def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals) -> None:
-    """Pass on a signal, from the thread that receives it; the main thread may be waiting for the reader of an error."""
+    """Put a signal into the queue, from the thread that receives it: the main thread may be blocked in a write."""
     if number in (signal.SIGTERM, signal.SIGHUP) or (number == signal.SIGINT and number in before):
         limit_waits(STUCK)
     before.add(number)
@@ -108,9 +112,17 @@ def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals
 
 
 class _Attempt:
-    """The ranks from the time when all start to the time when all have ended, and the deadlines for ending them."""
+    """One run of all ranks, from their start to the end of the last one, with the deadlines for ending them."""
 
-    def __init__(self, program: Program, number: int, restarts: Restarts, events: _Events, kill_after: float) -> None:
+    def __init__(
+        self,
+        program: Program,
+        number: int,
+        restarts: Restarts,
+        events: _Events,
+        shutdown: Shutdown,
+        verbose: bool,
+    ) -> None:
         self._program = program
         self._number = number
         self._restarts = restarts
@@ -118,18 +130,19 @@ class _Attempt:
         self._processes: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._outcomes = {rank: RankOutcome(rank) for rank in program.ranks}
-        #: When the next step towards the end of all is due, when the last one is, and when all were told to end.
+        #: Times of the next step towards the end of all ranks, of the last step, and of SIGTERM to all.
         self._deadline = self._end = inf
         self._stopped = inf
-        #: Ranks that were stuck then, each with the reason.
+        #: Ranks that were stuck at the time of SIGTERM, each with the reason.
         self._stuck: Mapping[int, str] = {}
-        self._shutdown = Shutdown(kill_after)
-        #: Whether a failure here ends the job, or one elsewhere, and what comes then.
+        self._shutdown = shutdown
+        self._verbose = verbose
+        #: Whether a failure on this host, or on another one, ends the job; and the verdict after it.
         self._failing = self._failing_elsewhere = False
         self._verdict: Verdict | None = None
-        # Of a job that mends itself: whether it is one, the living ranks of its group, those that are lost and to be
-        # replaced, when restarts are asked for these, those for which one is asked for, newcomers that nobody needs,
-        # and when they are told so.
+        # State of an elastic job: whether the job is elastic, the living members of its group, lost ranks, the time to
+        # request restarts for them, ranks with a requested restart, replacements without a group, and the time to end
+        # those.
         self._elastic = False
         self._members: set[int] = set()
         self._lost: set[int] = set()
@@ -141,7 +154,7 @@ class _Attempt:
         self._told: HostState | None = None
 
     def run(self) -> _Ending:
-        """Start all ranks and wait for their end; return what comes then, and what to tell the user."""
+        """Start all ranks and wait for their end; return the exit code, the final lines, and the verdict."""
         try:
             for rank in self._program.ranks:
                 self._start(Start(rank, self._number, joins=False))
@@ -229,11 +242,12 @@ class _Attempt:
             code, lines = int(bool(verdict.why)), []
         elif number is not None:
             stopped = f"aiocoll run: stopped by {number.name}"
-            return _Ending(128 + number, [*tracebacks(self._outcomes), stopped], Verdict(None))
+            lines = list(interrupted(self._outcomes, self._shutdown.began, self._verbose))
+            return _Ending(128 + number, [*lines, stopped], Verdict(None))
         else:
             elsewhere = self._failing_elsewhere and to_blame.time > self._stopped
             code = 1 if elsewhere else to_blame.status or 1
-            lines = list(words(self._outcomes, None if elsewhere else to_blame, self._stuck))
+            lines = list(final_lines(self._outcomes, None if elsewhere else to_blame, self._stuck, self._verbose))
         if verdict.restarts is not None:
             why = f"{verdict.why}; " if verdict.why else ""
             restart = f"restart {verdict.restarts} of {self._restarts.allowed}"
@@ -251,7 +265,7 @@ class _Attempt:
             process = self._running.pop(event.rank)
             self._members.discard(event.rank)
             if outcome.failed and self._restarts.allowed:
-                process.kill_children()  # whoever takes its place shall find ports and devices free
+                process.kill_children()  # its replacement needs their ports and devices
         else:
             outcome.report = event
         if not outcome.failed:
@@ -266,9 +280,9 @@ class _Attempt:
         self._fail()
 
     def _fail(self) -> None:
-        """All are to end, since a rank has failed."""
+        """End all ranks after the failure of one."""
         self._replace_none()
-        if not self._is_signalled and self._stopped == inf:  # else all have been told to end
+        if not self._is_signalled and self._stopped == inf:  # else all ranks are ending already
             self._failing = True
             self._deadline = min(self._deadline, time.monotonic() + RELEASE)
 
@@ -296,7 +310,7 @@ class _Attempt:
                 write_stderr([f"aiocoll run: failed, but not at an end yet: rank {ranks}", *tracebacks(late)])
 
     def _stop(self) -> None:
-        """Tell all ranks to end that are not ending already."""
+        """Send SIGTERM to all ranks that are not ending already."""
         if all(outcome.degree == 2 for outcome in self._outcomes.values() if outcome.failed):
             self._stuck = self._stuck_among(self._unreported())()
         self._stopped = time.monotonic()
@@ -305,16 +319,16 @@ class _Attempt:
             self._running[rank].send(signal.SIGTERM)
 
     def _stuck_among(self, ranks: Iterable[int]) -> Callable[[], Mapping[int, str]]:
-        """Return a function, for any thread, that finds which of these ranks are stuck."""
+        """Return a function that finds the stuck ranks among these; any thread may call it."""
         return partial(find_stuck, {rank: self._running[rank].pid for rank in ranks}, self._program.top_dir)
 
     def _unreported(self) -> set[int]:
         return {rank for rank in self._running if self._outcomes[rank].report is None}
 
-    # -- groups that mend themselves
+    # -- elastic groups
 
     def _may_replace(self, rank: int) -> bool:
-        """Whether a newcomer in the place of `rank` would find a group, and the job goes on."""
+        """Return whether the job continues and a replacement of `rank` would find a group."""
         going_on = self._restarts.allowed and not self._is_ending()
         return bool(going_on) and self._is_elastic() and self._has_members(but=rank)
 
@@ -325,7 +339,7 @@ class _Attempt:
         return self._elastic or any(state.elastic for state in self._elsewhere.values())
 
     def _has_members(self, but: int = -1) -> bool:
-        """Whether a rank lives that is in the group; a host that has said nothing of it yet is only slow to tell."""
+        """Return whether a living rank is in the group; a host without a report counts as having one."""
         members = {rank for rank in self._members - {but} if not self._outcomes[rank].failed}
         return bool(members) or any(
             state.members or (self._elastic and not state.elastic and not state.over)
@@ -361,7 +375,7 @@ class _Attempt:
         self._start(Start(rank, number, joins=True))
 
     def _look_for_members(self) -> None:
-        """Newcomers wait in vain where nobody is left; but who comes and who goes may be known in any order."""
+        """Schedule the end of replacements if no member is left: events of joins and exits may arrive in any order."""
         if self._is_ending() or not self._running or not self._is_elastic() or self._has_members():
             self._dismissal = inf
         elif self._dismissal == inf:
@@ -371,7 +385,7 @@ class _Attempt:
         self._dismissal = inf
         ended = [*self._elsewhere.values(), *([self._told] if self._told is not None else [])]
         if not any(state.well for state in ended):
-            self._fail()  # all have been lost at once
+            self._fail()  # all members were lost at once
             return
         ranks = ", ".join(map(str, sorted(self._running)))
         write_stderr([f"aiocoll run: the others have ended well: rank {ranks} cannot join them any more, stopped"])
@@ -385,7 +399,7 @@ class _Attempt:
         if number == signal.SIGUSR2:
             self._ask_all()
         elif number == signal.SIGPIPE:
-            # The reader of our output is gone, as in `aiocoll run ... | head`: end as programs do then.
+            # The reader of the output has closed it, as in `aiocoll run ... | head`: end as other programs do.
             self._shutdown.leave(number, GRACE)
             self._send(signal.SIGTERM)
         elif self._shutdown.take(number):
@@ -401,12 +415,12 @@ class _Attempt:
         self._shutdown.report(self._running, self._stuck_among(self._running))
 
     def _kill_running(self, again: signal.Signals | None = None) -> None:
-        """Kill the ranks that have not ended in time after a signal, or when it has come `again`."""
+        """Kill the ranks that have not ended in time after a signal, or after the signal `again`."""
         self._kill(self._running)
         self._shutdown.killed(self._running, again)
 
     def _ask_all(self) -> None:
-        """Request dumps from the ranks; a process that the signal would end does not get it."""
+        """Request dumps from the ranks. Processes that the signal would end do not receive it."""
         for rank, process in sorted(self._running.items()):
             asked = "asked for a dump" if process.ask(signal.SIGUSR2) else "has no handler for SIGUSR2 now, not asked"
             write_stderr([f"aiocoll run: rank {rank}, process {process.pid}: {asked}"])

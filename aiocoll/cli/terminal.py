@@ -1,7 +1,7 @@
-"""What only people at a terminal see: colours, and how far a long run is.
+"""Output for terminals: colours, and the progress of long runs.
 
-Colours follow https://no-color.org: `NO_COLOR`, if it is not empty, turns them off, whatever else is said. Otherwise
-`FORCE_COLOR`, if it is not empty, turns them on where there is no terminal, as in the log of a CI job.
+Colours follow https://no-color.org. A non-empty `NO_COLOR` turns them off. Otherwise a non-empty `FORCE_COLOR` turns
+them on without a terminal, as in the log of a CI job.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["Progress", "Style", "coloured", "complain", "styled", "write_stderr"
 Style = Literal["heading", "good", "bad", "hint"]
 
 _CODES: dict[Style, str] = {"heading": "1", "good": "32", "bad": "1;31", "hint": "33"}
-#: Moves to the start of the line, and erases it.
+#: Escape sequence that moves to the start of the line and erases it.
 _CLEAR = "\r\x1b[K"
-#: Seconds between two looks at how far a run is.
+#: Seconds between two updates of the progress.
 _AGAIN = 1.0
 
 
 def coloured(stream: TextIO) -> bool:
-    """Whether what is written to `stream` has colours."""
+    """Return whether text for `stream` has colours."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or _is_terminal(stream)
@@ -37,7 +37,7 @@ def styled(text: str, style: Style, stream: TextIO) -> str:
 
 
 def complain(command: str, error: object) -> None:
-    """Print why a subcommand, or `aiocoll` itself where that is "", fails."""
+    """Print an error of a subcommand, or of `aiocoll` itself if `command` is empty."""
     write_stderr([f"{styled(f'aiocoll {command}'.strip() + ':', 'bad', sys.stderr)} {error}"])
 
 
@@ -48,14 +48,14 @@ def write_stderr(lines: Iterable[str]) -> None:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that can move its cursor."""
+    """Return whether `stream` is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class Progress:
-    """One line on standard error that says how far a long run is, within ``with``; nothing where that is no terminal.
+    """A line on standard error with the progress of a long run, within ``with``; only on terminals.
 
-    Before anything else is printed, `clear` it.
+    Call `clear` before printing anything else.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Progress:
         self.clear()
 
     def show(self, text: str) -> None:
-        """Show `text` in place of what was there; it should have less than 80 characters."""
+        """Replace the line by `text`, which should have less than 80 characters."""
         if self._shown:
             print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
             self._there = True
@@ -82,7 +82,7 @@ class Progress:
 
     @asynccontextmanager
     async def watching(self, look: Callable[[int], Awaitable[str]]) -> AsyncIterator[None]:
-        """Show, every second within the block, what `look` says after so many seconds."""
+        """Show the text that `look` returns for the seconds passed, once a second within the block."""
         watcher = asyncio.create_task(self._watch(look), name="aiocoll progress") if self._shown else None
         try:
             yield

@@ -1,34 +1,39 @@
-"""The timeline of groups as a PNG: a row per rank, bars from entry to end, and the point where the ranks diverged.
+"""Timelines of groups as a PNG: the verdict as title, a row per rank, waiting drawn pale and transfer solid.
 
-Most bars of a long record are too short to be visible, so a second picture shows the calls around the divergence, or
-the last ones.
+Most bars of a long record would be thinner than a pixel. So the overview of a long record shows shares of time, and a
+second picture shows the calls around the divergence, or the last ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from aiocoll.cli.divergence import Divergence, divergence
-from aiocoll.cli.merge import Entry, GroupDumps, Unusable
+import numpy as np
+
+from aiocoll.cli.divergence import Finding, diagnose
+from aiocoll.cli.merge import Entry, GroupDumps, MergedCall, Unusable
 from aiocoll.dump.timeline import lanes, named
 
-__all__ = ["draw"]
+__all__ = ["draw", "make_pictures"]
 
-#: Calls that one picture shows well, and how many before a divergence the second one shows.
+#: Largest number of calls that one picture shows as bars; calls before the verdict's call in the second picture.
 READABLE, BEFORE = 24, 12
-#: Inches: width of a picture, height of a rank's row, and what title and axis take.
-WIDTH, ROW, FRAME = 14.0, 0.62, 1.1
-#: Points of a label, and the width of a letter in inches then; a bar has a label if there is room.
-FONT, LETTER = 7, 0.065
-#: Parts of a row that collectives take, if there are messages, and that bars take in all.
+#: Bins of the overview.
+BINS = 240
+#: Inches: width of a picture, height of a rank's row, height of title and axis, height of a line of the verdict.
+WIDTH, ROW, FRAME, LINE = 14.0, 0.62, 1.1, 0.32
+#: Characters of a line of the verdict.
+COLUMNS = 125
+#: Font size of labels in points, and the width of a letter in inches; a label is drawn if the bar has room for it.
+FONT, LETTER = 8, 0.075
+#: Parts of a row: collectives if there are messages too, and all bars.
 COLLECTIVES, ALL = 0.6, 0.88
-#: Of a row, the room for what the mark of a divergence says.
-MARK = 0.3
-COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377", "#999933", "#44aa99", "#882255", "#88ccee", "#6699cc")
-FAILED, PENDING, MESSAGE = "#d62728", "#ffcc99", "#bbbbbb"
-#: On these, labels are black.
-BRIGHT = ("#66ccee", "#ccbb44", "#88ccee", PENDING, MESSAGE)
+COLOURS = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#999933", "#44aa99", "#882255", "#88ccee", "#6699cc")
+FAULT, TINT, MESSAGE = "#c1121f", "#fdecea", "#999999"
+#: Opacity of waiting.
+PALE = 0.28
 
 Window = tuple[float, float]
 
@@ -44,35 +49,38 @@ def draw(groups: Sequence[GroupDumps], path: str) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise Unusable("--png needs matplotlib: pip install 'aiocoll[trace]'") from None
-    pictures = [picture for group in groups for picture in _pictures(group)]
-    heights = [FRAME + ROW * group.world_size for group, *_ in pictures]
+    pictures = [picture for group in groups for picture in make_pictures(group)]
+    heights = [picture.height for picture in pictures]
     figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
     axes = figure.subplots(len(pictures), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for ax, (group, apart, title, window) in zip(axes, pictures, strict=True):
-        _Picture(ax, group, apart, window).draw(title)
+    for ax, picture in zip(axes, pictures, strict=True):
+        picture.draw(ax)
     figure.savefig(path, format="png", dpi=110)
 
 
-def _pictures(group: GroupDumps) -> list[tuple[GroupDumps, Divergence | None, str, Window]]:
-    """Return what to draw of a group: all of it, and a part."""
-    apart = divergence(group)
+def make_pictures(group: GroupDumps) -> Iterator[_Picture]:
+    """Yield the pictures of a group: all of it and, if there are many calls, the most interesting ones."""
+    finding = diagnose(group)
+    verdict = textwrap.fill(f"{group.name}: {finding.text}", COLUMNS)
     starts = [entry["entered"] + group.shifts[rank] for rank in group.ranks for entry in group.dumps[rank]["entries"]]
     ends = [_end(group, rank, entry) for rank in group.ranks for entry in group.dumps[rank]["entries"]]
     if not starts:
         now = max(map(group.dumped, group.ranks))
-        return [(group, apart, f"group {group.name!r}: nothing recorded", (now - 1.0, now))]
+        yield _Picture(group, finding, (now - 1.0, now), verdict, "nothing recorded")
+        return
     whole = min(starts), max(ends)
-    pictures = [(group, apart, f"group {group.name!r}: all that is remembered", whole)]
-    if len(group.calls) > READABLE:
-        if apart is None:
-            pictures.append(
-                (group, apart, f"the last {READABLE} collectives", (group.calls[-READABLE].first, whole[1]))
-            )
-        else:
-            first = group.calls[max(0, group.calls.index(apart.call) - BEFORE)].first
-            last = apart.call.first + 0.4 * (apart.call.first - first)
-            pictures.append((group, apart, "around the divergence", (first, min(last, whole[1]))))
-    return pictures
+    if len(group.calls) <= READABLE:
+        yield _Picture(group, finding, whole, verdict, "all recorded calls")
+        return
+    if finding.call is None:
+        part = group.calls[-READABLE].first, whole[1]
+        yield _Picture(group, finding, part, verdict, f"the last {READABLE} collectives")
+    else:
+        first = group.calls[max(0, group.calls.index(finding.call) - BEFORE)].first
+        # The wait gets half of the picture: drawn in full, it would hide the calls before it.
+        last = min(finding.call.first + max(finding.call.first - first, 1e-4), whole[1])
+        yield _Picture(group, finding, (first, last), verdict, f"around {named(_any(finding.call))}")
+    yield _Overview(group, finding, whole, "", f"all {len(group.calls)} recorded collectives: share of time")
 
 
 def _end(group: GroupDumps, rank: int, entry: Entry) -> float:
@@ -80,13 +88,18 @@ def _end(group: GroupDumps, rank: int, entry: Entry) -> float:
     return group.dumped(rank) if finished is None else float(finished) + group.shifts[rank]
 
 
-class _Picture:
-    """One part of a group's time on one pair of axes."""
+def _any(call: MergedCall) -> Entry:
+    return call.entries[min(call.entries)]
 
-    def __init__(self, ax: Any, group: GroupDumps, apart: Divergence | None, window: Window) -> None:
-        self._ax = ax
+
+class _Picture:
+    """One part of a group's time: a bar for each call."""
+
+    def __init__(self, group: GroupDumps, finding: Finding, window: Window, verdict: str, title: str) -> None:
         self._group = group
-        self._apart = apart
+        self._finding = finding
+        self._verdict = verdict
+        self._title = title
         self._start, end = window
         span = max(end - self._start, 1e-6)
         self._unit, self._factor = next(
@@ -95,32 +108,57 @@ class _Picture:
         self._span = span * self._factor
         ops = sorted({entry["op"] for call in group.calls for entry in call.entries.values()})
         self._colours = {op: COLOURS[index % len(COLOURS)] for index, op in enumerate(ops)}
+        self._calls = {(call.key, call.seq): call for call in group.calls}
+        #: Legend entries that occur: arguments of `Patch` by label.
+        self._kinds: dict[str, dict[str, Any]] = {}
 
-    def draw(self, title: str) -> None:
-        """Draw everything."""
-        group, ax = self._group, self._ax
-        for rank in group.ranks:
-            messages = group.entries(rank, "message")
-            share = COLLECTIVES if messages else ALL
-            self._row(rank, group.entries(rank, "collective"), -ALL / 2, share)
-            self._row(rank, messages, -ALL / 2 + share, ALL - share)
-        self._mark()
-        ax.set_title(title, loc="left", fontsize=10)
+    @property
+    def height(self) -> float:
+        """Return the height in inches."""
+        lines = self._verdict.count("\n") + 1 if self._verdict else 0
+        return FRAME + ROW * self._group.world_size + LINE * lines
+
+    def draw(self, ax: Any) -> None:
+        """Draw on a pair of axes."""
+        group = self._group
+        self._ax = ax
+        self._tint_fault()
+        self._draw_rows()
+        self._label_fault()
+        if self._verdict:
+            ax.text(
+                *(0, 1.0 + 0.42 / (ROW * group.world_size), self._verdict),
+                transform=ax.transAxes,
+                fontsize=13,
+                fontweight="bold",
+                va="bottom",
+                color=FAULT if group.cause is not None or self._finding.ranks else "black",
+            )
+        ax.set_title(self._title, loc="left", fontsize=9, color="#555555")
         ax.set_xlim(0, self._span)
-        # Below the last row there is room for what the mark says.
-        ax.set_ylim(group.world_size - 0.5 + (MARK if self._apart is not None else 0.0), -0.5)
+        ax.set_ylim(group.world_size - 0.5, -0.5)
         words = [f"rank {rank}" + "\n(no dump)" * (rank in group.silent) for rank in range(group.world_size)]
-        ax.set_yticks(range(group.world_size), words, fontsize=8)
+        ax.set_yticks(range(group.world_size), words, fontsize=9)
+        for rank in self._finding.ranks:
+            ax.get_yticklabels()[rank].set(color=FAULT, fontweight="bold")
         ax.set_xlabel(f"time in {self._unit}", fontsize=8)
-        ax.tick_params(labelsize=8)
+        ax.tick_params(axis="x", labelsize=8)
         ax.grid(axis="x", linewidth=0.4, alpha=0.5)
         ax.set_axisbelow(True)
         for side in ("top", "right"):
             ax.spines[side].set_visible(False)
-        self._legend()
+        self._draw_legend()
 
-    def _row(self, rank: int, entries: Sequence[Entry], top: float, height: float) -> None:
-        """Draw the collectives, or the messages, of a rank, those that overlap on lanes of their own."""
+    def _draw_rows(self) -> None:
+        group = self._group
+        for rank in group.ranks:
+            messages = group.entries(rank, "message")
+            share = COLLECTIVES if messages else ALL
+            self._draw_row(rank, group.entries(rank, "collective"), -ALL / 2, share)
+            self._draw_row(rank, messages, -ALL / 2 + share, ALL - share)
+
+    def _draw_row(self, rank: int, entries: Sequence[Entry], top: float, height: float) -> None:
+        """Draw the collectives, or the messages, of a rank; calls that overlap get separate lanes."""
         if not entries:
             return
         group = self._group
@@ -129,86 +167,130 @@ class _Picture:
         for entry, lane in zip(entries, placed, strict=True):
             left = self._at(entry["entered"] + group.shifts[rank])
             right = self._at(_end(group, rank, entry))
-            if right < 0 or left > self._span:
-                continue
-            place = rank + top + lane * lane_height
-            self._bar(entry, max(left, 0.0), min(right, self._span), place, lane_height)
+            if right >= 0 and left <= self._span:
+                middle = self._at(self._wait_end(rank, entry))
+                self._draw_call(entry, (left, middle, right), rank + top + lane * lane_height, lane_height)
 
-    def _bar(self, entry: Entry, left: float, right: float, top: float, height: float) -> None:
-        state, message = entry["state"], entry["kind"] == "message"
-        fill = MESSAGE if message else self._colours[entry["op"]]
-        fill = {"failed": FAILED, "pending": PENDING}.get(state, fill)
-        hatch, edge = ("///", FAILED) if state == "pending" else (None, "white")
-        # What is shorter than a pixel is drawn as one.
-        width = max(right - left, self._span / 1500)
-        self._ax.broken_barh(
-            [(left, width)], (top, height * 0.94), facecolor=fill, edgecolor=edge, linewidth=0.3, hatch=hatch
-        )
-        label = named(entry)
-        room = width / self._span * (WIDTH - 1.5)
-        if len(label) * LETTER < room and height * ROW * 72 > FONT:
-            dark = fill in BRIGHT
-            self._ax.text(
-                left + width / 2,
-                top + height / 2,
-                label,
-                fontsize=FONT,
-                color="black" if dark else "white",
-                ha="center",
-                va="center",
-                clip_on=True,
-            )
+    def _wait_end(self, rank: int, entry: Entry) -> float:
+        """Return when a rank stopped waiting for others: when the last rank entered, or at the end of the call."""
+        end = _end(self._group, rank, entry)
+        if entry["kind"] == "message" or entry["seq"] is None:
+            return end if entry["state"] != "finished" else float(entry["entered"]) + self._group.shifts[rank]
+        call = self._calls[entry["key"], entry["seq"]]
+        if entry["state"] != "finished":
+            return end
+        return min(max(call.entered.values()), end)
 
-    def _mark(self) -> None:
-        """Show where the ranks diverged and who is missing there."""
-        if self._apart is None:
+    def _draw_call(self, entry: Entry, times: tuple[float, float, float], top: float, height: float) -> None:
+        """Draw one call: `times` are the start, the end of waiting, and the end."""
+        left, middle, right = (min(max(time, 0.0), self._span) for time in times)
+        is_message = entry["kind"] == "message"
+        kind = "message" if is_message else entry["op"]
+        fill = MESSAGE if is_message else self._colours[entry["op"]]
+        is_unfinished = entry["state"] != "finished"
+        if middle > left:
+            label = f"{kind}: waiting for other ranks"
+            self._kinds[label] = {"facecolor": fill, "alpha": PALE}
+            hatch = "///" if entry["state"] == "pending" else None
+            self._add_bar(left, middle, top, height, facecolor=fill, alpha=PALE, hatch=hatch)
+        if right > middle or not is_unfinished:
+            self._kinds[f"{kind}: transfer"] = {"facecolor": fill}
+            self._add_bar(middle, right, top, height, facecolor=fill)
+        if is_unfinished:
+            # A thin edge: the rank that others waited for has to stand out, not those that waited.
+            self._ax.plot([right, right], [top, top + height * 0.94], color=FAULT, linewidth=2)
+            self._kinds["failed" if entry["state"] == "failed" else "pending at the end"] = {"facecolor": FAULT}
+        text = named(entry)
+        room = (right - left) / self._span * (WIDTH - 1.5)
+        if len(text) * LETTER < room and height * ROW * 72 > FONT:
+            colour = "white" if not is_unfinished and right - middle > middle - left else "black"
+            place = (left + right) / 2, top + height / 2
+            self._ax.text(*place, text, fontsize=FONT, color=colour, ha="center", va="center", clip_on=True)
+
+    def _add_bar(self, left: float, right: float, top: float, height: float, **style: Any) -> None:
+        width = max(right - left, self._span / 1500)  # at least a pixel
+        self._ax.broken_barh([(left, width)], (top, height * 0.94), linewidth=0, **style)
+
+    def _tint_fault(self) -> None:
+        """Tint the rows of the ranks at fault."""
+        for rank in self._finding.ranks:
+            self._ax.axhspan(rank - 0.5, rank + 0.5, color=TINT, zorder=0)
+
+    def _label_fault(self) -> None:
+        """Write the state of the ranks at fault into their rows, from the call on in which the others waited."""
+        finding = self._finding
+        if not finding.ranks or not finding.label:
             return
-        call, group = self._apart.call, self._group
-        first = self._at(call.first)
-        self._ax.axvline(first, color=FAILED, linestyle="--", linewidth=1)
-        entry = call.entries[min(call.entries)]
-        right = first > self._span / 2
-        self._ax.text(
-            first,
-            group.world_size - 0.5 + 0.9 * MARK,
-            f" {named(entry)}: diverged here ",
-            fontsize=FONT,
-            color=FAILED,
-            ha="right" if right else "left",
-            va="bottom",
-        )
-        for rank in self._apart.missing:
-            end = min(self._at(group.dumped(rank)), self._span)
-            self._ax.broken_barh(
-                [(first, max(end - first, self._span / 200))],
-                (rank - ALL / 2, ALL),
-                facecolor="none",
-                edgecolor=FAILED,
-                linestyle=":",
-                linewidth=1.2,
-            )
+        since = self._at(finding.call.first) if finding.call is not None else 0.0
+        for rank in finding.ranks:
+            is_absent = finding.call is None or rank not in finding.call.entries
+            if is_absent and since < self._span:
+                self._ax.broken_barh(
+                    [(since, self._span - since)],
+                    (rank - ALL / 2, ALL),
+                    facecolor="none",
+                    edgecolor=FAULT,
+                    linestyle="--",
+                    linewidth=1.2,
+                )
+            text = finding.label if len(finding.label) < COLUMNS // 2 else textwrap.fill(finding.label, COLUMNS // 2)
+            near = since < 0.7 * self._span
             self._ax.text(
-                (first + max(end, first)) / 2,
+                since + self._span / 200 if near else since - self._span / 200,
                 rank,
-                "not entered",
-                fontsize=FONT,
-                color=FAILED,
-                ha="center",
+                text,
+                fontsize=FONT + 1,
+                fontweight="bold",
+                color=FAULT,
+                ha="left" if near else "right",
                 va="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
             )
 
-    def _legend(self) -> None:
+    def _draw_legend(self) -> None:
         from matplotlib.patches import Patch
 
-        patches = [Patch(facecolor=colour, label=op) for op, colour in self._colours.items()]
-        patches += [
-            Patch(facecolor=FAILED, label="failed"),
-            Patch(facecolor=PENDING, edgecolor=FAILED, hatch="///", label="pending"),
-            Patch(facecolor=MESSAGE, label="message"),
-        ]
-        self._ax.legend(
-            handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches), fontsize=7, frameon=False
-        )
+        patches = [Patch(label=label, **style) for label, style in sorted(self._kinds.items())]
+        if patches:
+            self._ax.legend(
+                handles=patches,
+                loc="lower right",
+                bbox_to_anchor=(1, 1),
+                ncols=min(len(patches), 6),
+                fontsize=8,
+                frameon=False,
+            )
 
     def _at(self, time: float) -> float:
         return (time - self._start) * self._factor
+
+
+class _Overview(_Picture):
+    """All of a group's time: per rank and bin, the share of time in transfer and in waiting."""
+
+    def _draw_rows(self) -> None:
+        group = self._group
+        edges = np.linspace(0.0, self._span, BINS + 1)
+        width = self._span / BINS
+        for rank in group.ranks:
+            transfer, waiting = np.zeros(BINS), np.zeros(BINS)
+            for entry in group.entries(rank, "collective"):
+                left = self._at(entry["entered"] + group.shifts[rank])
+                right = self._at(_end(group, rank, entry))
+                middle = self._at(self._wait_end(rank, entry))
+                waiting += _overlap(edges, left, middle) / width
+                transfer += _overlap(edges, max(left, middle), right) / width
+            for share, base, label, style in (
+                (np.minimum(transfer, 1.0), np.zeros(BINS), "transfer", {"facecolor": COLOURS[0]}),
+                (np.minimum(waiting, 1.0), transfer, "waiting", {"facecolor": COLOURS[0], "alpha": PALE}),
+            ):
+                share = np.clip(np.minimum(base + share, 1.0) - base, 0.0, 1.0)
+                if share.any():
+                    self._kinds[label] = style
+                    bottom = rank + ALL / 2 - ALL * base
+                    self._ax.bar(edges[:-1], -ALL * share, width, bottom, align="edge", linewidth=0, **style)
+
+
+def _overlap(edges: Any, left: float, right: float) -> Any:
+    """Return how much of the interval lies in each bin."""
+    return np.clip(np.minimum(edges[1:], right) - np.maximum(edges[:-1], left), 0.0, None)

@@ -1,4 +1,4 @@
-"""Which rank is to blame, and the launcher's final messages."""
+"""The rank at fault, and the launcher's final messages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from math import inf
 
 from aiocoll.cli.rank import Exit, Report
+from aiocoll.cli.top.words import name_ranks
 
-__all__ = ["RankOutcome", "culprit", "headline", "replaced", "tracebacks", "words"]
+__all__ = ["RankOutcome", "culprit", "final_lines", "headline", "interrupted", "replaced", "tracebacks"]
 
 
 @dataclass(slots=True)
@@ -17,8 +18,8 @@ class RankOutcome:
     """The outcome of one rank.
 
     Attributes:
-        report: of the exception that its program did not catch, if any.
-        exit: its end, if it has come.
+        report: the exception that its program did not catch, if any.
+        exit: the end of its process, None while it runs.
     """
 
     rank: int
@@ -27,61 +28,67 @@ class RankOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it has not ended well."""
+        """Return whether the rank has failed: by an exception, an exit code, or a signal."""
         return self.report is not None or (self.exit is not None and self.exit.code != 0)
 
     @property
     def time(self) -> float:
-        """When it failed."""
+        """Return the time of the failure."""
         known = self.report or self.exit
         return known.time if known is not None else inf
 
     @property
     def degree(self) -> int:
-        """The degree of its report (see `aiocoll.cli.start`); a rank without one has failed by itself."""
+        """Return the degree of its report (see `aiocoll.cli.start`); a rank without one has failed by itself."""
         return 0 if self.report is None else self.report.degree
 
     @property
     def status(self) -> int:
-        """The exit status that it stands for: a shell's."""
+        """Return its exit status as a shell shows it."""
         code = 0 if self.exit is None else self.exit.code
         if self.report is not None and code != -signal.SIGINT:
-            # On its way out it may have been ended by others.
+            # After the report another process may have ended it.
             return 1 if self.report.code is None else self.report.code
         return 128 - code if code < 0 else code
 
 
 def culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome | None:
-    """Return the rank that failed first by itself, else the first of all; None if none did.
+    """Return the rank that failed first by itself, else the first that failed; None if no rank failed.
 
     Args:
         outcomes: of all ranks.
-        stopped: when the ranks were told to end: what came later came of that, if anything came before.
+        stopped: time when the launcher ended the ranks. If a rank failed before, later failures do not count.
     """
     failed = [outcome for outcome in outcomes.values() if outcome.failed]
     failed = [outcome for outcome in failed if outcome.time <= stopped] or failed
     return min(failed, key=lambda outcome: (outcome.degree, outcome.time), default=None)
 
 
-def words(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | None, stuck: Mapping[int, str]) -> Iterator[str]:
-    """Yield a line for each rank, then that to blame if it is here, with its traceback; ranks that were stuck last.
+def final_lines(
+    outcomes: Mapping[int, RankOutcome],
+    to_blame: RankOutcome | None,
+    stuck: Mapping[int, str],
+    verbose: bool,
+) -> Iterator[str]:
+    """Yield the launcher's last lines: ranks that failed in consequence, the rank at fault, and ranks that were stuck.
+
+    Each error message appears once. Ranks with the same end share a line.
 
     Args:
         outcomes: of all ranks.
         to_blame: one of these, or None.
         stuck: the ranks that were stuck when others had failed because of another rank, each with the reason.
+        verbose: whether every rank's traceback is shown.
     """
-    for rank, outcome in sorted(outcomes.items()):
-        if outcome is not to_blame and rank not in stuck:
-            yield f"aiocoll run: rank {rank} {_end(outcome)}"
+    others = {rank: each for rank, each in outcomes.items() if each is not to_blame and rank not in stuck}
+    yield from _other_ends(others, to_blame)
+    if verbose:
+        yield from tracebacks(others)
     if to_blame is not None and to_blame.rank not in stuck:
         if to_blame.report is None or not to_blame.report.traceback:
             yield f"aiocoll run: rank {to_blame.rank} {_end(to_blame)}"
         else:
-            reported = "was the first to report a failure"
-            reported += "" if stuck else ", and none here failed by itself"
-            first = "failed first" if to_blame.degree < 2 else reported
-            yield f"aiocoll run: rank {to_blame.rank} {first}; exit code {to_blame.status}:"
+            yield f"aiocoll run: {_blame(to_blame, bool(stuck))}; exit code {to_blame.status}:"
             yield from tracebacks({to_blame.rank: to_blame})
     for rank, reason in sorted(stuck.items()):
         yield f"aiocoll run: rank {rank} was stuck: {reason}; it {_end(outcomes[rank])}"
@@ -90,14 +97,32 @@ def words(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | None, stu
 def headline(outcome: RankOutcome) -> str:
     """Return how a rank failed, in one line."""
     report = outcome.report
-    failed = f"failed: {report.error}" if report is not None and report.code is None else _end(outcome)
+    failed = f"failed: {report.error_and_place}" if report is not None and report.code is None else _end(outcome)
     return f"rank {outcome.rank} {failed}"
 
 
 def replaced(outcome: RankOutcome, restart: str) -> Iterator[str]:
-    """Yield how a rank failed in whose place a newcomer is started, its traceback last."""
+    """Yield how a rank failed that a newcomer replaces; its traceback comes last."""
     yield f"aiocoll run: {headline(outcome)}; a newcomer is started in its place ({restart})"
     yield from tracebacks({outcome.rank: outcome})
+
+
+def interrupted(outcomes: Mapping[int, RankOutcome], began: float, verbose: bool) -> Iterator[str]:
+    """Yield the lines about ranks after a signal to the launcher.
+
+    A rank that reported an exception has one line, shared with ranks that ended in the same way.
+
+    Args:
+        outcomes: of all ranks.
+        began: time of the signal. The traceback of a failure before it is shown.
+        verbose: whether every traceback is shown.
+    """
+    before = {rank: each for rank, each in outcomes.items() if each.report is not None and each.time < began}
+    after = {rank: each for rank, each in outcomes.items() if each.report is not None and each.time >= began}
+    yield from tracebacks(before)
+    yield from _grouped({rank: _interruption(each) for rank, each in after.items()})
+    if verbose:
+        yield from tracebacks(after)
 
 
 def tracebacks(outcomes: Mapping[int, RankOutcome]) -> Iterator[str]:
@@ -107,20 +132,72 @@ def tracebacks(outcomes: Mapping[int, RankOutcome]) -> Iterator[str]:
             yield from (f"[{rank}] {line}" for line in outcome.report.traceback.splitlines())
 
 
+def _blame(to_blame: RankOutcome, is_other_stuck: bool) -> str:
+    """Return the words before the traceback of the rank at fault."""
+    rank, report = to_blame.rank, to_blame.report
+    if to_blame.degree < 2:
+        return f"rank {rank} failed first"
+    if report is not None and report.kind == "CollectiveMismatchError":
+        return f"ranks made different calls; rank {rank} was the first to report it"
+    return f"rank {rank} was the first to report a failure" + (
+        "" if is_other_stuck else ", and none here failed by itself"
+    )
+
+
+def _other_ends(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | None) -> Iterator[str]:
+    """Yield how the other ranks ended, without messages that the rank at fault, or a line before, has shown."""
+    is_explained = to_blame is not None and to_blame.degree < 2
+    shown = {to_blame.report.error} if to_blame is not None and to_blame.report is not None else set()
+    first: dict[str, str] = {}
+    lines = {}
+    for rank, outcome in sorted(outcomes.items()):
+        report = outcome.report
+        brief = False
+        if report is not None:
+            place = first.setdefault(report.error, report.place)
+            is_repeated = report.error in shown or report.place != place
+            brief = is_repeated or (is_explained and outcome.degree == 2)
+        lines[rank] = _end(outcome, brief)
+    yield from _grouped(lines)
+
+
+def _grouped(ends: Mapping[int, str]) -> Iterator[str]:
+    """Yield one line for all ranks that share the same end."""
+    ranks: dict[str, list[int]] = {}
+    for rank, end in sorted(ends.items()):
+        ranks.setdefault(end, []).append(rank)
+    for end, found in ranks.items():
+        if len(found) == 1:
+            yield f"aiocoll run: rank {found[0]} {end}"
+        else:
+            numbers = name_ranks(found).removeprefix("rank ")
+            yield f"aiocoll run: ranks {numbers} {f'were {end[4:]}' if end.startswith('was ') else end}"
+
+
+def _interruption(outcome: RankOutcome) -> str:
+    report = outcome.report
+    assert report is not None
+    if report.kind != "KeyboardInterrupt" or report.code is not None:
+        return _end(outcome)
+    return f"was interrupted at {report.place}" if report.place else "was interrupted"
+
+
 def _signal_name(number: int) -> str:
-    """Return what people call a signal."""
+    """Return the name of a signal, or its number: most real-time signals have no name."""
     try:
         return signal.Signals(number).name
-    except ValueError:  # most real-time signals have none
+    except ValueError:
         return f"signal {number}"
 
 
-def _end(outcome: RankOutcome) -> str:
+def _end(outcome: RankOutcome, brief: bool = False) -> str:
+    """Return how a rank ended; if `brief`, only the type of its exception and the place, not the message."""
     report, end = outcome.report, outcome.exit
-    if report is not None and report.code is not None:
-        return f"exited with code {report.code}" + (f", after {report.error}" if report.error else "")
     if report is not None:
-        return f"failed{' too' if report.degree < 2 else ' in consequence'}: {report.error}"
+        error = report.kind_and_place if brief else report.error_and_place
+        if report.code is not None:
+            return f"exited with code {report.code}" + (f", after {error}" if report.error else "")
+        return f"failed{' too' if report.degree < 2 else ' in consequence'}: {error}"
     assert end is not None
     if end.code >= 0:
         return f"exited with code {end.code}" if end.code else "ended well"

@@ -84,6 +84,7 @@ class FlightRecorder:
             "clock": {"host": endpoint.cards[endpoint.rank]["host"], "monotonic": now, "wall": wall},
             "state": "revoked" if comm.cause is not None else "closed" if closed else "open",
             "cause": None if comm.cause is None else cause_of(comm.cause),
+            "blocked": endpoint.failure_detector.blocked(),
             "entered": comm.entered,
             "keys": comm.counts(KEYS),
             "entries": _entries(comm, comm.journal.snapshot()),

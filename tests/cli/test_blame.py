@@ -63,10 +63,11 @@ def test_the_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch
     assert last[-1] == "[1] ValueError: no data"
     assert "[1]     deeper()" in last
     assert all(line.startswith("[1] ") for line in last[1:])
-    assert [len(block) for block in others] == [1] * (ranks - 1), "one line for each other rank"
-    for rank, (line,) in zip([0, *range(2, ranks)], others, strict=True):
-        news = r"failed in consequence: .*rank 1.*no data"
-        assert re.match(rf"aiocoll run: rank {rank} ({news}|was ended by the launcher)", line), line
+    assert done.stderr.count("no data") == len([line for line in last if "no data" in line]), "only rank 1 shows it"
+    place = re.escape(f"{launch.path / 'script.py'}:13 in main")
+    for (line,) in others:
+        ends = rf"failed in consequence: GroupError \({place}\)|(was|were) ended by the launcher \(SIGTERM\)"
+        assert re.fullmatch(rf"aiocoll run: ranks? [\d, -]+ ({ends})", line), line
 
 
 FAULTS = {
@@ -84,11 +85,10 @@ def test_an_end_without_a_traceback_is_blamed_on_its_rank(launch: Launch, fault:
     done = launch("-n", 3, script=SCRIPT.format(fault=fault, other=BARRIER)).finish()
     code, words = FAULTS[fault]
     assert done.returncode == code
-    *_, zero, two, one = done.stderr.splitlines()
+    *others, one = [line for line in done.stderr.splitlines() if line.startswith("aiocoll run:")]
     assert one == f"aiocoll run: {words}"
-    for rank, line in ((0, zero), (2, two)):
-        news = r"failed in consequence: aiocoll\.errors\.\w+: .*rank 1.*script\.py:\d+ in main"
-        assert re.match(rf"aiocoll run: rank {rank} ({news}|was ended by the launcher)", line), line
+    ends = r"failed in consequence: \w+Error \(.*script\.py:\d+ in main\)|(was|were) ended by the launcher \(SIGTERM\)"
+    assert {re.fullmatch(rf"aiocoll run: ranks? (0, 2|0|2) ({ends})", line) is None for line in others} == {False}
 
 
 REACTIONS = {
@@ -130,7 +130,8 @@ def test_what_came_of_the_failure_of_another_is_not_to_blame(
     *others, last = blocks(capfd.readouterr().err)
     assert last[0] == "aiocoll run: rank 1 failed first; exit code 1:"
     assert last[-1] == "[1] ValueError: no data"
-    assert [block[0][:19] for block in others] == ["aiocoll run: rank 0", "aiocoll run: rank 2"]
+    ranks = re.findall(r"^aiocoll run: ranks? ([02, ]+) ", "\n".join(line for block in others for line in block), re.M)
+    assert sorted(", ".join(ranks).split(", ")) == ["0", "2"]
 
 
 @pytest.mark.slow
@@ -267,19 +268,104 @@ def test_another_hosts_launcher_names_what_it_knows(launch: Launch, tmp_path: Pa
     assert re.match(r"\[1\] aiocoll\.errors\..*rank 0.*no data", last[-1])
 
 
-def test_the_tracebacks_of_all_ranks_are_whole_after_ctrl_c(launch: Launch) -> None:
-    script = "import time\ndef here():\n    print('ready')\n    while True:\n        time.sleep(0.05)\nhere()"
-    job = launch("-n", 3, script=script)
+INTERRUPTED = """
+    import asyncio, os, time
+
+    async def main():
+        print("ready")
+        await asyncio.Event().wait()
+
+    if os.environ["RANK"] != "2":
+        asyncio.run(main())
+    print("ready"); time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--verbose",)])
+def test_ctrl_c_prints_one_line_for_each_place_and_tracebacks_on_request(
+    launch: Launch, options: tuple[str, ...]
+) -> None:
+    """Ranks 0 and 1 are interrupted in an await, rank 2 in a program without an event loop."""
+    job = launch(*options, "-n", 3, script=INTERRUPTED)
     job.read("[0] ready", "[1] ready", "[2] ready")
     job.process.send_signal(signal.SIGINT)
     done = job.finish()
     assert done.returncode == 130
     lines = done.stderr.splitlines()
-    assert lines.pop() == "aiocoll run: stopped by SIGINT"
-    assert [line[:3] for line in lines] == [f"[{rank}]" for rank in range(3) for _ in range(len(lines) // 3)]
-    assert [line for line in lines if line.endswith("KeyboardInterrupt")] == [
-        f"[{i}] KeyboardInterrupt" for i in range(3)
+    script = launch.path / "script.py"
+    words = [line for line in lines if line.startswith("aiocoll run:")]
+    assert words[0] == f"aiocoll run: ranks 0-1 were interrupted at {script}:6 in main"
+    assert words[1:] == [
+        f"aiocoll run: rank 2 was interrupted at {script}:10 in <module>",
+        "aiocoll run: stopped by SIGINT",
     ]
+    shown = [line for line in lines if line not in words]
+    assert [line for line in shown if line.endswith("KeyboardInterrupt")] == [
+        f"[{rank}] KeyboardInterrupt" for rank in range(3) if options
+    ]
+    assert bool(shown) == bool(options)
+    assert shown == sorted(shown, key=lambda line: line[:3]), "each traceback is in one piece"
+
+
+def test_failure_before_ctrl_c_keeps_its_traceback(launch: Launch, tmp_path: Path) -> None:
+    """Rank 0 has failed; its interpreter waits for a thread when the signal comes."""
+    script = """
+        import sys, threading
+        threading.Thread(target=lambda: open(sys.argv[1]).read()).start()
+        raise ValueError('no data')
+    """
+    os.mkfifo(tmp_path / "fifo")
+    job = launch("-n", 1, script=script, args=[tmp_path / "fifo"])
+    assert job.process.stderr.readline() == "aiocoll run: failed, but not at an end yet: rank 0\n"
+    job.process.send_signal(signal.SIGINT)
+    (tmp_path / "fifo").write_text(".")
+    done = job.finish()
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-2:] == ["[0] ValueError: no data", "aiocoll run: stopped by SIGINT"]
+
+
+def test_mismatch_is_printed_once_with_both_calls(launch: Launch) -> None:
+    script = """
+        import asyncio
+        import aiocoll
+        import numpy as np
+
+        async def main():
+            async with aiocoll.new_group() as pg:
+                if pg.rank() == 1:
+                    await pg.allreduce(np.ones(7))
+                else:
+                    await pg.allreduce(np.ones(10))
+
+        asyncio.run(main())
+    """
+    done = launch("-n", 2, script=script).finish()
+    assert done.returncode == 1
+    assert done.stderr.count("Collectives differ") == 1
+    assert done.stderr.count("rank 1 called ALLREDUCE(shape=[7]") == 1
+    assert done.stderr.count("rank 0 called ALLREDUCE(shape=[10]") == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("aiocoll run:")]
+    rank = 0 if "rank 0 was the first" in lines[1] else 1
+    line = 9 if rank == 0 else 11  # the call of the other rank
+    place = f"{launch.path / 'script.py'}:{line} in main"
+    assert lines == [
+        f"aiocoll run: rank {1 - rank} failed in consequence: CollectiveMismatchError ({place})",
+        f"aiocoll run: ranks made different calls; rank {rank} was the first to report it; exit code 1:",
+    ]
+
+
+def test_same_error_of_all_ranks_is_printed_once(
+    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limits(run_release=30)
+    script = launch.write("raise ValueError('no data')")
+    assert main.main(["run", "-n", "3", script]) == 1
+    others, *lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"aiocoll run: ranks (0-1|0, 2|1-2) failed too: ValueError \({re.escape(script)}:1 in <module>\)", others
+    )
+    assert re.fullmatch(r"aiocoll run: rank [012] failed first; exit code 1:", lines[0])
+    assert re.fullmatch(r"\[[012]\] ValueError: no data", lines[-1])
 
 
 @pytest.mark.slow

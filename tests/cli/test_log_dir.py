@@ -104,9 +104,10 @@ def test_a_folder_that_cannot_be_made_is_explained(
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="2"):
         main.main(["run", "-n", "1", "--log-dir", str(tmp_path / "file"), launch.write("")])
-    said = capsys.readouterr().err.splitlines()[-1]
+    said = capsys.readouterr().err.splitlines()[-2]
     assert said == (
-        f"aiocoll run: error: --log-dir {tmp_path / 'file'}: File exists; give a folder in which you can make others"
+        f"aiocoll run: error: --log-dir {tmp_path / 'file'}: File exists; choose a directory where you can create "
+        "subdirectories"
     )
 
 

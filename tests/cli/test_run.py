@@ -358,11 +358,13 @@ def test_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, port: int)
 
 
 USAGE = [
-    (["script"], "one of the arguments -n/--nproc --nproc-list is required"),
+    (["script"], r"missing: the number of ranks \(-n N, or --nproc-list N,N,... for several hosts\); for example: "),
     (["-n", "0", "script"], "argument -n/--nproc: 0 is not a positive number"),
     (["-n", "x", "script"], "argument -n/--nproc: 'x' must be a whole number"),
-    (["-n", "2"], "the following arguments are required: SCRIPT$"),
-    ([], r"the following arguments are required: SCRIPT$"),
+    (["-n", "2"], "missing: SCRIPT; for example: aiocoll run -n 2 train.py$"),
+    (["-n", "2", "-m"], "missing: MODULE after -m; for example"),
+    ([], r"missing: the number of ranks \(.*\) and SCRIPT; for example: aiocoll run -n 2 train.py$"),
+    (["-n", "2", "--nproc-per-node", "2", "script"], "unknown argument: --nproc-per-node"),
     (["-n", "2", "--kill-after", "inf", "script"], "argument --kill-after: inf must be a finite number of seconds"),
     (["-n", "2", "--kill-after", "-1", "script"], "argument --kill-after: -1 must be a finite number of seconds"),
     (["-n", "2", "absent.py"], r"absent\.py: no such file \(-m runs a module\)"),
@@ -387,6 +389,23 @@ def test_bad_usage_is_explained(
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert re.search(f"^aiocoll run: error: .*{message}", error, re.MULTILINE), error
+    assert error.startswith("usage: aiocoll run ")
+    assert last_line(error) == "aiocoll run --help lists all arguments"
+
+
+@pytest.mark.parametrize("command", ["bench", "doctor", "top", "trace"])
+def test_unknown_option_is_an_error_of_its_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main([command, *(["file"] if command == "trace" else []), "--unknown"])
+    usage, *_, error, hint = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: aiocoll {command}")
+    assert error == f"aiocoll {command}: error: unknown argument: --unknown"
+    assert hint == f"aiocoll {command} --help lists all arguments"
+
+
+def test_program_may_follow_two_dashes(launch: Launch) -> None:
+    done = launch("-n", 1, "--", launch.write("import sys; print(sys.argv[1:])"), "--", "-x").finish()
+    assert done.stdout == "[0] ['--', '-x']\n"
 
 
 def test_a_taken_port_is_explained(launch: Launch, capsys: pytest.CaptureFixture[str], port: int) -> None:

@@ -68,7 +68,8 @@ def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_limit(
     code = main.main(["run", "-n", "2", "--kill-after", "0.6", *options, script, name])
     assert code == 128 + signal.Signals[name]
     said = capfd.readouterr().err.splitlines()
-    assert [line for line in said if line.startswith("aiocoll run:")] == [
+    # Where Ctrl-C has interrupted rank 0 depends on how far its interpreter was.
+    assert [line for line in said if line.startswith("aiocoll run:") and "was interrupted" not in line] == [
         f"aiocoll run: waiting for rank 1 to end after {name}; SIGKILL follows in 0 s, or at once after a second "
         f"{again}",
         f"aiocoll run: sent SIGKILL to rank 1, 1 s after {name}",

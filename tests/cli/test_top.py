@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from aiocoll.cli.top.command import Watch
-from aiocoll.cli.top.jobs import job_folder, jobs
+from aiocoll.cli.top.jobs import End, job_folder, jobs
 from aiocoll.cli.top.model import GroupView
 from aiocoll.cli.top.web import MOST, Page
 from aiocoll.process import ProcessId
@@ -127,7 +127,7 @@ def test_ranks_that_run_and_the_page(
     assert all(rank["ops"] > 10 and rank["nbytes"] > rank["ops"] for rank in said["ranks"])
     shown = shell(code("docs/top.md", "Watching a job: `aiocoll top`", language="sh"), launch.path, **env, COLUMNS="80")
     head = code("docs/top.md", "Watching a job: `aiocoll top`", language="text").splitlines()
-    for line in (head[0], head[1], head[7]):
+    for line in (head[1], head[2], head[8]):
         assert is_shown(line.replace("MiB", "…"), shown) or line in shown, shown
     shell(code("docs/top.md", "For programs", language="sh"), launch.path, **env)
     program = code("docs/top.md", "For programs")
@@ -203,6 +203,25 @@ def test_a_rank_that_is_killed(running: tuple[Job, dict[int, int]], watch: Watch
     assert group.ranks[0].rank == 1
     assert "rank 1" in (group.cause or "")
     assert job.finish().returncode == 128 + signal.SIGKILL
+    news = watch.news()
+    assert news["over"]
+    assert news["end"]["code"] == 128 + signal.SIGKILL
+    assert news["end"]["lines"][-1] == "rank 1 was killed by SIGKILL"
+    assert [each["name"] for each in news["groups"]] == ["world:0"], "the last state stays"
+    assert watch.sample() == watch.last
+
+
+def test_outcome_of_a_job_can_be_read_after_its_folder_is_gone(env: Mapping[str, str]) -> None:
+    end = End(3, ("rank 1 exited with code 3",))
+    with job_folder(env, ["a.py"], 3) as (folder, record_end):
+        watch = Watch(folder)
+        assert (watch.over, watch.end, watch.sample()) == (False, None, [])
+        record_end(end)
+        assert [job.folder for job in jobs(env)] == [folder]
+        assert watch.end is None
+    assert not os.path.exists(folder)
+    assert (watch.over, watch.end) == (True, end)
+    watch.close()
 
 
 @pytest.mark.slow
@@ -227,7 +246,7 @@ def test_which_job(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> No
     both[0].process.kill()  # so it removes nothing; the next launcher does
     both[0].process.wait()
     assert [job.number for job in jobs(env)] == [second]
-    with job_folder(env, ["a.py"], 3) as folder:
+    with job_folder(env, ["a.py"], 3) as (folder, _):
         running = jobs(env)
         assert sorted(os.listdir(os.path.dirname(folder))) == sorted(os.path.basename(job.folder) for job in running)
         assert [(job.number, job.ranks, job.command) for job in running][1:] == [(os.getpid(), 3, "a.py")]
@@ -239,8 +258,8 @@ def test_launchers_of_several_containers_may_have_one_number(
     """As two pods that share /tmp do, in each of which the launcher is process 1."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
-    with job_folder(env, ["a.py"], 3) as first:
-        with job_folder(env, ["b.py"], 2) as second:
+    with job_folder(env, ["a.py"], 3) as (first, _):
+        with job_folder(env, ["b.py"], 2) as (second, _):
             assert [(job.number, job.folder, job.command) for job in jobs(env)] == [
                 (1, first, "a.py"),
                 (1, second, "b.py"),
@@ -259,7 +278,7 @@ def test_launcher_in_another_container_is_over_when_its_lock_is_free(
     env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
-    with job_folder(env, ["a.py"], 3) as folder:
+    with job_folder(env, ["a.py"], 3) as (folder, _):
         about = os.path.join(folder, "job.json")
         assert [job.folder for job in jobs(env)] == [folder]
         with open(about, "r+b") as file:  # as if its process had ended: nobody holds a lock on this file
@@ -276,7 +295,7 @@ def test_launcher_without_a_lock_is_never_taken_for_over(
     """Some file systems have no locks; of a launcher in another container nothing is known then."""
     monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    with job_folder(env, ["a.py"], 3) as folder, job_folder(env, ["b.py"], 3) as other:
+    with job_folder(env, ["a.py"], 3) as (folder, _), job_folder(env, ["b.py"], 3) as (other, _):
         assert [job.folder for job in jobs(env)] == [folder, other]
 
 
@@ -284,7 +303,7 @@ def test_launcher_without_a_lock_is_never_taken_for_over(
 def test_launcher_that_cannot_be_observed_keeps_its_folder(
     env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    with job_folder(env, ["a.py"], 3) as folder:
+    with job_folder(env, ["a.py"], 3) as (folder, _):
         failing = mock.Mock(side_effect=OSError(number, os.strerror(number)))
         monkeypatch.setattr("aiocoll.process.open", failing, raising=False)
         with job_folder(env, ["b.py"], 3):

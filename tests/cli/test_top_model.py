@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from aiocoll.cli.top import words
-from aiocoll.cli.top.model import KEPT, GroupView, Model
+from aiocoll.cli.top.jobs import End
+from aiocoll.cli.top.model import KEPT, GroupView, HostLoad, Model
 from aiocoll.top.viewer import Process, State
 
 Answer = dict[str, Any]
@@ -221,8 +222,9 @@ def full(size: int = 8) -> GroupView:
 def test_text_fits(width: int) -> None:
     lines = words.plain([full()], width).splitlines()
     assert max(map(len, lines)) <= width
-    assert ("process" in lines[1].split()) == (width == 120)
-    assert lines[2].split()[:5] == ["0", "ok", "100k", "1023", "MiB"]
+    assert lines[0] == "healthy: no rank is late"
+    assert ("process" in lines[2].split()) == (width == 120)
+    assert lines[3].split()[:5] == ["0", "ok", "100k", "1023", "MiB"]
     assert "…" not in "".join(lines)
 
 
@@ -252,4 +254,94 @@ def test_the_live_table_leaves_room_for_what_is_wrong() -> None:
         console.print(terminal.render("job 7", [full(60)], 80, 24))
         lines = console.export_text().splitlines()
     assert len(lines) <= 24
-    assert "and 50 more ranks, which are waited for less" in lines
+    assert "and 52 more ranks, which are waited for less" in lines
+
+
+# -- the verdict
+
+
+def measured(*waited_for: float, load: HostLoad | None = None, **more: Any) -> GroupView:
+    """Return a group whose ranks have each waited for the others for these shares of a second."""
+    job = Job()
+    size = len(waited_for)
+    job.look(0.0, *(said(rank, 0.0, size) for rank in range(size)))
+    done = [row(10, 0, (0.5, 10))]
+    peers = {rank: [(other, 1, share, 0) for other, share in enumerate(waited_for) if other != rank and share]
+             for rank in range(size)}  # fmt: skip
+    answers = [said(rank, 1.0, size, operations=done, peers=peers[rank], **more) for rank in range(size)]
+    for each in answers:
+        process = job.processes[each["rank"]]
+        process.state, process.answered, process.groups = State.ANSWERS, 1.0, [each]
+    (group,) = job.model.look(job.processes.values(), 1.0, load)
+    return group
+
+
+def test_verdict_of_a_healthy_job_blames_no_rank() -> None:
+    """Shares of 46 % and 32 % were measured in a healthy job on as many cores as ranks."""
+    group = measured(0.46, 0.32, 0.1)
+    assert (group.verdict, group.culprits) == ("healthy: no rank is late", ())
+
+
+def test_verdict_of_a_busy_host_names_its_load() -> None:
+    group = measured(0.46, 0.32, 0.1, load=HostLoad(10.04, 2))
+    assert group.verdict == "no rank is late; the ranks wait for a core (load 10.0 on 2 cores)"
+    assert group.culprits == ()
+    assert measured(0.05, 0.05, 0.05, load=HostLoad(10.04, 2)).verdict == "healthy: no rank is late"
+
+
+def test_verdict_names_the_rank_that_the_others_wait_for_most() -> None:
+    group = measured(0.05, 0.8, 0.05)
+    assert group.verdict == "rank 1 is slower than the others: they wait for it 80 % of the time"
+    assert group.culprits == (1,)
+
+
+def test_verdict_waits_for_rates() -> None:
+    (group,) = Job().look(0.0, said(0, 0.0, 2), said(1, 0.0, 2))
+    assert group.verdict == "measuring: rates follow with the next answers"
+    assert [each.waited_for for each in group.ranks] == [None, None]
+
+
+def test_verdict_names_a_blocked_rank_with_its_line_and_the_call_that_waits() -> None:
+    job = Job()
+    waits = {"in_flight": [flight("BARRIER (sequence 7)", 4.2, 2)], "peers": [(2, 1, 0.0, 1)], "pending": 1}
+    blocked = (4.0, "train.py:15 in load, called from train.py:20 in main")
+    (group,) = job.look(1.0, said(0, 1.0, **waits), said(1, 1.0, **waits), said(2, 1.0, blocked=blocked))
+    assert group.verdict == (
+        "rank 2 is blocked: its event loop has been blocked for 4.0 s, at train.py:15 in load; "
+        "2 ranks have waited 4.2 s in BARRIER (sequence 7)"
+    )
+    assert group.culprits == (2,)
+
+
+def test_verdict_names_a_stopped_rank() -> None:
+    job = Job()
+    job.look(1.0, *(said(rank, 1.0) for rank in range(3)))
+    job.processes[1].state = State.STOPPED
+    slow = [(1, 2.0, "its process is alive (stopped)")]
+    (group,) = job.look(3.0, said(0, 3.0, slow=slow), said(2, 3.0, slow=slow))
+    assert (group.ranks[0].rank, group.ranks[0].state) == (1, "stopped")
+    assert group.verdict.startswith("rank 1 is stopped: process 101 is stopped")
+
+
+def test_history_has_one_value_per_answer() -> None:
+    job = Job()
+    job.look(0.0, said(0, 0.0, 1, operations=[row(0, 0)]))
+    for second in range(1, 4):
+        (group,) = job.look(float(second), said(0, float(second), 1, operations=[row(0, 0, (0.5, second**2))]))
+    assert group.history == (1.0, 3.0, 5.0)
+    (group,) = job.model.look(job.processes.values(), 3.5)
+    assert group.history == (1.0, 3.0, 5.0)
+    assert words.history(group) == "ops/s, last 3 rounds: ▂▅█ (highest 5)"
+
+
+def test_text_of_a_job_that_has_ended_has_exit_code_cause_and_last_state() -> None:
+    group = measured(0.05, 0.8, 0.05)
+    end = End(137, ("ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)", "rank 1 was killed by SIGKILL"))
+    lines = words.ended("job 7: a.py", end, [group], 80).splitlines()
+    assert lines[:3] == ["job 7: a.py: it has ended with exit code 137", *end.lines]
+    assert lines[3:6] == ["", "last state:", group.verdict]
+
+
+def test_host_line_names_load_and_cores() -> None:
+    assert words.host_line(HostLoad(0.5, 1)) == "host: load 0.5 on 1 core"
+    assert words.host_line(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; the ranks have to wait for a core"

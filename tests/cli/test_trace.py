@@ -66,7 +66,9 @@ async def test_a_hang_names_collective_line_and_who_is_missing(
     perfetto = tmp_path / "trace.json"
     code, said = trace(capsys, *files(tmp_path), "--perfetto", perfetto)
     assert code == 1
-    assert "group 'world:0': 3 ranks, 9 collectives remembered\n  failed: CollectiveTimeoutError: BARRIER" in said
+    assert "group 'world:0': 3 ranks, 9 collectives remembered\n  verdict: rank 1 did not enter BARRIER 5: " in said
+    assert f": it waited in RECV at {Path(HERE).name}:{lines[1] + 3}; ranks 0, 2 waited " in said
+    assert "\n  failed: CollectiveTimeoutError: BARRIER" in said
     assert "\n  diverged first: BARRIER (sequence 5)\n    ranks 0, 2 called BARRIER(" in said
     assert f"SequenceNumber=5) at {HERE}:{lines[0]} in hang\n    missing: rank 1, last in ALLGATHER_OBJECT" in said
     assert f"(sequence 4) at {HERE}:{lines[1]} in hang, entered" in said
@@ -76,7 +78,8 @@ async def test_a_hang_names_collective_line_and_who_is_missing(
     # Of the ranks that wait alone, what the missing one did is not known.
     code, said = trace(capsys, *(files(tmp_path)[rank] for rank in (0, 2)))
     assert code == 1
-    assert "no dump of rank 1: killed, or not given here" in said
+    assert "no dump of rank 1: killed, blocked, or not given here" in said
+    assert "\n    rank 1, as its peers recorded it: waiting in RECV; last in ALLGATHER_OBJECT, " in said
     assert "missing" not in said
 
 
@@ -239,9 +242,87 @@ def test_several_groups_and_one_without_calls(tmp_path: Path, capsys: pytest.Cap
     code, said = trace(capsys, *files(tmp_path), "--perfetto", tmp_path / "trace.json")
     assert code == 0
     assert said == (
-        "group 'another': 1 rank, 0 collectives remembered\n  no collective diverged\n\n"
-        "group 'world:0': 1 rank, 0 collectives remembered\n  no collective diverged\n"
+        "group 'another': 1 rank, 0 collectives remembered\n"
+        "  verdict: no failure: no collective diverged\n  no collective diverged\n\n"
+        "group 'world:0': 1 rank, 0 collectives remembered\n"
+        "  verdict: no failure: no collective diverged\n  no collective diverged\n"
     )
+
+
+# -- the verdict
+
+#: Rank 1 is at fault.
+CAUSES = {
+    "a lost rank": (
+        {"kind": "PeerLostError", "text": "rank 1 of group 'g' is gone: its process is gone", "ranks": [1]},
+        "rank 1 was lost: its process is gone; rank 0 waited 4 s in BARRIER 1",
+    ),
+    "a silent rank": (
+        {
+            "kind": "CollectiveTimeoutError",
+            "text": "BARRIER (sequence 1) of group 'g' did not complete within 4 s on rank 0, which called "
+            "BARRIER(shape=[]): it waits for rank 1 (which has not answered for 3.78 s, its process is alive "
+            "(sleeping))",
+            "ranks": [1],
+        },
+        "rank 1 did not enter BARRIER 1: it has not answered for 3.78 s, its process is alive (sleeping); "
+        "rank 0 waited 4 s",
+    ),
+    "no rank": (
+        {"kind": "GroupError", "text": "BARRIER(shape=[]) was cancelled", "ranks": []},
+        "the group failed: GroupError: BARRIER was cancelled",
+    ),
+}
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    call = {
+        **{"rank": 0, "op": "BARRIER", "shape": [], "dtype": None, "device": "cpu", "counts": [], "sends": None},
+        **{"receives": None, "members": None, "root": None, "reduce": None, "seq": 1, "key": None, "debug": None},
+        **{"kind": "collective", "peer": None, "tag": None, "bytes": None, "entered": 1.0, "finished": 5.0},
+        **{"state": "failed", "error": "GroupError", "site": "/srv/train.py:15", "function": "main"},
+    }
+    return {**call, **changes}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_verdict_without_the_dump_of_the_rank_at_fault_uses_what_its_peers_recorded(
+    cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, words = CAUSES[cause]
+    clock = {"host": "h", "monotonic": 5.0, "wall": 5.0}
+    dump = good(cause=given, state="revoked", entered=1, clock=clock, entries=[entry()])
+    (tmp_path / "one").write_text(json.dumps(dump))
+    code, said = trace(capsys, tmp_path / "one")
+    assert code == 1
+    assert said.splitlines()[1] == f"  verdict: {words}"
+
+
+def test_verdict_names_the_line_that_blocks_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = {"host": "h", "monotonic": 5.25, "wall": 5.25}
+    pending = entry(entered=1.05, finished=None, state="pending", error=None)
+    (tmp_path / "0").write_text(json.dumps(good(clock=clock, entered=1, entries=[pending])))
+    blocked = [4.0, "/srv/train.py:15 in load, called from /srv/train.py:20 in main"]
+    (tmp_path / "1").write_text(json.dumps(good(rank=1, clock=clock, blocked=blocked)))
+    code, said = trace(capsys, tmp_path / "0", tmp_path / "1")
+    assert code == 1
+    assert said.splitlines()[1] == (
+        "  verdict: rank 1 was blocked at train.py:15 in load; rank 0 waited 4.2 s in BARRIER 1"
+    )
+
+
+def test_verdict_of_a_mismatch_names_the_lines_of_both_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        makes = {0: lambda: pg.allreduce(np.zeros(4)), 1: lambda: pg.allreduce(np.zeros(7))}
+        work = makes[pg.rank() % 2]()
+        with pytest.raises(GroupError):
+            await work
+
+    _, said = trace(capsys, *record(3, rank, tmp_path, debug="detail"))
+    here = f"{Path(__file__).name}:{rank.__code__.co_firstlineno + 1}"
+    assert f"verdict: ranks made different calls in ALLREDUCE 1: rank 1 at {here}; ranks 0, 2 at {here}" in said
 
 
 # -- files that cannot be used
@@ -346,3 +427,33 @@ def test_a_picture_of_all(calls: int, hangs: bool, tmp_path: Path, capsys: pytes
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert int.from_bytes(data[20:24], "big") > (400 if calls == 40 else 200)
+
+
+@pytest.mark.usefixtures("drawing")
+def test_picture_leads_with_the_verdict_and_marks_the_rank_at_fault(tmp_path: Path) -> None:
+    """Rank 0 waits from 1 to 3 s, when rank 1 enters, and ends at 5 s; in the next call it waits for rank 1."""
+    from matplotlib.figure import Figure
+
+    clock = {"host": "h", "monotonic": 9.0, "wall": 9.0}
+    first = entry(state="finished", error=None)
+    waits = entry(seq=2, entered=6.0, finished=None, state="pending", error=None)
+    (tmp_path / "0").write_text(json.dumps(good(clock=clock, entered=2, entries=[first, waits])))
+    late = entry(state="finished", error=None, entered=3.0)
+    blocked = [3.0, "/srv/train.py:15 in load"]
+    dump = good(rank=1, clock=clock, entered=1, entries=[late], blocked=blocked)
+    (tmp_path / "1").write_text(json.dumps(dump))
+    (made,) = picture.make_pictures(collect([str(tmp_path / "0"), str(tmp_path / "1")])[0])
+    ax = Figure().subplots()
+    made.draw(ax)
+    words = [text.get_text() for text in ax.texts]
+    assert "g: rank 1 was blocked at train.py:15 in load; rank 0 waited 3 s in BARRIER 2" in words
+    assert "blocked at train.py:15 in load" in words
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "BARRIER: transfer",
+        "BARRIER: waiting for other ranks",
+        "pending at the end",
+    ]
+    bars = [(each.get_paths()[0].get_extents(), each.get_alpha()) for each in ax.collections]
+    spans = [(round(box.x0, 3), round(box.x1, 3), alpha) for box, alpha in bars]
+    assert spans[:4] == [(0, 2, picture.PALE), (2, 4, None), (5, 8, picture.PALE), (2, 4, None)]
+    assert [label.get_text() for label in ax.get_yticklabels() if label.get_fontweight() == "bold"] == ["rank 1"]

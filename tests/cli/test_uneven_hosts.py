@@ -56,7 +56,7 @@ def test_one_host_may_have_a_list_too(launch: Launch) -> None:
 
 HOSTS = ["--master-addr", "h"]
 WRONG = [
-    ([], "one of the arguments -n/--nproc --nproc-list is required"),
+    ([], r"missing: the number of ranks \(-n N, or --nproc-list N,N,... for several hosts\); for example: "),
     (["-n", "2", "--nproc-list", "3,1"], "argument --nproc-list: not allowed with argument -n/--nproc"),
     (["--nproc-list", "3,1", "--nnodes", "3", *HOSTS], "--nproc-list 3,1: has 2 numbers for --nnodes 3; give one for"),
     (["--nproc-list", "3,1", "--nnodes", "1"], "--nproc-list 3,1: has 2 numbers for --nnodes 1; give one for"),

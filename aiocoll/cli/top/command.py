@@ -1,4 +1,4 @@
-"""`aiocoll top`: finds the job, asks its ranks once a second, and shows what they say."""
+"""`aiocoll top`: find the job, send a request to its ranks once a second, and show their answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, Final
 from aiocoll.cli.arguments import describe_command
 from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.top import words
-from aiocoll.cli.top.jobs import Job, jobs
-from aiocoll.cli.top.model import GroupView, Model
+from aiocoll.cli.top.jobs import End, Job, jobs, open_description, read_end
+from aiocoll.cli.top.model import GroupView, HostLoad, Model
 from aiocoll.errors import AiocollError
 from aiocoll.top.viewer import Viewer
 
 __all__ = ["Watch", "configure"]
 
-#: Seconds between two questions, and for their answers.
+#: Seconds between two requests, and for their answers.
 INTERVAL: Final = 1.0
 PATIENCE: Final = 0.4
 
@@ -49,37 +49,82 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 class Watch:
-    """Asks the ranks of a job, and knows what they have said before.
+    """A viewer of a job that keeps the last state of its groups after the end of the job.
 
     Args:
-        folder: in which they listen.
+        folder: the folder in which the ranks listen.
+
+    Attributes:
+        load: load of this host at the last request; None where the system does not report it.
 
     Raises:
-        OSError: it is no folder of this user alone.
+        OSError: the path is not a folder, or other users may enter it.
     """
 
     def __init__(self, folder: str) -> None:
         self._viewer = Viewer(folder, time.monotonic)
+        self._description = open_description(folder)
         self._model = Model()
+        self._last: list[GroupView] = []
+        self.load = _read_load()
 
     def sample(self) -> list[GroupView]:
-        """Ask, and return what is to be shown."""
+        """Send a request to all ranks and return the groups; after the end of the job, return its last state."""
+        if self.over:
+            return self._last
         self._viewer.ask(PATIENCE)
-        return self._model.look(self._viewer.processes.values(), time.monotonic())
+        self.load = _read_load()
+        groups = self._model.look(self._viewer.processes.values(), time.monotonic(), self.load)
+        # When a job ends, its ranks close their groups one after another: keep the state before that.
+        if any(_is_running(group) for group in groups):
+            self._last = groups
+        return groups
 
     def news(self) -> dict[str, Any]:
-        """Ask, and return it as plain data, for JSON."""
+        """Send a request to all ranks and return the groups as plain data, for JSON."""
         groups = self.sample()
-        return {"time": time.time(), "over": self.over, "groups": [asdict(group) for group in groups]}
+        is_over, end = self.over, self.end
+        return {
+            "time": time.time(),
+            "over": is_over,
+            "end": None if end is None else end._asdict(),
+            "load": None if self.load is None else asdict(self.load),
+            "groups": [asdict(group) for group in (self._last if is_over else groups)],
+        }
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended."""
+        """Return whether the job has ended."""
         return self._viewer.over
 
+    @property
+    def end(self) -> End | None:
+        """Return the outcome of a job that has ended; None if it runs, or `aiocoll run` has not started it."""
+        return read_end(self._description) if self.over and self._description is not None else None
+
+    @property
+    def last(self) -> list[GroupView]:
+        """Return the groups in the last answers while a group was open."""
+        return self._last
+
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         self._viewer.close()
+        if self._description is not None:
+            self._description.close()
+
+
+def _is_running(group: GroupView) -> bool:
+    """Return whether at least half of the ranks are still in the group."""
+    ended = sum(each.state in ("gone", "closed", "left") for each in group.ranks)
+    return group.state != "closed" and 2 * ended < group.size
+
+
+def _read_load() -> HostLoad | None:
+    try:
+        return HostLoad(os.getloadavg()[0], len(os.sched_getaffinity(0)))
+    except (AttributeError, OSError):
+        return None
 
 
 def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -119,34 +164,34 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
         return 2
     from aiocoll.cli.top import terminal
 
-    terminal.watch(title, watch.sample, lambda: watch.over, INTERVAL)
-    print(f"{title}: it has ended")
+    terminal.watch(title, watch.sample, lambda: watch.load, lambda: watch.over, INTERVAL)
+    print(words.ended(title, watch.end, watch.last, shutil.get_terminal_size().columns), end="")
     return 0
 
 
 def _print(args: argparse.Namespace, watch: Watch) -> int:
-    """Print what there is, once or once a second until the job has ended; the first rates need two answers."""
+    """Print the groups once, or once a second until the job has ended; the first rates need two answers."""
     watch.sample()
     while True:
         time.sleep(INTERVAL)
         if args.json:
             print(json.dumps(watch.news()), flush=True)
         else:
-            text = words.plain(watch.sample(), shutil.get_terminal_size().columns)
-            print(text or "no rank has an open group\n", end="")
+            groups = watch.sample()
+            print(words.plain(groups, shutil.get_terminal_size().columns, watch.load), end="")
         if args.once or watch.over:
             return 0
 
 
 class _NoJob(Exception):
-    """There is no such job, or there are several."""
+    """No job matches, or several do."""
 
 
 def _find(job: str | None) -> tuple[str, str]:
-    """Return what to call the job, and its folder.
+    """Return the title of the job, and its folder.
 
     Raises:
-        _NoJob: it cannot be said which.
+        _NoJob: no job matches, or several do.
     """
     if job is None and (folder := os.environ.get("AIOCOLL_TOP_DIR")):
         job = folder

@@ -1,7 +1,10 @@
-"""The jobs that `aiocoll run` has started for this user on this host: a folder each, with a file about the job in it.
+"""Jobs that `aiocoll run` has started for this user on this host: one folder per job, with a file about the job.
 
-The launcher locks that file while it lives. Containers may share the folder of the jobs. A process does not see those
-of other containers, whose numbers may be the same, but the kernel's locks are common to all.
+The launcher locks that file while it lives. Containers may share the parent folder. A process cannot see processes of
+other containers, and their numbers may be equal, but all containers share the kernel's locks.
+
+When the job ends, the launcher appends the outcome to the file and removes the folder. A viewer that has opened the
+file before can still read it.
 """
 
 from __future__ import annotations
@@ -11,15 +14,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from aiocoll.process import GONE, UNKNOWN, ProcessId, state, this_process
 from aiocoll.rendezvous.private_folder import private_folder
 
-__all__ = ["Job", "job_folder", "jobs"]
+__all__ = ["End", "Job", "JobFolder", "job_folder", "jobs", "open_description", "read_end"]
 
 _FOLDER, _FILE = "aiocoll-top", "job.json"
 
@@ -29,11 +32,11 @@ class Job:
     """A running job.
 
     Attributes:
-        number: of its launcher, as that knows it itself.
-        folder: in which its ranks listen.
-        command: what its ranks run.
-        ranks: how many of them there are on this host.
-        started: by the wall clock.
+        number: process id of its launcher, as the launcher sees it.
+        folder: the folder in which its ranks listen.
+        command: the command line of its ranks.
+        ranks: number of its ranks on this host.
+        started: start time, by the wall clock.
     """
 
     number: int
@@ -43,21 +46,45 @@ class Job:
     started: float
 
 
+class End(NamedTuple):
+    """The outcome of a job.
+
+    Attributes:
+        code: the exit code of the launcher.
+        lines: the launcher's last messages: how each rank ended.
+    """
+
+    code: int
+    lines: tuple[str, ...]
+
+
+class JobFolder(NamedTuple):
+    """The folder of a running job.
+
+    Attributes:
+        path: its path.
+        record_end: records the outcome of the job for viewers.
+    """
+
+    path: str
+    record_end: Callable[[End], None]
+
+
 @contextmanager
-def job_folder(env: Mapping[str, str], command: Sequence[str], ranks: int) -> Iterator[str]:
+def job_folder(env: Mapping[str, str], command: Sequence[str], ranks: int) -> Iterator[JobFolder]:
     """Make the folder of the job that this process launches, and remove it at the end.
 
     Args:
         env: the environment.
-        command: what the ranks run.
-        ranks: how many there are on this host.
+        command: the command line of the ranks.
+        ranks: number of ranks on this host.
 
     Yields:
-        Its path.
+        The folder.
 
     Raises:
-        OSError: it cannot be made.
-        RendezvousError: another user has made what should be a folder of this one.
+        OSError: the folder cannot be made.
+        RendezvousError: the parent folder belongs to another user.
     """
     parent = os.path.join(private_folder(env), _FOLDER)
     os.makedirs(parent, mode=0o700, exist_ok=True)
@@ -71,16 +98,39 @@ def job_folder(env: Mapping[str, str], command: Sequence[str], ranks: int) -> It
             json.dump({**about, "locked": _lock(file, fcntl.LOCK_EX)}, file)
             file.flush()
             os.rename(beginning, os.path.join(folder, _FILE))
-            yield folder
+
+            def record_end(end: End) -> None:
+                with suppress(OSError):
+                    file.write(f"\n{json.dumps(end._asdict())}\n")
+                    file.flush()
+
+            yield JobFolder(folder, record_end)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_description(folder: str) -> TextIO | None:
+    """Open the file about a job, for `read_end`; return None if the job has none."""
+    try:
+        return open(os.path.join(folder, _FILE), encoding="utf-8")
+    except OSError:
+        return None
+
+
+def read_end(file: TextIO) -> End | None:
+    """Return the outcome of a job, from the file that `open_description` has opened; None if there is none yet."""
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        file.seek(0)
+        found = json.loads(file.read().splitlines()[1])
+        return End(found["code"], tuple(found["lines"]))
+    return None
 
 
 def jobs(env: Mapping[str, str]) -> list[Job]:
     """Return the jobs that run, oldest first.
 
     Raises:
-        RendezvousError: another user has made what should be a folder of this one.
+        RendezvousError: the parent folder belongs to another user.
     """
     parent = os.path.join(private_folder(env), _FOLDER)
     found = []
@@ -98,7 +148,7 @@ def _sweep(parent: str) -> None:
 
 
 def _read(parent: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Yield the folder of each job, what its file says, and whether its launcher has ended."""
+    """Yield the folder of each job, the content of its file, and whether its launcher has ended."""
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(parent)):
             folder = os.path.join(parent, name)
@@ -106,7 +156,7 @@ def _read(parent: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
                 suppress(OSError, ValueError, KeyError, TypeError),
                 open(os.path.join(folder, _FILE), encoding="utf-8") as file,
             ):
-                about = json.load(file)
+                about = json.loads(file.readline())
                 yield folder, about, _is_over(about, file)
 
 

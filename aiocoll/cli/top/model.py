@@ -1,7 +1,8 @@
-"""What is shown: the state of each group and of each of its ranks, and rates, which are differences of two answers."""
+"""The content of `aiocoll top`: a verdict per group, the state of its ranks, and rates between two answers."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -10,13 +11,23 @@ from typing import Any, Final
 from aiocoll.group.stats import OperationStats
 from aiocoll.top.viewer import Process, State
 
-__all__ = ["GroupView", "KindView", "Model", "PendingView", "RankView"]
+__all__ = ["GroupView", "HostLoad", "KindView", "Model", "PendingView", "RankView"]
 
-#: Seconds for which a group stays that nobody is in any more.
+#: Seconds for which a group is shown after its last rank has left.
 KEPT: Final = 5.0
-#: Kinds of operations and pending operations of a group that are shown.
+#: Largest numbers of kinds of operations, and of pending operations, per group.
 KINDS: Final = 6
 PENDING: Final = 5
+#: Number of rounds in the history of a group.
+HISTORY: Final = 60
+#: A rank is called late if the others wait for it this share of the time, and this many times longer than for any other
+#: rank. In a healthy job with as many ranks as cores, shares of 46 % and 32 % on two ranks were measured.
+LATE_SHARE: Final = 0.5
+LATE_FACTOR: Final = 2.0
+#: Share of the time in waits from which the load of the host is named as the reason.
+WAIT_SHARE: Final = 0.2
+#: The host is called overloaded if its load average per core is larger.
+OVERLOAD: Final = 1.5
 
 _Kind = tuple[str, str | None, str]
 _Histogram = dict[float, int]
@@ -106,6 +117,9 @@ class GroupView:
         ranks: sorted by who is waited for.
         kinds: of operations, those first that take longest.
         pending: the oldest.
+        verdict: the state of the group in one sentence.
+        culprits: the ranks that the verdict blames.
+        history: operations per second in the last rounds, oldest first.
     """
 
     name: str
@@ -118,11 +132,32 @@ class GroupView:
     ranks: tuple[RankView, ...]
     kinds: tuple[KindView, ...]
     pending: tuple[PendingView, ...]
+    verdict: str = ""
+    culprits: tuple[int, ...] = ()
+    history: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostLoad:
+    """The load of this host.
+
+    Attributes:
+        average: load average of the last minute: processes that run or wait for a core.
+        cores: number of cores that this process may use.
+    """
+
+    average: float
+    cores: int
+
+    @property
+    def is_high(self) -> bool:
+        """Return whether ranks have to wait for cores."""
+        return self.average > OVERLOAD * self.cores
 
 
 @dataclass(slots=True)
 class _Report:
-    """What one rank has said of itself in one group, now and the time before."""
+    """The last two reports of one rank about itself in one group."""
 
     process: Process
     now: dict[str, Any]
@@ -143,21 +178,24 @@ class _Group:
     #: Of each rank: see `_measure_waits`.
     ahead: dict[int, dict[int, float]] = field(default_factory=dict)
     seen: float = 0.0
+    has_news: bool = False
+    history: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
 
 class Model:
-    """Remembers the last answers of all ranks."""
+    """The last answers of all ranks."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], _Group] = {}
         self._answers: dict[int, float] = {}
 
-    def look(self, processes: Iterable[Process], now: float) -> list[GroupView]:
-        """Return what is to be shown after another round of questions.
+    def look(self, processes: Iterable[Process], now: float, load: HostLoad | None = None) -> list[GroupView]:
+        """Return the groups after another round of requests.
 
         Args:
-            processes: that were asked.
-            now: on the clock of their answers.
+            processes: the processes that received a request.
+            now: time on the clock of their answers.
+            load: load of this host.
         """
         by_number = {process.number: process for process in processes}
         for process in by_number.values():
@@ -171,10 +209,11 @@ class Model:
                 group.seen = now
             elif now - group.seen > KEPT:
                 del self._groups[key]
-        return [_group_view(key, group, by_number, now) for key, group in sorted(self._groups.items())]
+        return [_group_view(key, group, by_number, now, load) for key, group in sorted(self._groups.items())]
 
     def _take(self, process: Process, said: dict[str, Any]) -> None:
         group = self._groups.setdefault((said["name"], said["id"]), _Group())
+        group.has_news = True
         known = group.reports.get(said["rank"])
         is_same = known is not None and known.process is process and known.now["time"] < said["time"]
         report = _Report(process, said, known.now if known is not None and is_same else None)
@@ -190,7 +229,9 @@ def _shows(key: tuple[str, int], report: _Report) -> bool:
     return any((said.get("name"), said.get("id")) == key for said in process.groups)
 
 
-def _group_view(key: tuple[str, int], group: _Group, processes: Mapping[int, Process], now: float) -> GroupView:
+def _group_view(
+    key: tuple[str, int], group: _Group, processes: Mapping[int, Process], now: float, load: HostLoad | None
+) -> GroupView:
     reports = group.reports
     any_said = next(iter(reports.values())).now
     size = any_said["size"]
@@ -202,25 +243,87 @@ def _group_view(key: tuple[str, int], group: _Group, processes: Mapping[int, Pro
         key=lambda each: (-_urgency(each), -each.missing, -(each.waited_for or 0.0), each.waits or 0.0, each.rank)
     )
     cause = next((each.now["cause"] for each in reports.values() if each.now["cause"]), None)
+    ops = max((each.ops for each in ranks if each.ops is not None), default=None)
+    if ops is not None and group.has_news:
+        group.history.append(ops)
+    group.has_news = False
+    pending = tuple(_pending(alive))
+    verdict, culprits = _judge(ranks, pending, cause, bool(alive), load)
     return GroupView(
         name=key[0],
         size=size,
         state="closed" if not alive else "open" if cause is None else "revoked",
         cause=cause,
         counted=any(each.now["counted"] for each in reports.values()),
-        ops=max((each.ops for each in ranks if each.ops is not None), default=None),
+        ops=ops,
         nbytes=max((each.nbytes for each in ranks if each.nbytes is not None), default=None),
         ranks=tuple(ranks),
         kinds=tuple(_kinds(alive)),
-        pending=tuple(_pending(alive)),
+        pending=pending,
+        verdict=verdict,
+        culprits=culprits,
+        history=tuple(group.history),
     )
+
+
+# -- the verdict
+
+
+def _judge(
+    ranks: Sequence[RankView],
+    pending: Sequence[PendingView],
+    cause: str | None,
+    is_open: bool,
+    load: HostLoad | None,
+) -> tuple[str, tuple[int, ...]]:
+    """Return the state of the group in one sentence, and the ranks that it blames; `ranks` has the worst first."""
+    worst = ranks[0]
+    same = tuple(sorted(each.rank for each in ranks if each.state == worst.state))
+    waited = next((each for each in pending if set(each.missing) & set(same)), None)
+    waits = "" if waited is None else f"; {_waiters(waited)}"
+    if not is_open:
+        return "all ranks have closed the group", ()
+    if cause is not None:
+        return f"the group has failed: {cause}", same if _urgency(worst) else ()
+    if _urgency(worst):
+        # The callers of a line that blocks the loop are in the notes below the table.
+        detail = f": {worst.detail.partition(', called from')[0]}" if worst.detail and len(same) == 1 else ""
+        return f"{_name(same)} {worst.state}{detail}{waits}", same
+    if worst.state == "late" and waited is not None:
+        return f"{_name(same)} late{waits}", same
+    counted = [each.waited_for for each in ranks if each.waited_for is not None]
+    if all(each.ops is None for each in ranks) or not counted:
+        return "measuring: rates follow with the next answers", ()
+    others = sorted((each.waited_for or 0.0 for each in ranks if each is not worst), reverse=True)
+    most, second = worst.waited_for or 0.0, others[0] if others else 0.0
+    if most >= LATE_SHARE and most >= LATE_FACTOR * second and (worst.waits or 0.0) <= most / LATE_FACTOR:
+        return f"{_name((worst.rank,))} slower than the others: they wait for it {most * 100:.0f} % of the time", (
+            worst.rank,
+        )
+    if load is not None and load.is_high and any((each.waits or 0.0) >= WAIT_SHARE for each in ranks):
+        return f"no rank is late; the ranks wait for a core (load {load.average:.1f} on {load.cores} cores)", ()
+    return "healthy: no rank is late", ()
+
+
+def _name(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''} are"
+
+
+def _waiters(waited: PendingView) -> str:
+    number = len(waited.ranks)
+    return f"{number} rank{'s have' if number > 1 else ' has'} waited {waited.seconds:.1f} s in {waited.op}"
 
 
 # -- who is waited for
 
 
-def _others_wait(reports: Sequence[_Report]) -> tuple[dict[int, float], dict[int, int]]:
-    """Return how long the others have waited for each rank, per second and other rank, and where it is missing."""
+def _others_wait(reports: Sequence[_Report]) -> tuple[dict[int, float] | None, dict[int, int]]:
+    """Return the seconds waited for each rank, per second and other rank, and the number of calls that miss it.
+
+    The seconds are None before there are two answers.
+    """
     waited: dict[int, float] = {}
     missing: dict[int, int] = {}
     for report in reports:
@@ -229,6 +332,8 @@ def _others_wait(reports: Sequence[_Report]) -> tuple[dict[int, float], dict[int
         for rank, share in (report.waited or {}).items():
             waited[rank] = waited.get(rank, 0.0) + share
     counting = [each.now["rank"] for each in reports if each.waited is not None]
+    if not counting:
+        return None, missing
     return {rank: share / max(1, sum(each != rank for each in counting)) for rank, share in waited.items()}, missing
 
 
@@ -334,7 +439,7 @@ def _rank_view(
     report: _Report | None,
     states: _States,
     now: float,
-    waited_for: dict[int, float],
+    waited_for: dict[int, float] | None,
     missing: dict[int, int],
 ) -> RankView:
     state, detail = states.of(rank, report, now)
@@ -349,7 +454,7 @@ def _rank_view(
         waits = report.waits
     return RankView(
         *(rank, states.process(rank, report), state, detail, ops, nbytes, p50, p99),
-        waited_for=waited_for.get(rank, 0.0) if waited_for or running else None,
+        waited_for=None if waited_for is None else waited_for.get(rank, 0.0),
         waits=waits,
         missing=missing.get(rank, 0),
         pending=0 if report is None or not running else report.now["pending"],

@@ -1,4 +1,4 @@
-"""The live table, with `rich`."""
+"""The live table of `aiocoll top`, drawn with `rich`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from aiocoll.cli.top.model import GroupView
-from aiocoll.cli.top.words import BAD, LIMITED, Table, headline, kind_table, notes, rank_table
+from aiocoll.cli.top.model import GroupView, HostLoad
+from aiocoll.cli.top.words import (
+    BAD,
+    LIMITED,
+    Table,
+    headline,
+    history,
+    host_line,
+    kind_table,
+    notes,
+    rank_table,
+)
 from aiocoll.errors import BackendUnavailableError
 
 try:
@@ -22,36 +32,48 @@ except ImportError as error:
 
 __all__ = ["render", "watch"]
 
-#: Rows of a group that are shown on any screen, and lines that are around them.
+#: Smallest number of rows of a group, and number of lines around them.
 LEAST: Final = 4
-AROUND: Final = 14
+AROUND: Final = 16
 
 _STYLES: Final = {"ok": "green", **dict.fromkeys(LIMITED, "bold yellow"), **dict.fromkeys(BAD, "bold red")}
 
 
-def watch(title: str, sample: Callable[[], Sequence[GroupView]], over: Callable[[], bool], interval: float) -> None:
-    """Show what `sample` returns, again and again, until Ctrl-C, or until it is over."""
+def watch(
+    title: str,
+    sample: Callable[[], Sequence[GroupView]],
+    load: Callable[[], HostLoad | None],
+    over: Callable[[], bool],
+    interval: float,
+) -> None:
+    """Show the groups that `sample` returns once per `interval`, until Ctrl-C or the end of the job."""
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not over():
             began = time.monotonic()
-            live.update(render(title, sample(), *console.size), refresh=True)
+            live.update(render(title, sample(), *console.size, load=load()), refresh=True)
             time.sleep(max(0.0, began + interval - time.monotonic()))
 
 
-def render(title: str, groups: Sequence[GroupView], width: int, height: int) -> RenderableType:
-    """Return what is on the screen: as many ranks as leave room for the lines below them."""
+def render(
+    title: str, groups: Sequence[GroupView], width: int, height: int, load: HostLoad | None = None
+) -> RenderableType:
+    """Return the content of the screen, with as many ranks as leave room for the lines below them."""
     most = max(LEAST, height // max(1, len(groups)) - AROUND)
-    parts: list[RenderableType] = [Text(title, style="dim", overflow="ellipsis", no_wrap=True)]
+    about = " · ".join(filter(None, (title, host_line(load))))
+    parts: list[RenderableType] = [Text(about, style="dim", overflow="ellipsis", no_wrap=True)]
     if not groups:
         parts.append(Text("\nno rank has an open group yet"))
     for group in groups:
         style = "bold" if group.state == "open" else "bold red"
-        parts += [Text(""), Text(headline(group), style=style)]
+        verdict_style = "bold red" if group.culprits or group.state == "revoked" else "bold green"
+        parts += [Text(""), Text(group.verdict, style=verdict_style), Text(headline(group), style=style)]
         parts.append(_table(rank_table(group, width, most), state=1))
         parts += [Text(text, style=_STYLES.get(state, "")) for state, text in notes(group, most)]
         if group.kinds:
             parts += [Text(""), _table(kind_table(group))]
+        if bars := history(group):
+            parts.append(Text(bars, style="dim", overflow="ellipsis", no_wrap=True))
     return Group(*parts)
 
 

@@ -1,8 +1,8 @@
-"""One page on loopback that shows the table in a browser, and asks for news once a second.
+"""A page on loopback that shows the table in a browser and requests updates once a second.
 
-Who asks has to know the token, which is in the address that is printed: of the page in its query, of the news in a
-header, which no other page can make a browser send. A request must name this server as its host, so a name that
-somebody has made to mean 127.0.0.1 (DNS rebinding) leads nowhere. The page loads nothing else, and may not.
+Each request needs the token of the printed address. The page has it in its query; update requests have it in a header,
+which no other page can make a browser send. Requests must name this server as their host, against DNS rebinding. The
+content policy lets the page load nothing else.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from urllib.parse import parse_qs, urlsplit
 __all__ = ["Page", "serve"]
 
 HOST: Final = "127.0.0.1"
-#: Bytes of the head of a request; browsers send some hundred.
+#: Largest request head in bytes; browsers send some hundred.
 LONGEST: Final = 8192
-#: Seconds for a request to come, and for its answer to go.
+#: Seconds to receive a request and to send the answer.
 PATIENCE: Final = 5.0
-#: Connections at a time: a browser opens six at most.
+#: Largest number of connections; a browser opens six at most.
 MOST: Final = 32
-#: Seconds for which news serve all that ask.
+#: Seconds for which one update serves all requests.
 FRESH: Final = 0.9
 
 _HEADERS: Final = (
@@ -46,7 +46,7 @@ _POLICY: Final = (
 
 
 class _Refused(Exception):
-    """The request is not answered."""
+    """A request that is refused."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -54,15 +54,15 @@ class _Refused(Exception):
 
 
 class Page:
-    """Serves the page.
+    """A server of the page.
 
     Args:
-        title: what to call the job.
-        news: asks the ranks, and returns plain data; called in a thread, by one at a time, only if a browser asks.
+        title: title of the job.
+        news: returns the state of the job as plain data; called in a thread, one call at a time, per request.
 
     Attributes:
-        token: what a request has to have.
-        port: on which it listens, once it does.
+        token: the token that requests need.
+        port: the port on which it listens; 0 before `listen`.
     """
 
     def __init__(self, title: str, news: Callable[[], dict[str, Any]]) -> None:
@@ -83,7 +83,7 @@ class Page:
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """Return the address to open in a browser."""
         return f"http://{HOST}:{self.port}/?token={self.token}"
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -140,7 +140,7 @@ class Page:
 
 
 def serve(title: str, news: Callable[[], dict[str, Any]], say: Callable[[str], object]) -> None:
-    """Serve the page until Ctrl-C, and say its address."""
+    """Serve the page until Ctrl-C; call `say` with its address."""
 
     async def run() -> None:
         page = Page(title, news)
@@ -153,7 +153,7 @@ def serve(title: str, news: Callable[[], dict[str, Any]], say: Callable[[str], o
 
 
 def _parse(head: bytes) -> tuple[str, dict[str, list[str]], dict[str, str]]:
-    """Return path, query and headers of a request, their names in lower case."""
+    """Return path, query and headers of a request; header names are in lower case."""
     first, *lines = head.decode("latin-1").split("\r\n")[:-2]
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
@@ -182,5 +182,5 @@ def _response(
 
 
 def _quoted(text: str) -> str:
-    """Return a text as it stands in a script, where it cannot end the script."""
+    """Return a text as a string literal for a script, which it cannot end."""
     return json.dumps(text).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,21 +1,28 @@
-"""What is shown of groups as words: the cells of tables, and the lines around them. Plain text, or with `rich`."""
+"""The texts of `aiocoll top`: cells of tables and the lines around them, as plain text or for `rich`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from aiocoll.cli.top.model import GroupView, PendingView, RankView
+from aiocoll.cli.top.jobs import End
+from aiocoll.cli.top.model import GroupView, HostLoad, PendingView, RankView
 
-__all__ = ["BAD", "LIMITED", "duration", "headline", "kind_table", "name_ranks", "notes", "plain", "rank_table", "size"]
+__all__ = [
+    "BAD", "LIMITED", "duration", "ended", "headline", "history", "host_line", "kind_table", "name_ranks", "notes",
+    "plain", "rank_table", "size",
+]  # fmt: skip
 
-#: States in which a rank keeps the others from going on.
+#: States in which a rank delays the others.
 LIMITED: Final = ("late", "blocked", "stopped", "silent", "slow")
 BAD: Final = ("gone", "lost")
-#: Ranks of a group that have a row, the first ones; the others are counted.
+#: Largest number of rows of a group; further ranks are only counted.
 ROWS: Final = 40
-#: From this many columns on there is room for the numbers of processes.
+#: Smallest width at which process ids are shown.
 WIDE: Final = 100
+#: Smallest number of rounds that are shown as history.
+ROUNDS: Final = 3
+_BARS: Final = "▁▂▃▄▅▆▇█"
 
 _RANKS: Final = ("rank", "state", "ops/s", "bytes/s", "p50", "p99", "waited for", "waits", "pending")
 _KINDS: Final = ("operation", "algorithm", "by", "ops/s", "bytes/s", "p50", "p99")
@@ -31,8 +38,33 @@ def headline(group: GroupView) -> str:
     return f"{group.name}: {group.size} ranks, {state}{rates}"
 
 
+def host_line(load: HostLoad | None) -> str:
+    """Return the line about the load of this host."""
+    if load is None:
+        return ""
+    words = f"host: load {load.average:.1f} on {load.cores} core{'s' * (load.cores != 1)}"
+    return words + "; the ranks have to wait for a core" * load.is_high
+
+
+def history(group: GroupView) -> str:
+    """Return the operations per second of the last rounds as a line of bars; "" if there are only a few rounds."""
+    if len(group.history) < ROUNDS:
+        return ""
+    most = max(group.history) or 1.0
+    bars = "".join(_BARS[round(each / most * (len(_BARS) - 1))] for each in group.history)
+    return f"ops/s, last {len(group.history)} rounds: {bars} (highest {_count(most)})"
+
+
+def ended(title: str, end: End | None, groups: Sequence[GroupView], width: int) -> str:
+    """Return the text about a job that has ended: its exit code and cause, and the last state of its groups."""
+    lines = [f"{title}: it has ended" + (f" with exit code {end.code}" if end is not None else "")]
+    lines += end.lines if end is not None else ()
+    last = f"\nlast state:\n{plain(groups, width)}" if groups else ""
+    return "".join(f"{line}\n" for line in lines) + last
+
+
 def rank_table(group: GroupView, width: int, most: int = ROWS) -> Table:
-    """Return the head of the table of ranks, how many of its first columns are words, and its rows."""
+    """Return the head of the table of ranks, the number of its left-aligned columns, and its rows."""
     rows = [_rank_row(each) for each in group.ranks[:most]]
     if width < WIDE:
         return _RANKS, 2, rows
@@ -41,7 +73,7 @@ def rank_table(group: GroupView, width: int, most: int = ROWS) -> Table:
 
 
 def kind_table(group: GroupView) -> Table:
-    """Return the same of the table of operations."""
+    """Return the head of the table of operations, the number of its left-aligned columns, and its rows."""
     return (
         _KINDS,
         3,
@@ -58,7 +90,7 @@ def kind_table(group: GroupView) -> Table:
 
 
 def notes(group: GroupView, most: int = ROWS) -> Iterable[tuple[str, str]]:
-    """Yield the lines below the table of ranks, each with the state that it is about: "" if with none."""
+    """Yield the lines below the table of ranks, each with the rank state that it describes, or ""."""
     if len(group.ranks) > most:
         yield "", f"and {len(group.ranks) - most} more ranks, which are waited for less"
     by_detail: dict[tuple[str, str], list[int]] = {}
@@ -73,21 +105,25 @@ def notes(group: GroupView, most: int = ROWS) -> Iterable[tuple[str, str]]:
         yield "", "its ranks do not count operations: GroupOptions(stats=False), or AIOCOLL_STATS=0"
 
 
-def plain(groups: Iterable[GroupView], width: int) -> str:
-    """Return all of it as text."""
+def plain(groups: Sequence[GroupView], width: int, load: HostLoad | None = None) -> str:
+    """Return all groups as text."""
     lines: list[str] = []
+    if not groups:
+        lines.append("no rank has an open group")
     for group in groups:
         lines += [""] * bool(lines)
-        lines.append(headline(group))
+        lines += [group.verdict, headline(group)]
         lines += _aligned(rank_table(group, width))
         lines += [text for _, text in notes(group)]
         if group.kinds:
             lines += ["", *_aligned(kind_table(group))]
+        lines += [history(group)] * bool(history(group))
+    lines += [host_line(load)] * (load is not None and bool(groups))
     return "".join(f"{line}\n" for line in lines)
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds for people."""
+    """Return seconds with a unit."""
     if seconds is None:
         return "-"
     if seconds < 1e-3:
@@ -96,7 +132,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(nbytes: float | None) -> str:
-    """Return bytes for people."""
+    """Return bytes with a unit."""
     if nbytes is None:
         return "-"
     step = min(max(int(nbytes).bit_length() - 1, 0) // 10, len(_UNITS) - 1)
@@ -125,7 +161,7 @@ def _in_flight(each: PendingView) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return a list of ranks, in which those that follow each other are a range."""
+    """Return a list of ranks as text, with ranges for consecutive ranks."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][1] + 1:

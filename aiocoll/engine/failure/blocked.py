@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from types import FrameType
 
-__all__ = ["line", "place"]
+__all__ = ["line", "place", "skip_package"]
 
 #: Maximum number of source lines in the text: the current line and its callers.
 PLACES = 3
@@ -43,6 +43,13 @@ def line(frame: FrameType | None) -> str:
         frame = frame.f_back
     # In an installed program, or one in C, user lines cannot be distinguished from library lines.
     return "" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+
+
+def skip_package(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that is not in this package."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS + os.sep):
+        frame = frame.f_back
+    return frame
 
 
 def _is_theirs(file: str) -> bool:

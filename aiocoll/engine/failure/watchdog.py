@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 
-from aiocoll.engine.failure.blocked import line, place
+from aiocoll.engine.failure.blocked import line, place, skip_package
 from aiocoll.errors import RendezvousError
 from aiocoll.log import Repeats, logger
 from aiocoll.process import GONE, STOPPED, UNKNOWN
@@ -197,7 +197,10 @@ class Watchdog:
         """
         if self._has_sign or self._silent_seconds < BLOCKED_AFTER:
             return None
-        return self._clock() - self._asked_at, place(sys._current_frames().get(self._watched_thread))
+        frame = sys._current_frames().get(self._watched_thread)
+        if self._watched_thread == threading.get_ident():  # in a signal handler, whose own frames come first
+            frame = skip_package(frame)
+        return self._clock() - self._asked_at, place(frame)
 
     # -- in the watchdog thread
 
