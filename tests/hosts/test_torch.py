@@ -22,7 +22,7 @@ KEY_LENGTH = 64
 
 
 async def run_ranks(network: Network, ranks: Ranks, **environment: str) -> list[dict[str, Any]]:
-    """Run one rank on each host, without a job key in the environment unless it is given; return the printed results."""
+    """Run one rank on each host, with only the given job key; return the printed results."""
     address = network.hosts[0].ipv4
     started = [
         await Process.start(

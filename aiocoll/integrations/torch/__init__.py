@@ -7,13 +7,14 @@ try:
 except ImportError as error:
     raise BackendUnavailableError("aiocoll.torch needs torch: pip install 'aiocoll[torch]'") from error
 
+from aiocoll.integrations.torch.attachment import attach
 from aiocoll.integrations.torch.overlap import Overlap
 from aiocoll.integrations.torch.process import process
 from aiocoll.integrations.torch.registration import register
 from aiocoll.integrations.torch.world import group
 from aiocoll.loops import LoopThread
 
-__all__ = ["Overlap", "group", "loop_thread", "register"]
+__all__ = ["Overlap", "attach", "group", "loop_thread", "register"]
 
 
 def loop_thread() -> LoopThread:

@@ -29,15 +29,17 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
         pg: the group of aiocoll.
         thread: its event loop.
         store: of torch, for this group.
+        is_owner: whether the end of the torch group closes `pg`.
     """
 
-    def __init__(self, pg: ProcessGroup, thread: LoopThread, store: Any) -> None:
+    def __init__(self, pg: ProcessGroup, thread: LoopThread, store: Any, is_owner: bool = True) -> None:
         dist.ProcessGroup.__init__(self, pg.rank(), pg.size())
         self.setup_calls(pg, thread, NAME)
         self._store = store
         self._name = self._desc = ""
-        self._destroyed = False
-        process.groups.add(self)
+        self._closes = is_owner
+        if is_owner:
+            process.groups.add(self)
 
     # -- names, as C++ and Python ask for them
 
@@ -102,8 +104,8 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Close the group: `destroy_process_group` calls it."""
-        if not self._destroyed:
-            self._destroyed = True
+        if self._closes:
+            self._closes = False
             process.groups.discard(self)
             self.thread.start(self.pg.shutdown).result()
 

@@ -33,6 +33,10 @@ class Closable(Protocol):
     def pg(self) -> ProcessGroup:
         """The group of aiocoll."""
 
+    @property
+    def thread(self) -> LoopThread:
+        """Its event loop."""
+
 
 class _Process:
     """The shared parts; made by the first group, again in a forked child.
@@ -71,7 +75,7 @@ class _Process:
         thread = self._thread
         if thread is None or thread.is_closed():
             return
-        open_groups = [each.pg for each in self.groups]
+        open_groups = [each.pg for each in self.groups if each.thread is thread]
         if self.world is not None:
             open_groups.append(self.world)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,15 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.torch.aio_group import AioGroup
 from aiocoll.integrations.torch.process import process
 from aiocoll.integrations.torch.store import TorchStore, host_of, is_loopback
+from aiocoll.loops import LoopThread
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.runtime import random_bytes
 
-__all__ = ["group", "make_group"]
+__all__ = ["attached", "group", "make_group"]
+
+#: The group, and its event loop, over which `attach` makes a torch group in this thread.
+attached: ContextVar[tuple[ProcessGroup, LoopThread] | None] = ContextVar("attached", default=None)
 
 #: Where rank 0 leaves the job key in the store of torch; empty: none is needed.
 _KEY = "aiocoll/key"
@@ -38,12 +43,16 @@ def make_group(options: Any, backend_options: Any) -> AioGroup:
     """
     if backend_options is not None and not isinstance(backend_options, GroupOptions):
         raise TypeError(f"pg_options must be aiocoll.GroupOptions or None, not {type(backend_options).__name__}")
-    thread, timeout = process.thread(), options.timeout.total_seconds()
-    ranks, store = list(options.global_ranks_in_group), options.store
+    store = options.store
+    if (given := attached.get()) is not None:
+        return AioGroup(*given, store, is_owner=False)
+    timeout, ranks = options.timeout.total_seconds(), list(options.global_ranks_in_group)
     parent = _parent(ranks) if backend_options is None else None
     if parent is None:
+        thread = process.thread()
         return AioGroup(thread.run(_meet(options, timeout, backend_options)), thread, store)
-    members, whole = ranks or range(parent.size()), parent
+    whole, thread = parent
+    members = ranks or range(whole.size())
     pg = thread.start(lambda: whole.split_group(members, timeout, local=True, order="given")).result()
     assert pg is not None  # torch calls this on members only
     return AioGroup(pg, thread, store)
@@ -67,12 +76,12 @@ async def _meet(options: Any, timeout: float, given: GroupOptions | None) -> Pro
     )
 
 
-def _parent(ranks: list[int]) -> ProcessGroup | None:
-    """Return the group to split a group of these ranks off from; no ranks are all of them."""
+def _parent(ranks: list[int]) -> tuple[ProcessGroup, LoopThread] | None:
+    """Return the group from which to split a group of these ranks, and its event loop; no ranks stand for all ranks."""
     if not ranks:
-        return process.world
+        return None if process.world is None else (process.world, process.thread())
     world = dist.GroupMember.WORLD
-    return world.pg if isinstance(world, AioGroup) else None
+    return (world.pg, world.thread) if isinstance(world, AioGroup) else None
 
 
 def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
