@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.torch.calls import Calls
+from aiocoll.integrations.torch.carriers import BACKEND
 from aiocoll.integrations.torch.process import process
 from aiocoll.loops import LoopThread
 
 __all__ = ["NAME", "AioGroup"]
 
 #: The name of the backend.
-NAME = "aio"
+NAME = BACKEND
 
 
 class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
@@ -75,14 +76,13 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device(device) for device in self.carriers.devices(self)]
 
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
 
     def _get_backend(self, device: torch.device) -> Any:
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"backend {NAME!r} carries CPU tensors, and none on {device}")
-        return self
+        carrier = self.carriers.find(self, torch.device(device).type)
+        return self if carrier is None else carrier._get_backend(device)
 
     def get_group_store(self) -> Any:
         """Return the store of the group."""
@@ -104,6 +104,8 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Close the group: `destroy_process_group` calls it."""
+        if dist.GroupMember.WORLD is not self:  # with the default group torch destroys all others
+            self.carriers.destroy()
         if self._closes:
             self._closes = False
             process.groups.discard(self)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from aiocoll.errors import CollectiveTimeoutError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.torch.arguments import Copies, check_device, check_devices, flat, only, reduce_op, seconds
+from aiocoll.integrations.torch.carriers import Carriers, alias, routed
 from aiocoll.integrations.torch.work import TorchWork
 from aiocoll.loops import LoopThread
 from aiocoll.work import Work
@@ -29,6 +30,7 @@ class Calls:
         pg: the group of aiocoll.
         thread: the event loop that carries out the calls.
         count: of collectives that were called.
+        carriers: the backends for the tensors of each kind of device.
     """
 
     def setup_calls(self, pg: ProcessGroup, thread: LoopThread, backend: str) -> None:
@@ -36,6 +38,7 @@ class Calls:
         self.pg = pg
         self.thread = thread
         self.count = 0
+        self.carriers = Carriers()
         self._rank = pg.rank()
         self._prefix = f"{backend}:"
         # The calls of a block, while there is one.
@@ -45,6 +48,7 @@ class Calls:
 
     # -- reductions
 
+    @routed
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Reduce tensors over all ranks in place."""
         if isinstance(tensors, torch.Tensor):
@@ -56,6 +60,7 @@ class Calls:
         (tensor,) = [copies.writable(each) for each in tensors]
         return self._call("all_reduce", lambda: self.pg.allreduce(tensor, op, timeout=limit), tensors, copies=copies)
 
+    @routed
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduce several tensors over all ranks in place."""
         op, limit = _reduction(opts, None)
@@ -73,6 +78,7 @@ class Calls:
 
         return self._call("all_reduce", call, tensors, copies=copies)
 
+    @routed
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Reduce a tensor to one rank, in place."""
         tensor = only(tensors)
@@ -82,6 +88,7 @@ class Calls:
         inner = copies.writable(tensor)
         return self._call("reduce", lambda: self.pg.reduce(inner, root, chosen, timeout=limit), [tensor], copies=copies)
 
+    @routed
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
         """Reduce lists of tensors and give each rank one."""
         output, inputs = only(output_tensors), flat(input_tensors)
@@ -92,6 +99,7 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.reduce_scatter(inner, inputs, op, timeout=limit)  # noqa: E731
         return self._call("reduce_scatter", call, [output], inputs, copies)
 
+    @routed
     def reduce_scatter_single(
         self,
         output: torch.Tensor,
@@ -105,8 +113,9 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.reduce_scatter_tensor(output, input, op, timeout=limit)  # noqa: E731
         return self._call("_reduce_scatter_base", call, [output], [input])
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = alias(reduce_scatter_single, "_reduce_scatter_base")
 
+    @routed
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Reduce several tensors and give each rank a part of each."""
         op, limit = _reduction(opts, None)
@@ -117,10 +126,11 @@ class Calls:
 
         return self._call("reduce_scatter", call, outputs, inputs)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = alias(reduce_scatter_single_coalesced, "reduce_scatter_tensor_coalesced")
 
     # -- moving data
 
+    @routed
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Send the tensor of one rank to all."""
         tensor = only(tensors)
@@ -129,6 +139,7 @@ class Calls:
         inner = copies.writable(tensor)
         return self._call("broadcast", lambda: self.pg.broadcast(inner, root, timeout=limit), [tensor], copies=copies)
 
+    @routed
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
@@ -140,6 +151,7 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.allgather(inner, tensor, timeout=limit)  # noqa: E731
         return self._call("all_gather", call, outputs, [tensor], copies)
 
+    @routed
     def allgather_coalesced(self, output_lists: Any, input_list: list[torch.Tensor], opts: Any = None) -> TorchWork:
         """Collect several tensors of all ranks on all ranks; there is a list of outputs per rank."""
         copies, limit = Copies(), seconds(opts)
@@ -153,6 +165,7 @@ class Calls:
 
         return self._call("all_gather", call, outputs, input_list, copies)
 
+    @routed
     def all_gather_single(
         self,
         output: torch.Tensor,
@@ -166,8 +179,9 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.allgather_into_tensor(output, input, timeout=limit)  # noqa: E731
         return self._call("_all_gather_base", call, [output], [input])
 
-    _allgather_base = all_gather_single
+    _allgather_base = alias(all_gather_single, "_allgather_base")
 
+    @routed
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Collect several tensors of all ranks, each in one tensor, on all ranks."""
         limit = seconds(opts)
@@ -177,8 +191,9 @@ class Calls:
         )
         return self._call("all_gather", call, outputs, inputs)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = alias(all_gather_single_coalesced, "allgather_into_tensor_coalesced")
 
+    @routed
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
@@ -191,6 +206,7 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.gather(inner, tensor, root, timeout=limit)  # noqa: E731
         return self._call("gather", call, outputs, [tensor], copies)
 
+    @routed
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
@@ -203,6 +219,7 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.scatter(inner, inputs, root, timeout=limit)  # noqa: E731
         return self._call("scatter", call, [output], copies=copies)
 
+    @routed
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
         """Send each rank a tensor, and receive one from each."""
         copies, limit = Copies(), seconds(opts)
@@ -211,6 +228,7 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.alltoall(outputs, input_tensors, timeout=limit)  # noqa: E731
         return self._call("all_to_all", call, output_tensors, input_tensors, copies)
 
+    @routed
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -227,20 +245,23 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.alltoall_base(output, input, *sizes, timeout=limit)  # noqa: E731
         return self._call("all_to_all", call, [output], [input])
 
-    alltoall_base = all_to_all_single
+    alltoall_base = alias(all_to_all_single, "alltoall_base")
 
     # -- messages
 
+    @routed
     def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
         """Send a tensor to one rank."""
         tensor = only(tensors)
         check_device(tensor)
         return self._call("send", lambda: self.pg.send(tensor, dst, tag), [tensor])
 
+    @routed
     def recv(self, tensors: Any, src: int, tag: int = 0) -> TorchWork:
         """Receive a tensor from one rank."""
         return self._receive("recv", lambda tensor: self.pg.recv(tensor, src, tag), tensors)
 
+    @routed
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         """Receive a tensor from any rank."""
         return self._receive("recvAnySource", lambda tensor: self.pg.recv_anysource(tensor, tag), tensors)
@@ -272,12 +293,14 @@ class Calls:
 
     # -- blocks
 
+    @routed
     def start_coalescing(self, device: Any = None) -> None:
         """Begin a block: its calls start as they come, and one work ends with the last of them."""
         self._block = []
 
-    _start_coalescing = start_coalescing
+    _start_coalescing = alias(start_coalescing, "_start_coalescing")
 
+    @routed
     def end_coalescing(self, device: Any = None) -> TorchWork:
         """End a block and return its work."""
         block, self._block = self._block or [], None
@@ -287,7 +310,7 @@ class Calls:
 
         return self._call("coalesced", call, [])
 
-    _end_coalescing = end_coalescing
+    _end_coalescing = alias(end_coalescing, "_end_coalescing")
 
     # -- all of them
 
