@@ -1,4 +1,4 @@
-"""`import aiocoll.torch` makes aiocoll a backend of torch.distributed: `init_process_group("aio")`."""
+"""Backend "aio" of torch.distributed: `import aiocoll.torch`, then `init_process_group("aio")`."""
 
 from aiocoll.integrations.torch import Overlap, attach, group, loop_thread, register
 

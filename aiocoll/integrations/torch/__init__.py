@@ -1,4 +1,4 @@
-"""Backend "aio" of torch.distributed; programs import it as `aiocoll.torch`."""
+"""Backend "aio" of torch.distributed. Programs import it as `aiocoll.torch`."""
 
 from aiocoll.errors import BackendUnavailableError
 
@@ -18,7 +18,10 @@ __all__ = ["Overlap", "attach", "group", "loop_thread", "register"]
 
 
 def loop_thread() -> LoopThread:
-    """Return the event loop of all groups of torch with backend "aio": `loop_thread().run(main())`."""
+    """Return the thread whose event loop carries out all torch groups: `loop_thread().run(main())`.
+
+    Groups that `attach` made use the event loop of the program instead.
+    """
     return process.thread()
 
 

@@ -1,4 +1,4 @@
-"""`AioGroup`: a group of torch whose calls aiocoll carries out."""
+"""`AioGroup`: a torch group whose calls aiocoll carries out."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ NAME = BACKEND
 
 
 class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
-    """A group of torch.
+    """A torch group over a group of aiocoll.
 
-    It is a whole `ProcessGroup` and no `Backend`, since torch forwards only `wait` and `get_future` of the works of a
-    backend in Python.
+    It is a `ProcessGroup` and not a `Backend`: torch wraps the works of a Python backend, and the wrapper forwards only
+    `wait` and `get_future`.
 
     Args:
         pg: the group of aiocoll.
-        thread: its event loop.
-        store: of torch, for this group.
+        thread: the thread with the event loop of `pg`.
+        store: torch's store for this group.
         is_owner: whether the end of the torch group closes `pg`.
     """
 
@@ -42,7 +42,7 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
         if is_owner:
             process.groups.add(self)
 
-    # -- names, as C++ and Python ask for them
+    # -- names, by the methods that C++ and Python call
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -72,7 +72,7 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
-    # -- what torch asks of a backend
+    # -- the backend interface of torch
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -92,7 +92,7 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
         return self.count
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time that an operation may take by default."""
+        """Set the default timeout of operations."""
         limit = timeout.total_seconds()
 
         def assign() -> None:
@@ -103,7 +103,7 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Close the group: `destroy_process_group` calls it."""
+        """Close the group; called by `destroy_process_group`."""
         if dist.GroupMember.WORLD is not self:  # with the default group torch destroys all others
             self.carriers.destroy()
         if self._closes:
@@ -112,5 +112,5 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
             self.thread.start(self.pg.shutdown).result()
 
     def abort(self) -> None:
-        """Revoke the group: its pending works fail on all ranks."""
+        """Revoke the group, so that its pending works fail on all ranks."""
         self.thread.post(self.pg.abort)

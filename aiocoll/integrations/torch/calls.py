@@ -1,6 +1,6 @@
-"""The calls of c10d, each carried out by a call of a `ProcessGroup` of aiocoll.
+"""The calls of a torch group: each is carried out by a call of aiocoll's `ProcessGroup`.
 
-C++ finds the methods of `Calls` by name. Torch 2.13 and 2.14 have different names for some: aliases stand next to them.
+C++ finds the methods of `Calls` by name. Some names differ between torch 2.13 and 2.14: `alias` defines the older ones.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Calls:
 
     Attributes:
         pg: the group of aiocoll.
-        thread: the event loop that carries out the calls.
-        count: of collectives that were called.
+        thread: the thread whose event loop carries out the calls.
+        count: number of calls so far.
         carriers: the backends for the tensors of each kind of device.
     """
 
     def setup_calls(self, pg: ProcessGroup, thread: LoopThread, backend: str) -> None:
-        """Set the group; torch's classes have constructors of their own."""
+        """Initialize this base class, whose constructor torch's classes would not call."""
         self.pg = pg
         self.thread = thread
         self.count = 0
         self.carriers = Carriers()
         self._rank = pg.rank()
         self._prefix = f"{backend}:"
-        # The calls of a block, while there is one.
+        # The works of the coalescing block; None outside a block.
         self._block: list[TorchWork] | None = None
-        # Works whose program does not keep them, as C++ keeps none.
+        # Works in flight: C++ keeps no reference to the Python object.
         self._flying: set[TorchWork] = set()
 
     # -- reductions
@@ -90,7 +90,7 @@ class Calls:
 
     @routed
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
-        """Reduce lists of tensors and give each rank one."""
+        """Reduce lists of tensors, and leave one result on each rank."""
         output, inputs = only(output_tensors), flat(input_tensors)
         op, limit = _reduction(opts, None)
         copies = Copies()
@@ -107,7 +107,7 @@ class Calls:
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Reduce tensors and give each rank a part."""
+        """Reduce a tensor over all ranks, and leave one part of the result on each rank."""
         op, limit = _reduction(opts, timeout)
         check_devices([output, input])
         call: Callable[[], Any] = lambda: self.pg.reduce_scatter_tensor(output, input, op, timeout=limit)  # noqa: E731
@@ -117,7 +117,7 @@ class Calls:
 
     @routed
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce several tensors and give each rank a part of each."""
+        """Reduce several tensors over all ranks, and leave one part of each result on each rank."""
         op, limit = _reduction(opts, None)
         check_devices([*outputs, *inputs])
 
@@ -132,7 +132,7 @@ class Calls:
 
     @routed
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
-        """Send the tensor of one rank to all."""
+        """Send the tensor of one rank to all ranks."""
         tensor = only(tensors)
         root, limit = _rooted(opts, timeout)
         copies = Copies()
@@ -153,7 +153,7 @@ class Calls:
 
     @routed
     def allgather_coalesced(self, output_lists: Any, input_list: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        """Collect several tensors of all ranks on all ranks; there is a list of outputs per rank."""
+        """Collect several tensors of all ranks on all ranks, in one list of outputs per rank."""
         copies, limit = Copies(), seconds(opts)
         outputs = [tensor for each in output_lists for tensor in each]
         check_devices(input_list)
@@ -197,7 +197,7 @@ class Calls:
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Collect the tensors of all ranks on one."""
+        """Collect the tensors of all ranks on one rank."""
         (root, limit), tensor = _rooted(opts, timeout), only(input_tensors)
         outputs = flat(output_tensors) if self._rank == root else []
         copies = Copies()
@@ -210,7 +210,7 @@ class Calls:
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Give each rank one of the tensors of one rank."""
+        """Send each rank one of the tensors of the root."""
         (root, limit), output = _rooted(opts, timeout), only(output_tensors)
         inputs = flat(input_tensors) if self._rank == root else None
         copies = Copies()
@@ -221,7 +221,7 @@ class Calls:
 
     @routed
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
-        """Send each rank a tensor, and receive one from each."""
+        """Send a tensor to each rank, and receive a tensor from each rank."""
         copies, limit = Copies(), seconds(opts)
         outputs = copies.outputs(output_tensors)
         check_devices(input_tensors)
@@ -238,7 +238,7 @@ class Calls:
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Send each rank a part of a tensor, and receive one from each."""
+        """Send a part of a tensor to each rank, and receive a part from each rank."""
         limit = seconds(timeout or opts)
         check_devices([output, input])
         sizes = list(output_split_sizes) or None, list(input_split_sizes) or None
@@ -274,12 +274,12 @@ class Calls:
     # -- barriers
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have called the barrier."""
         limit = seconds(timeout or opts)
         return self._call("barrier", lambda: self.pg.barrier(timeout=limit), [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come; where some do not, rank 0 names them, in torch's words."""
+        """Wait until all ranks have called the barrier; rank 0 names the missing ranks in torch's words."""
         limit = seconds(timeout)
         work = self._call("monitored_barrier", lambda: self.pg.monitored_barrier(limit, wait_all_ranks), [])
         try:
@@ -295,14 +295,14 @@ class Calls:
 
     @routed
     def start_coalescing(self, device: Any = None) -> None:
-        """Begin a block: its calls start as they come, and one work ends with the last of them."""
+        """Begin a block. Its calls start at once, and the work of the block ends with the last call."""
         self._block = []
 
     _start_coalescing = alias(start_coalescing, "_start_coalescing")
 
     @routed
     def end_coalescing(self, device: Any = None) -> TorchWork:
-        """End a block and return its work."""
+        """End the block, and return its work."""
         block, self._block = self._block or [], None
 
         def call() -> Any:
@@ -312,7 +312,7 @@ class Calls:
 
     _end_coalescing = alias(end_coalescing, "_end_coalescing")
 
-    # -- all of them
+    # -- starting a call
 
     def _call(
         self,
@@ -338,14 +338,14 @@ class Calls:
 
 
 def _reduction(opts: Any, timeout: timedelta | None) -> tuple[Any, float | None]:
-    """Return reduction and seconds of options, or of a reduction that is given in their place."""
+    """Return reduction and timeout (in seconds) of options; `opts` may also be a reduction."""
     if opts is None or not hasattr(opts, "reduceOp"):
         return reduce_op(opts), seconds(timeout)
     return reduce_op(opts.reduceOp), seconds(opts)
 
 
 def _rooted(opts: Any, timeout: timedelta | None) -> tuple[int, float | None]:
-    """Return root and seconds of options, or of a root that is given in their place."""
+    """Return root and timeout (in seconds) of options; `opts` may also be a root."""
     return (opts, seconds(timeout)) if isinstance(opts, int) else (opts.rootRank, seconds(opts))
 
 
@@ -363,7 +363,7 @@ def _written_back(call: Callable[[], Any], copies: Copies) -> Callable[[], Any]:
 
 
 async def _all(works: list[Work[Any]]) -> None:
-    """Wait for works that were started; the first error counts once all have ended."""
+    """Wait for all works; raise the first error after the last work has ended."""
     errors = []
     for work in works:
         try:
@@ -375,7 +375,7 @@ async def _all(works: list[Work[Any]]) -> None:
 
 
 async def _all_ended(works: list[TorchWork]) -> None:
-    """Wait for the works of a block, which were posted before; the first error counts once all have ended."""
+    """Wait for all works of a block; raise the first error after the last work has ended."""
     for work in works:
         if not work.is_completed():
             await work.started.ended()
@@ -385,7 +385,7 @@ async def _all_ended(works: list[TorchWork]) -> None:
 
 
 def _missing(rank: int, cause: CollectiveTimeoutError, limit: float, wait_all_ranks: bool) -> str:
-    """Return what torch says of a barrier that some ranks did not reach."""
+    """Return torch's error message for a barrier that some ranks did not reach."""
     if rank:
         return (
             f"[Rank {rank}] Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "

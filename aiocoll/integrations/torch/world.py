@@ -1,4 +1,4 @@
-"""Making groups of torch: a world that meets on torch's store, and subgroups made by their members alone."""
+"""Construction of torch groups: worlds that meet on torch's store, subgroups split from their world."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["attached", "group", "make_group"]
 #: The group, and its event loop, over which `attach` makes a torch group in this thread.
 attached: ContextVar[tuple[ProcessGroup, LoopThread] | None] = ContextVar("attached", default=None)
 
-#: Where rank 0 leaves the job key in the store of torch; empty: none is needed.
+#: Key under which rank 0 stores the job key in torch's store. An empty value: the ranks need none from there.
 _KEY = "aiocoll/key"
 _KEY_BYTES = 32
-#: Variables by which all ranks have a job key of the user.
+#: Environment variables with a job key of the user.
 _VARIABLES = {"AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FILE"}
 
 
 def make_group(options: Any, backend_options: Any) -> AioGroup:
-    """Make a group; torch calls it on every member.
+    """Make a group; torch calls this function on every member.
 
     Args:
-        options: torch's: store, rank, size, timeout, global ranks.
-        backend_options: `pg_options` of the program: `GroupOptions` or None.
+        options: torch's options: store, rank, size, timeout, global ranks.
+        backend_options: the `pg_options` of the program: `GroupOptions` or None.
 
     Raises:
-        TypeError: `pg_options` is neither.
+        TypeError: `pg_options` has another type.
         RendezvousError: the ranks do not meet.
     """
     if backend_options is not None and not isinstance(backend_options, GroupOptions):
@@ -59,7 +59,7 @@ def make_group(options: Any, backend_options: Any) -> AioGroup:
 
 
 async def _meet(options: Any, timeout: float, given: GroupOptions | None) -> ProcessGroup:
-    """Meet the other ranks on the store of torch."""
+    """Meet the other ranks on torch's store."""
     store = TorchStore(options.store, timeout)
     host, _ = host_of(options.store)
     key = None
@@ -85,12 +85,13 @@ def _parent(ranks: list[int]) -> tuple[ProcessGroup, LoopThread] | None:
 
 
 def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
-    """Return the group of aiocoll behind a group of torch, for `await` next to calls of torch.
+    """Return the group of aiocoll behind a torch group, to await calls next to torch's calls.
 
-    It belongs to the event loop of `loop_thread`: call it from coroutines that run there.
+    It belongs to the event loop of `loop_thread`, or to the loop of the program if `attach` made the torch group. Make
+    its calls in coroutines on that loop.
 
     Args:
-        pg: made with backend "aio"; None is the default group.
+        pg: a torch group with backend "aio"; None for the default group.
 
     Raises:
         TypeError: `pg` has another backend.
@@ -98,5 +99,5 @@ def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
     found = dist.GroupMember.WORLD if pg is None else pg
     if not isinstance(found, AioGroup):
         name = "no group: call init_process_group first" if found is None else f"{type(found).__name__}"
-        raise TypeError(f"pg must be a group of torch with backend 'aio', not {name}")
+        raise TypeError(f"pg must be a torch group with backend 'aio', not {name}")
     return found.pg
