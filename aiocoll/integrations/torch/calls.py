@@ -207,6 +207,14 @@ class Calls:
         return self._call("gather", call, outputs, [tensor], copies)
 
     @routed
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        """Collect the tensors of all ranks in one tensor on one rank."""
+        parts = []
+        if self._rank == opts.rootRank:
+            parts = list(output.view(self.pg.size(), *input.shape).unbind())
+        return self.gather([parts], [input], opts)
+
+    @routed
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:

@@ -59,12 +59,21 @@ def use_timeout() -> dict[str, Any]:
     return {"timeouts": [before, aiocoll.torch.group(timed).timeout]}
 
 
+def gather_in_one_tensor(rank: int) -> dict[str, Any]:
+    """Gather in one tensor on rank 1, by the method that torch 2.14 calls."""
+    options = dist.GatherOptions()
+    options.rootRank = 1
+    output = torch.zeros(6 if rank == 1 else 0)
+    dist.group.WORLD.gather_single(output, torch.full((2,), float(rank)), options).wait()
+    return {"gathered in one tensor": output.tolist()}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("aio", timeout=timedelta(seconds=60), pg_options=GroupOptions(warn_after=20))
     rank = dist.get_rank()
     found = use_pair(rank) if rank != 1 else {}
-    found |= use_options(rank) | use_timeout()
+    found |= use_options(rank) | use_timeout() | gather_in_one_tensor(rank)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

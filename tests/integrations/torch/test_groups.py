@@ -64,3 +64,8 @@ def test_options_of_another_type_are_refused(results: list[dict[str, Any]]) -> N
 def test_set_timeout_changes_the_timeout_of_the_group(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["timeouts"] == [7.0, 2.5]
+
+
+def test_gather_single_collects_in_one_tensor_of_the_root(results: list[dict[str, Any]]) -> None:
+    expected = [[], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0], []]
+    assert [found["gathered in one tensor"] for found in results] == expected
