@@ -1,5 +1,5 @@
-"""`import aiocoll.torch` makes aiocoll a backend of torch.distributed: `init_process_group("aio")`."""
+"""Backend "aio" of torch.distributed: `import aiocoll.torch`, then `init_process_group("aio")`."""
 
-from aiocoll.integrations.torch import Overlap, group, loop_thread, register
+from aiocoll.integrations.torch import Overlap, attach, group, loop_thread, register
 
-__all__ = ["Overlap", "group", "loop_thread", "register"]
+__all__ = ["Overlap", "attach", "group", "loop_thread", "register"]

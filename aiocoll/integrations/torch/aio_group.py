@@ -1,4 +1,4 @@
-"""`AioGroup`: a group of torch whose calls aiocoll carries out."""
+"""`AioGroup`: a torch group whose calls aiocoll carries out."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ import torch.distributed as dist
 
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.torch.calls import Calls
+from aiocoll.integrations.torch.carriers import BACKEND
 from aiocoll.integrations.torch.process import process
 from aiocoll.loops import LoopThread
 
 __all__ = ["NAME", "AioGroup"]
 
 #: The name of the backend.
-NAME = "aio"
+NAME = BACKEND
 
 
 class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
-    """A group of torch.
+    """A torch group over a group of aiocoll.
 
-    It is a whole `ProcessGroup` and no `Backend`, since torch forwards only `wait` and `get_future` of the works of a
-    backend in Python.
+    It is a `ProcessGroup` and not a `Backend`: torch wraps the works of a Python backend, and the wrapper forwards only
+    `wait` and `get_future`.
 
     Args:
         pg: the group of aiocoll.
-        thread: its event loop.
-        store: of torch, for this group.
+        thread: the thread with the event loop of `pg`.
+        store: torch's store for this group.
+        is_owner: whether the end of the torch group closes `pg`.
     """
 
-    def __init__(self, pg: ProcessGroup, thread: LoopThread, store: Any) -> None:
+    def __init__(self, pg: ProcessGroup, thread: LoopThread, store: Any, is_owner: bool = True) -> None:
         dist.ProcessGroup.__init__(self, pg.rank(), pg.size())
         self.setup_calls(pg, thread, NAME)
         self._store = store
         self._name = self._desc = ""
-        self._destroyed = False
-        process.groups.add(self)
+        self._closes = is_owner
+        if is_owner:
+            process.groups.add(self)
 
-    # -- names, as C++ and Python ask for them
+    # -- names, by the methods that C++ and Python call
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -69,18 +72,17 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
-    # -- what torch asks of a backend
+    # -- the backend interface of torch
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device(device) for device in self.carriers.devices(self)]
 
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
 
     def _get_backend(self, device: torch.device) -> Any:
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"backend {NAME!r} carries CPU tensors, and none on {device}")
-        return self
+        carrier = self.carriers.find(self, torch.device(device).type)
+        return self if carrier is None else carrier._get_backend(device)
 
     def get_group_store(self) -> Any:
         """Return the store of the group."""
@@ -90,7 +92,7 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
         return self.count
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time that an operation may take by default."""
+        """Set the default timeout of operations."""
         limit = timeout.total_seconds()
 
         def assign() -> None:
@@ -101,12 +103,14 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Close the group: `destroy_process_group` calls it."""
-        if not self._destroyed:
-            self._destroyed = True
+        """Close the group; called by `destroy_process_group`."""
+        if dist.GroupMember.WORLD is not self:  # with the default group torch destroys all others
+            self.carriers.destroy()
+        if self._closes:
+            self._closes = False
             process.groups.discard(self)
             self.thread.start(self.pg.shutdown).result()
 
     def abort(self) -> None:
-        """Revoke the group: its pending works fail on all ranks."""
+        """Revoke the group, so that its pending works fail on all ranks."""
         self.thread.post(self.pg.abort)

@@ -1,4 +1,4 @@
-"""Arguments of torch's calls: reductions, timeouts, and tensors that an operation cannot take as they are."""
+"""Conversion of torch's arguments: reductions, timeouts, and tensors that an operation cannot use directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPS: dict[Any, ReduceOp] = {getattr(dist.ReduceOp.RedOpType, name): getattr(Red
 
 
 def reduce_op(op: Any) -> ReduceOp:
-    """Return the reduction of aiocoll for one of torch; None is SUM."""
+    """Return the reduction of aiocoll for a reduction of torch; None stands for SUM."""
     if op is None:
         return ReduceOp.SUM
     kind = getattr(op, "op", op)
@@ -25,11 +25,11 @@ def reduce_op(op: Any) -> ReduceOp:
         return _OPS[kind]
     if kind == dist.ReduceOp.RedOpType.PREMUL_SUM:
         return ReduceOp.PREMUL_SUM(float(op.factor))
-    raise ValueError(f"{op} is not a reduction of backend aio: use one of {', '.join(_NAMES)}")
+    raise ValueError(f"{op} is not a reduction of backend 'aio': use one of {', '.join(_NAMES)}")
 
 
 def seconds(timeout: Any) -> float | None:
-    """Return the seconds of a timeout, or of options that have one; None is the group's."""
+    """Return the seconds of a timeout, or of the timeout in options; None stands for the default of the group."""
     timeout = getattr(timeout, "timeout", timeout)
     if timeout is None:
         return None
@@ -38,36 +38,37 @@ def seconds(timeout: Any) -> float | None:
 
 
 def only(tensors: Any) -> torch.Tensor:
-    """Return the tensor of a call that takes one per rank."""
+    """Return the tensor of a call that takes one tensor per rank, in a list or by itself."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise ValueError(f"backend aio takes one tensor per rank, not {len(tensors)}")
+        raise ValueError(f"got {len(tensors)} tensors: backend 'aio' takes one tensor per rank")
     found: torch.Tensor = tensors[0]
     return found
 
 
 def flat(lists: Any) -> list[torch.Tensor]:
-    """Return the tensors of a call that takes one list of them per rank."""
+    """Return the tensors of a call that takes one list of tensors per rank, in another list or by itself."""
     return list(lists[0]) if lists and isinstance(lists[0], (list, tuple)) else list(lists)
 
 
 class Copies:
-    """Tensors for an operation, and the copies that stand for those that it cannot write to.
+    """Copies of the outputs that an operation cannot write to directly.
 
-    An operation writes each element of its outputs once. An expanded tensor has several elements at one address, and a
-    program may give one tensor twice. Gloo takes both: a copy stands for each, and is written back at the end.
+    An operation writes each element of its outputs once. But an expanded tensor has several elements at one address.
+    Also, a program may pass one tensor twice. Gloo accepts both. The operation writes to copies of such tensors, and
+    `write_back` copies the results to the tensors.
     """
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to write back."""
+        """Return whether there are copies to write back."""
         return bool(self._pairs)
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor, or a copy of it if several of its elements have one address."""
+        """Return the tensor, or a copy if several elements of the tensor have the same address."""
         check_device(tensor)
         if tensor.layout != torch.strided or not _is_expanded(tensor):
             return tensor
@@ -76,7 +77,7 @@ class Copies:
         return copy
 
     def outputs(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return tensors to write to, of which no two are the same memory."""
+        """Return the tensors to write to: a copy replaces each tensor whose memory another one has, too."""
         seen: set[tuple[int, int]] = set()
         found = []
         for tensor in tensors:
@@ -92,7 +93,7 @@ class Copies:
         return found
 
     def write_back(self) -> None:
-        """Write the results to the tensors of the caller, the last one of those with the same memory last."""
+        """Copy the results to the tensors of the caller; of several with the same memory, the last result counts."""
         for tensor, copy in self._pairs:
             for dimension, stride in enumerate(tensor.stride()):
                 if stride == 0 and tensor.shape[dimension] > 1:
@@ -102,16 +103,16 @@ class Copies:
 
 
 def check_device(tensor: torch.Tensor) -> None:
-    """Refuse a tensor that backend aio does not carry."""
+    """Raise `ValueError` for a tensor of another device than the CPU."""
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"a tensor is on {tensor.device}, and backend 'aio' carries CPU tensors: make a group with another backend "
-            f"for them, new_group(backend=...), or use the group that aiocoll.torch.group(pg) returns"
+            f"a tensor is on {tensor.device}, but backend 'aio' carries CPU tensors: pass tensors of one device to a "
+            f"call, and make the group with another backend for that device, such as 'cpu:aio,cuda:nccl'"
         )
 
 
 def check_devices(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that backend aio does not carry."""
+    """Raise `ValueError` if one of the tensors is on another device than the CPU."""
     for tensor in tensors:
         check_device(tensor)
 

@@ -1,6 +1,6 @@
-"""The calls of c10d, each carried out by a call of a `ProcessGroup` of aiocoll.
+"""The calls of a torch group: each is carried out by a call of aiocoll's `ProcessGroup`.
 
-C++ finds the methods of `Calls` by name. Torch 2.13 and 2.14 have different names for some: aliases stand next to them.
+C++ finds the methods of `Calls` by name. Some names differ between torch 2.13 and 2.14: `alias` defines the older ones.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from aiocoll.errors import CollectiveTimeoutError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.torch.arguments import Copies, check_device, check_devices, flat, only, reduce_op, seconds
+from aiocoll.integrations.torch.carriers import Carriers, alias, routed
 from aiocoll.integrations.torch.work import TorchWork
 from aiocoll.loops import LoopThread
 from aiocoll.work import Work
@@ -27,24 +28,27 @@ class Calls:
 
     Attributes:
         pg: the group of aiocoll.
-        thread: the event loop that carries out the calls.
-        count: of collectives that were called.
+        thread: the thread whose event loop carries out the calls.
+        count: number of calls so far.
+        carriers: the backends for the tensors of each kind of device.
     """
 
     def setup_calls(self, pg: ProcessGroup, thread: LoopThread, backend: str) -> None:
-        """Set the group; torch's classes have constructors of their own."""
+        """Initialize this base class, whose constructor torch's classes would not call."""
         self.pg = pg
         self.thread = thread
         self.count = 0
+        self.carriers = Carriers()
         self._rank = pg.rank()
         self._prefix = f"{backend}:"
-        # The calls of a block, while there is one.
+        # The works of the coalescing block; None outside a block.
         self._block: list[TorchWork] | None = None
-        # Works whose program does not keep them, as C++ keeps none.
+        # Works in flight: C++ keeps no reference to the Python object.
         self._flying: set[TorchWork] = set()
 
     # -- reductions
 
+    @routed
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Reduce tensors over all ranks in place."""
         if isinstance(tensors, torch.Tensor):
@@ -56,6 +60,7 @@ class Calls:
         (tensor,) = [copies.writable(each) for each in tensors]
         return self._call("all_reduce", lambda: self.pg.allreduce(tensor, op, timeout=limit), tensors, copies=copies)
 
+    @routed
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduce several tensors over all ranks in place."""
         op, limit = _reduction(opts, None)
@@ -73,6 +78,7 @@ class Calls:
 
         return self._call("all_reduce", call, tensors, copies=copies)
 
+    @routed
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Reduce a tensor to one rank, in place."""
         tensor = only(tensors)
@@ -82,8 +88,9 @@ class Calls:
         inner = copies.writable(tensor)
         return self._call("reduce", lambda: self.pg.reduce(inner, root, chosen, timeout=limit), [tensor], copies=copies)
 
+    @routed
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
-        """Reduce lists of tensors and give each rank one."""
+        """Reduce lists of tensors, and leave one result on each rank."""
         output, inputs = only(output_tensors), flat(input_tensors)
         op, limit = _reduction(opts, None)
         copies = Copies()
@@ -92,6 +99,7 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.reduce_scatter(inner, inputs, op, timeout=limit)  # noqa: E731
         return self._call("reduce_scatter", call, [output], inputs, copies)
 
+    @routed
     def reduce_scatter_single(
         self,
         output: torch.Tensor,
@@ -99,16 +107,17 @@ class Calls:
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Reduce tensors and give each rank a part."""
+        """Reduce a tensor over all ranks, and leave one part of the result on each rank."""
         op, limit = _reduction(opts, timeout)
         check_devices([output, input])
         call: Callable[[], Any] = lambda: self.pg.reduce_scatter_tensor(output, input, op, timeout=limit)  # noqa: E731
         return self._call("_reduce_scatter_base", call, [output], [input])
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = alias(reduce_scatter_single, "_reduce_scatter_base")
 
+    @routed
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce several tensors and give each rank a part of each."""
+        """Reduce several tensors over all ranks, and leave one part of each result on each rank."""
         op, limit = _reduction(opts, None)
         check_devices([*outputs, *inputs])
 
@@ -117,18 +126,20 @@ class Calls:
 
         return self._call("reduce_scatter", call, outputs, inputs)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = alias(reduce_scatter_single_coalesced, "reduce_scatter_tensor_coalesced")
 
     # -- moving data
 
+    @routed
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
-        """Send the tensor of one rank to all."""
+        """Send the tensor of one rank to all ranks."""
         tensor = only(tensors)
         root, limit = _rooted(opts, timeout)
         copies = Copies()
         inner = copies.writable(tensor)
         return self._call("broadcast", lambda: self.pg.broadcast(inner, root, timeout=limit), [tensor], copies=copies)
 
+    @routed
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
@@ -140,8 +151,9 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.allgather(inner, tensor, timeout=limit)  # noqa: E731
         return self._call("all_gather", call, outputs, [tensor], copies)
 
+    @routed
     def allgather_coalesced(self, output_lists: Any, input_list: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        """Collect several tensors of all ranks on all ranks; there is a list of outputs per rank."""
+        """Collect several tensors of all ranks on all ranks, in one list of outputs per rank."""
         copies, limit = Copies(), seconds(opts)
         outputs = [tensor for each in output_lists for tensor in each]
         check_devices(input_list)
@@ -153,6 +165,7 @@ class Calls:
 
         return self._call("all_gather", call, outputs, input_list, copies)
 
+    @routed
     def all_gather_single(
         self,
         output: torch.Tensor,
@@ -166,8 +179,9 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.allgather_into_tensor(output, input, timeout=limit)  # noqa: E731
         return self._call("_all_gather_base", call, [output], [input])
 
-    _allgather_base = all_gather_single
+    _allgather_base = alias(all_gather_single, "_allgather_base")
 
+    @routed
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Collect several tensors of all ranks, each in one tensor, on all ranks."""
         limit = seconds(opts)
@@ -177,12 +191,13 @@ class Calls:
         )
         return self._call("all_gather", call, outputs, inputs)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = alias(all_gather_single_coalesced, "allgather_into_tensor_coalesced")
 
+    @routed
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Collect the tensors of all ranks on one."""
+        """Collect the tensors of all ranks on one rank."""
         (root, limit), tensor = _rooted(opts, timeout), only(input_tensors)
         outputs = flat(output_tensors) if self._rank == root else []
         copies = Copies()
@@ -191,10 +206,19 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.gather(inner, tensor, root, timeout=limit)  # noqa: E731
         return self._call("gather", call, outputs, [tensor], copies)
 
+    @routed
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        """Collect the tensors of all ranks in one tensor on one rank."""
+        parts = []
+        if self._rank == opts.rootRank:
+            parts = list(output.view(self.pg.size(), *input.shape).unbind())
+        return self.gather([parts], [input], opts)
+
+    @routed
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Give each rank one of the tensors of one rank."""
+        """Send each rank one of the tensors of the root."""
         (root, limit), output = _rooted(opts, timeout), only(output_tensors)
         inputs = flat(input_tensors) if self._rank == root else None
         copies = Copies()
@@ -203,14 +227,16 @@ class Calls:
         call: Callable[[], Any] = lambda: self.pg.scatter(inner, inputs, root, timeout=limit)  # noqa: E731
         return self._call("scatter", call, [output], copies=copies)
 
+    @routed
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
-        """Send each rank a tensor, and receive one from each."""
+        """Send a tensor to each rank, and receive a tensor from each rank."""
         copies, limit = Copies(), seconds(opts)
         outputs = copies.outputs(output_tensors)
         check_devices(input_tensors)
         call: Callable[[], Any] = lambda: self.pg.alltoall(outputs, input_tensors, timeout=limit)  # noqa: E731
         return self._call("all_to_all", call, output_tensors, input_tensors, copies)
 
+    @routed
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -220,27 +246,30 @@ class Calls:
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Send each rank a part of a tensor, and receive one from each."""
+        """Send a part of a tensor to each rank, and receive a part from each rank."""
         limit = seconds(timeout or opts)
         check_devices([output, input])
         sizes = list(output_split_sizes) or None, list(input_split_sizes) or None
         call: Callable[[], Any] = lambda: self.pg.alltoall_base(output, input, *sizes, timeout=limit)  # noqa: E731
         return self._call("all_to_all", call, [output], [input])
 
-    alltoall_base = all_to_all_single
+    alltoall_base = alias(all_to_all_single, "alltoall_base")
 
     # -- messages
 
+    @routed
     def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
         """Send a tensor to one rank."""
         tensor = only(tensors)
         check_device(tensor)
         return self._call("send", lambda: self.pg.send(tensor, dst, tag), [tensor])
 
+    @routed
     def recv(self, tensors: Any, src: int, tag: int = 0) -> TorchWork:
         """Receive a tensor from one rank."""
         return self._receive("recv", lambda tensor: self.pg.recv(tensor, src, tag), tensors)
 
+    @routed
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         """Receive a tensor from any rank."""
         return self._receive("recvAnySource", lambda tensor: self.pg.recv_anysource(tensor, tag), tensors)
@@ -253,12 +282,12 @@ class Calls:
     # -- barriers
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have called the barrier."""
         limit = seconds(timeout or opts)
         return self._call("barrier", lambda: self.pg.barrier(timeout=limit), [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come; where some do not, rank 0 names them, in torch's words."""
+        """Wait until all ranks have called the barrier; rank 0 names the missing ranks in torch's words."""
         limit = seconds(timeout)
         work = self._call("monitored_barrier", lambda: self.pg.monitored_barrier(limit, wait_all_ranks), [])
         try:
@@ -272,14 +301,16 @@ class Calls:
 
     # -- blocks
 
+    @routed
     def start_coalescing(self, device: Any = None) -> None:
-        """Begin a block: its calls start as they come, and one work ends with the last of them."""
+        """Begin a block. Its calls start at once, and the work of the block ends with the last call."""
         self._block = []
 
-    _start_coalescing = start_coalescing
+    _start_coalescing = alias(start_coalescing, "_start_coalescing")
 
+    @routed
     def end_coalescing(self, device: Any = None) -> TorchWork:
-        """End a block and return its work."""
+        """End the block, and return its work."""
         block, self._block = self._block or [], None
 
         def call() -> Any:
@@ -287,9 +318,9 @@ class Calls:
 
         return self._call("coalesced", call, [])
 
-    _end_coalescing = end_coalescing
+    _end_coalescing = alias(end_coalescing, "_end_coalescing")
 
-    # -- all of them
+    # -- starting a call
 
     def _call(
         self,
@@ -315,14 +346,14 @@ class Calls:
 
 
 def _reduction(opts: Any, timeout: timedelta | None) -> tuple[Any, float | None]:
-    """Return reduction and seconds of options, or of a reduction that is given in their place."""
+    """Return reduction and timeout (in seconds) of options; `opts` may also be a reduction."""
     if opts is None or not hasattr(opts, "reduceOp"):
         return reduce_op(opts), seconds(timeout)
     return reduce_op(opts.reduceOp), seconds(opts)
 
 
 def _rooted(opts: Any, timeout: timedelta | None) -> tuple[int, float | None]:
-    """Return root and seconds of options, or of a root that is given in their place."""
+    """Return root and timeout (in seconds) of options; `opts` may also be a root."""
     return (opts, seconds(timeout)) if isinstance(opts, int) else (opts.rootRank, seconds(opts))
 
 
@@ -340,7 +371,7 @@ def _written_back(call: Callable[[], Any], copies: Copies) -> Callable[[], Any]:
 
 
 async def _all(works: list[Work[Any]]) -> None:
-    """Wait for works that were started; the first error counts once all have ended."""
+    """Wait for all works; raise the first error after the last work has ended."""
     errors = []
     for work in works:
         try:
@@ -352,7 +383,7 @@ async def _all(works: list[Work[Any]]) -> None:
 
 
 async def _all_ended(works: list[TorchWork]) -> None:
-    """Wait for the works of a block, which were posted before; the first error counts once all have ended."""
+    """Wait for all works of a block; raise the first error after the last work has ended."""
     for work in works:
         if not work.is_completed():
             await work.started.ended()
@@ -362,7 +393,7 @@ async def _all_ended(works: list[TorchWork]) -> None:
 
 
 def _missing(rank: int, cause: CollectiveTimeoutError, limit: float, wait_all_ranks: bool) -> str:
-    """Return what torch says of a barrier that some ranks did not reach."""
+    """Return torch's error message for a barrier that some ranks did not reach."""
     if rank:
         return (
             f"[Rank {rank}] Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "

@@ -1,4 +1,4 @@
-"""Errors of calls, as torch's programs expect them: `DistBackendError` with the error of aiocoll as its cause."""
+"""Conversion of errors: torch programs get `DistBackendError`, whose cause is the error of aiocoll."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["to_torch"]
 
 
 def to_torch(error: BaseException, call: str, rank: int) -> BaseException:
-    """Return the error that a program of torch gets: the rank first, then in torch's words what kind of error it is.
+    """Return the error that a torch program gets: its text has the rank, torch's words for the kind, and our text.
 
-    Errors about arguments stay what they are.
+    Errors of other classes, such as `TypeError`, are returned unchanged.
 
     Args:
-        error: of the operation.
+        error: the error of the operation.
         call: the name of the call.
-        rank: of this process in the group.
+        rank: the rank of this process in the group.
     """
     if not isinstance(error, AiocollError):
         return error

@@ -1,4 +1,4 @@
-"""`Overlap`: averages of gradients while backward computes the next ones, for programs with an event loop."""
+"""`Overlap`: averages of gradients during backward, for programs with an event loop."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Overlap"]
 
 
 class Overlap:
-    """Averages the gradients of a model over all ranks while backward computes those of further layers.
+    """A gradient averager that works while backward computes the gradients of further layers.
 
         overlap = Overlap(pg, model)
         ...
         await overlap.backward(loss)  # in place of loss.backward()
         optimizer.step()
 
-    Made on the event loop of the group. The model has the same parameters on every rank, in the same order.
+    Create it on the event loop of the group. The model has the same parameters on every rank, in the same order.
 
     Args:
         pg: the group.
-        model: a module of torch, on the CPU.
-        bucket_bytes: bytes of gradients that are averaged in one operation; 0 is one operation per parameter.
-        compress: element type in which gradients are sent, such as `torch.bfloat16`; None is their own.
-        find_unused: average steps in which parameters have no gradient on some ranks, too: they count as zero there.
-            One more small operation per step. Else such a step raises `RuntimeError`.
-        name: begins the keys of the operations; other objects on the same group have other names.
+        model: a torch module on the CPU.
+        bucket_bytes: number of bytes of gradients that one operation averages; 0 for one operation per parameter.
+        compress: dtype in which gradients are sent, such as `torch.bfloat16`; None for their own dtype.
+        find_unused: count missing gradients as zero, at the cost of one small operation per step. Otherwise a missing
+            gradient raises `RuntimeError`.
+        name: prefix of the keys of the operations. Each `Overlap` of a group needs another name.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Overlap:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients on this rank; the first `backward` after the block averages the sums.
+        """Accumulate gradients on this rank; the first `backward` after the block averages the sums.
 
         Yields:
-            Nothing.
+            None.
         """
         self._synchronizes = False
         try:
@@ -71,17 +71,17 @@ class Overlap:
             self._synchronizes = True
 
     async def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients; return when they are the averages over all ranks.
+        """Compute the gradients and average them over all ranks.
 
         Args:
-            loss: its `backward` runs in a thread.
+            loss: a scalar tensor. Its `backward` runs in a thread.
 
         Raises:
-            RuntimeError: a parameter has no gradient, and `find_unused` is false.
+            RuntimeError: a parameter has no gradient, and `find_unused` is False.
             GroupError: an operation fails.
         """
         self._works, self._missing = [], [len(bucket) for bucket in self._buckets]
-        # When it returns, all hooks have run, and `_start` for each full bucket.
+        # At its return all hooks and the `_start` of each full bucket have run.
         await asyncio.to_thread(loss.backward)
         if not self._synchronizes:
             return
@@ -89,7 +89,7 @@ class Overlap:
         if self._find_unused:
             unused = await self._fill()
         elif any(self._missing):
-            raise RuntimeError("some parameters got no gradient: find_unused=True counts them as zero")
+            raise RuntimeError("some parameters have no gradient: find_unused=True counts missing gradients as zero")
         for number, work, sent in self._works:
             await work
             if self._compress is not None:
@@ -100,7 +100,7 @@ class Overlap:
             parameter.grad = None
 
     async def broadcast_buffers(self) -> None:
-        """Give all ranks the buffers that the model has on rank 0, such as the means of batch normalization.
+        """Copy the buffers of the model from rank 0 to all ranks, such as the means of batch normalization.
 
         Raises:
             GroupError: an operation fails.
@@ -109,13 +109,13 @@ class Overlap:
             await self._pg.broadcast(buffer, 0, key=f"{self._name} buffer {index}")
 
     def _note(self, number: int) -> None:
-        """Note a gradient, in the thread of backward."""
+        """Record a computed gradient; runs in the thread of backward."""
         self._missing[number] -= 1
         if self._missing[number] == 0 and self._synchronizes:
             self._loop.call_soon_threadsafe(self._start, number)
 
     def _start(self, number: int) -> None:
-        """Start the average of a bucket, on the loop."""
+        """Start the average of a bucket; runs on the event loop."""
         gradients: list[Any] = [parameter.grad for parameter in self._buckets[number]]
         if self._compress is not None:
             gradients = [gradient.to(self._compress) for gradient in gradients]
@@ -123,7 +123,7 @@ class Overlap:
         self._works.append((number, work, gradients))
 
     async def _fill(self) -> list[torch.nn.Parameter]:
-        """Average buckets that are not full, with zeros; return the parameters that no rank has used."""
+        """Average the incomplete buckets with zeros; return the parameters that no rank has used."""
         parameters = [parameter for bucket in self._buckets for parameter in bucket]
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         await self._pg.allreduce(used, ReduceOp.MAX, key=f"{self._name} used")
@@ -137,7 +137,7 @@ class Overlap:
 
 
 def _buckets(model: torch.nn.Module, nbytes: int) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters from the last layer to the first, as backward goes; the same buckets on all ranks."""
+    """Return buckets of parameters from the last layer to the first, the same ones on all ranks."""
     buckets: list[list[torch.nn.Parameter]] = [[]]
     for parameter in reversed([each for each in model.parameters() if each.requires_grad]):
         if sum(each.nbytes for each in buckets[-1]) >= nbytes and buckets[-1]:

@@ -1,4 +1,4 @@
-"""What all groups of a process share: the event loop in its thread, and a pool that completes futures."""
+"""Parts that all torch groups of a process share: the event loop in a thread, the pool that completes futures."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.loops import LoopThread
 from aiocoll.numerals import to_float
 
-__all__ = ["Closable", "process"]
+__all__ = ["Closable", "process", "set_switch_interval"]
 
-#: Threads that complete futures. More than one: a callback may wait for a work whose future another one completes.
+#: Number of threads that complete futures. A callback may wait for a work whose future another thread completes.
 _THREADS = 8
-#: Seconds that groups which were not destroyed may take to close when the interpreter ends.
+#: Seconds to close the groups that the program has not destroyed, at the end of the interpreter.
 _END = 2.0
-#: Seconds after which a thread gives up the GIL for another one; Python's own 5 ms delay each step of a collective.
+#: Seconds after which a thread gives up the GIL. Python's default of 5 ms delays each step of a collective.
 _SWITCH_INTERVAL = 0.0005
 _VARIABLE = "AIOCOLL_SWITCH_INTERVAL"
 
 
 class Closable(Protocol):
-    """A group that the end of the process closes."""
+    """A torch group that is closed at the end of the process."""
 
     @property
     def pg(self) -> ProcessGroup:
         """The group of aiocoll."""
 
+    @property
+    def thread(self) -> LoopThread:
+        """The thread with the event loop of the group."""
+
 
 class _Process:
-    """The shared parts; made by the first group, again in a forked child.
+    """The shared parts, created by the first group. A forked child creates its own.
 
     Attributes:
-        groups: of torch, which are open.
-        world: the group of all ranks that `aiocoll run` has started, if they met before torch's.
+        groups: the open torch groups.
+        world: the group of all ranks under `aiocoll run`, on which they exchange the address of torch's store.
     """
 
     def __init__(self) -> None:
@@ -49,9 +53,9 @@ class _Process:
         self._pool: ThreadPoolExecutor | None = None
 
     def thread(self) -> LoopThread:
-        """Return the thread with the event loop of all groups."""
+        """Return the thread whose event loop carries out the torch groups."""
         if self._thread is None:
-            _set_switch_interval()
+            set_switch_interval()
             self._thread = LoopThread()
             atexit.register(self._end)
         return self._thread
@@ -63,15 +67,15 @@ class _Process:
         return self._pool
 
     def forget(self) -> None:
-        """Forget the groups and the pool of the process that this one was forked from."""
+        """Forget the groups and the pool of the parent, in a forked child."""
         self.groups, self.world, self._pool = WeakSet(), None, None
 
     def _end(self) -> None:
-        """Close groups that were not destroyed: the other ranks would take this one for lost."""
+        """Close the groups that the program has not destroyed, so that this rank does not count as lost."""
         thread = self._thread
         if thread is None or thread.is_closed():
             return
-        open_groups = [each.pg for each in self.groups]
+        open_groups = [each.pg for each in self.groups if each.thread is thread]
         if self.world is not None:
             open_groups.append(self.world)
 
@@ -84,9 +88,17 @@ class _Process:
             thread.close()
 
 
-def _set_switch_interval() -> None:
+def set_switch_interval() -> None:
+    """Shorten the interval after which a thread gives up the GIL, to 0.5 ms or to ``AIOCOLL_SWITCH_INTERVAL``.
+
+    Raises:
+        ValueError: ``AIOCOLL_SWITCH_INTERVAL`` is not a number of seconds.
+    """
     given = os.environ.get(_VARIABLE)
-    interval = _SWITCH_INTERVAL if given is None else to_float(float(given), _VARIABLE)
+    try:
+        interval = _SWITCH_INTERVAL if given is None else to_float(float(given), _VARIABLE)
+    except ValueError:
+        raise ValueError(f"{_VARIABLE}={given!r}: use a number of seconds, or 0 to keep Python's interval") from None
     if 0.0 < interval < sys.getswitchinterval():
         sys.setswitchinterval(interval)
 

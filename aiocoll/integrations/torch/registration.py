@@ -12,7 +12,10 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Register backend "aio": importing `aiocoll.torch` does, and from torch 2.14 the first use of the name does."""
+    """Register backend "aio" with torch.
+
+    `import aiocoll.torch` calls this function. From version 2.14 on, torch calls it at the first use of the name.
+    """
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])
         meet_under_launcher()

@@ -1,4 +1,4 @@
-"""Rendezvous of torch under `aiocoll run`, whose store is at ``MASTER_PORT`` and none of torch's."""
+"""Rendezvous of torch under `aiocoll run`, where ``MASTER_PORT`` belongs to a store of aiocoll."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Handler = Callable[..., Iterator[tuple[dist.Store, int, int]]]
 
 
 def meet_under_launcher() -> None:
-    """Let ``env://`` of torch work under `aiocoll run`: rank 0 serves a store of torch at a port of its own."""
+    """Make torch's ``env://`` work under `aiocoll run`: rank 0 serves a torch store at another port."""
     # `torch.distributed.rendezvous` is a function of that name.
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     if not getattr(handlers["env"], "of_aiocoll", False):
@@ -51,7 +51,7 @@ def _meet(timeout: timedelta) -> Iterator[tuple[dist.Store, int, int]]:
     if store is None:
         store = dist.TCPStore(host, port, pg.size(), False, timeout)
     yield store, pg.rank(), pg.size()
-    raise RuntimeError("the ranks of a world of torch cannot meet again; use aiocoll.elastic")
+    raise RuntimeError("the ranks of a torch world cannot meet again: use aiocoll.elastic")
 
 
 async def _open_world(timeout: float) -> ProcessGroup:
@@ -63,7 +63,7 @@ def _make_server(pg: ProcessGroup, timeout: timedelta) -> dist.TCPStore:
 
 
 def _own_host() -> str:
-    """Return the address by which the other ranks reach this one: that which leads to the launcher."""
+    """Return the address of this host on the network of the launcher, by which other ranks reach it."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if is_loopback(master):
         return "127.0.0.1"

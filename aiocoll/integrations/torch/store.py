@@ -1,4 +1,4 @@
-"""`TorchStore`: a store of torch's, for ranks of aiocoll to meet on."""
+"""`TorchStore`: a torch store as a store of aiocoll, on which ranks meet."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["TorchStore", "host_of", "is_loopback"]
 
 
 class TorchStore(Store):
-    """A store of torch's.
+    """A torch store as a store of aiocoll.
 
-    Waits poll: a blocking get of a `TCPStore` would hold the one connection that a process has to it.
+    Waiting calls poll, because a blocking `get` of torch's `TCPStore` would occupy the only connection of the process.
 
     Args:
-        store: of torch.
-        timeout: seconds a call waits by default.
+        store: the torch store.
+        timeout: default timeout of a call in seconds.
     """
 
     def __init__(self, store: Any, timeout: float) -> None:
@@ -34,11 +34,11 @@ class TorchStore(Store):
 
     @property
     def reached(self) -> str:
-        """The numeric address of the server, "" if the store has none."""
+        """The numeric address of the server; "" for a store without a server."""
         return _numeric(*host_of(self._store))
 
     async def aclose(self) -> None:
-        """Give up the store, which stays torch's."""
+        """Release the torch store, and leave it open."""
         self._store = None
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
@@ -47,9 +47,9 @@ class TorchStore(Store):
         try:
             return await asyncio.to_thread(self._do, self._store, command, arguments)
         except dist.DistNetworkError as error:
-            raise StoreUnavailableError(f"the store of torch is gone: {error}") from error
+            raise StoreUnavailableError(f"torch's store cannot be reached: {error}") from error
         except RuntimeError as error:
-            raise StoreError(f"the store of torch refused {command}: {error}") from error
+            raise StoreError(f"torch's store refused {command}: {error}") from error
 
     @staticmethod
     def _do(store: Any, command: str, arguments: tuple[Any, ...]) -> Any:
@@ -58,18 +58,18 @@ class TorchStore(Store):
         if command in ("list_keys", "num_keys"):
             keys = [key for key in store.list_keys() if key.startswith(arguments[0])]
             return keys if command == "list_keys" else len(keys)
-        if command == "hold":  # nothing gives a key up when its client is gone
+        if command == "hold":  # torch removes no key when its client disconnects
             command = "compare_set"
         return getattr(store, command)(*arguments)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         if command == "queue_pop":
-            raise StoreError("the store of torch has no queue to wait at; use a store of aiocoll")
+            raise StoreError("a torch store has no queues: use a store of aiocoll")
         keys = keys_of(arguments)
         poll = Poll(Runtime.of(running_loop()), timeout)
         while not await self._call("check", (keys,)):
             if not await poll.pause():
-                raise StoreTimeoutError(f"no key {keys} within {timeout:g} s in the store of torch")
+                raise StoreTimeoutError(f"no key {keys} in torch's store within {timeout:g} s")
         if command == "wait":
             return None
         values = [await self._call("get", (key,)) for key in keys]
@@ -77,14 +77,14 @@ class TorchStore(Store):
 
 
 def host_of(store: Any) -> tuple[str, int]:
-    """Return host and port of the server of a store; an empty host if it has none."""
+    """Return host and port of the server of a torch store; the host is empty for a store without a server."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else ("", 0)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine by the name or address of its loopback interface."""
+    """Return whether a host is the name or an address of the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""`TorchWork`: one call of torch's, carried out by a `LoopThread`."""
+"""`TorchWork`: the work of a torch call that a `LoopThread` carries out."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["TorchWork"]
 
 
 class TorchWork(dist.Work):  # type: ignore[misc]
-    """The work of one call.
+    """The work of one call of a torch group.
 
     Args:
-        thread: carries out the call.
-        rank: of this process in the group.
-        name: of the call.
-        outputs: tensors that the future of the call yields.
-        call: starts the operation; it runs on the thread of the loop.
-        profiled: the event of the profiler, which ends with the work.
+        thread: the thread whose event loop carries out the call.
+        rank: the rank of this process in the group.
+        name: the name of the call.
+        outputs: the tensors that the future of the call returns.
+        call: starts the operation; runs on the event loop.
+        profiled: the handle of the profiler's event, which ends with the work.
     """
 
     def __init__(
@@ -61,7 +61,10 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         return made
 
     async def _run_profiled(self, call: Callable[[], Any]) -> None:
-        """End the event on this thread, which the profiler shows as asynchronous, before the program can look at it."""
+        """Run the call, and end its profiler event on this thread, so that the profiler shows it as asynchronous.
+
+        The event ends before the work, so that it is complete when the program reads the profile.
+        """
         try:
             made = call()
             if isinstance(made, Work):
@@ -71,21 +74,21 @@ class TorchWork(dist.Work):  # type: ignore[misc]
             torch.autograd._record_function_with_args_exit(self._profiled)
 
     def add_done_callback(self, fn: Callable[[Started[Any]], object]) -> None:
-        """Call `fn` at the end, on the thread of the loop."""
+        """Call `fn` on the event loop when the call has ended."""
         self._started.add_done_callback(fn)
 
     @property
     def started(self) -> Started[Any]:
-        """The call on the loop."""
+        """The call on the event loop."""
         return self._started
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the end; from C++, too, which calls this with the GIL. Ctrl-C ends the wait."""
+        """Block until the call has ended. Ctrl-C ends the wait. C++ calls this while it holds the GIL."""
         left = timeout.total_seconds() if timeout is not None else 0.0
         if not self._started.wait(left if left > 0 else None):
             raise dist.DistBackendError(
                 f"[Rank {self._rank}] Timed out waiting: Operation timed out! {self._name} has not ended within "
-                f"{left:g} s, and goes on"
+                f"{left:g} s; the operation continues"
             )
         if (error := self.exception()) is not None:
             raise error
@@ -94,28 +97,28 @@ class TorchWork(dist.Work):  # type: ignore[misc]
     synchronize = wait
 
     def exception(self) -> BaseException | None:
-        """Return the error of a call that has ended."""
+        """Return the error of the call; None if it has not ended, or has ended without an error."""
         if self._error is None and self._started.done() and (error := self._started.exception()) is not None:
             self._error = to_torch(error, self._name, self._rank)
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for the end and return the outputs."""
+        """Wait for the end of the call, and return the outputs."""
         self.wait()
         return self._outputs
 
     def get_future(self) -> dist.Future[list[torch.Tensor]]:
-        """Return a future of the outputs. Its callbacks run in a small pool, since they may wait for other works."""
+        """Return a future of the outputs. Its callbacks run in a pool of threads, because they may wait for works."""
         if self._future is None:
             source = self._source = Future()
-            # What a callback raises is an error for C++, too; what `set_exception` sets is not.
+            # C++ sees an error that a callback raises, but not one that `set_exception` sets.
             self._future = source.then(self._value)
             self._started.add_done_callback(self._complete)
         return self._future
 
     def _complete(self, _: Started[Any]) -> None:
         source, self._source = self._source, None
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
             process.pool().submit(source.set_result, None)  # type: ignore[union-attr]
 
     def _value(self, _: dist.Future[None]) -> list[torch.Tensor]:
@@ -128,11 +131,11 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         return self._started.done()
 
     def is_success(self) -> bool:
-        """Return whether the call has ended well."""
+        """Return whether the call has ended without an error."""
         return self._started.done() and self.exception() is None
 
     def source_rank(self) -> int:
-        """Return the rank that a receive has got its message from."""
+        """Return the rank that sent the received message."""
         self.wait()
         assert self._operation is not None
         return self._operation.source_rank()
@@ -140,6 +143,6 @@ class TorchWork(dist.Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def abort(self) -> None:
-        """Revoke the group: its pending works fail on all ranks."""
+        """Revoke the group, so that its pending works fail on all ranks."""
         if self._operation is not None:
             self._thread.post(self._operation.abort)

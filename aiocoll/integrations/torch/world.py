@@ -1,8 +1,9 @@
-"""Making groups of torch: a world that meets on torch's store, and subgroups made by their members alone."""
+"""Construction of torch groups: worlds that meet on torch's store, subgroups split from their world."""
 
 from __future__ import annotations
 
 import os
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -12,45 +13,53 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.torch.aio_group import AioGroup
 from aiocoll.integrations.torch.process import process
 from aiocoll.integrations.torch.store import TorchStore, host_of, is_loopback
+from aiocoll.loops import LoopThread
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.runtime import random_bytes
 
-__all__ = ["group", "make_group"]
+__all__ = ["attached", "group", "make_group"]
 
-#: Where rank 0 leaves the job key in the store of torch; empty: none is needed.
+#: The group, and its event loop, over which `attach` makes a torch group in this thread.
+attached: ContextVar[tuple[ProcessGroup, LoopThread] | None] = ContextVar("attached", default=None)
+
+#: Key under which rank 0 stores the job key in torch's store. An empty value: the ranks need none from there.
 _KEY = "aiocoll/key"
 _KEY_BYTES = 32
-#: Variables by which all ranks have a job key of the user.
+#: Environment variables with a job key of the user.
 _VARIABLES = {"AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FILE"}
 
 
 def make_group(options: Any, backend_options: Any) -> AioGroup:
-    """Make a group; torch calls it on every member.
+    """Make a group; torch calls this function on every member.
 
     Args:
-        options: torch's: store, rank, size, timeout, global ranks.
-        backend_options: `pg_options` of the program: `GroupOptions` or None.
+        options: torch's options: store, rank, size, timeout, global ranks.
+        backend_options: the `pg_options` of the program: `GroupOptions` or None.
 
     Raises:
-        TypeError: `pg_options` is neither.
+        TypeError: `pg_options` has another type.
         RendezvousError: the ranks do not meet.
     """
     if backend_options is not None and not isinstance(backend_options, GroupOptions):
         raise TypeError(f"pg_options must be aiocoll.GroupOptions or None, not {type(backend_options).__name__}")
-    thread, timeout = process.thread(), options.timeout.total_seconds()
-    ranks, store = list(options.global_ranks_in_group), options.store
+    store = options.store
+    if (given := attached.get()) is not None:
+        return AioGroup(*given, store, is_owner=False)
+    timeout, ranks = options.timeout.total_seconds(), list(options.global_ranks_in_group)
     parent = _parent(ranks) if backend_options is None else None
     if parent is None:
+        thread = process.thread()
         return AioGroup(thread.run(_meet(options, timeout, backend_options)), thread, store)
-    members, whole = ranks or range(parent.size()), parent
+    whole, thread = parent
+    members = ranks or range(whole.size())
     pg = thread.start(lambda: whole.split_group(members, timeout, local=True, order="given")).result()
     assert pg is not None  # torch calls this on members only
     return AioGroup(pg, thread, store)
 
 
 async def _meet(options: Any, timeout: float, given: GroupOptions | None) -> ProcessGroup:
-    """Meet the other ranks on the store of torch."""
+    """Meet the other ranks on torch's store."""
     store = TorchStore(options.store, timeout)
     host, _ = host_of(options.store)
     key = None
@@ -67,21 +76,22 @@ async def _meet(options: Any, timeout: float, given: GroupOptions | None) -> Pro
     )
 
 
-def _parent(ranks: list[int]) -> ProcessGroup | None:
-    """Return the group to split a group of these ranks off from; no ranks are all of them."""
+def _parent(ranks: list[int]) -> tuple[ProcessGroup, LoopThread] | None:
+    """Return the group from which to split a group of these ranks, and its event loop; no ranks stand for all ranks."""
     if not ranks:
-        return process.world
+        return None if process.world is None else (process.world, process.thread())
     world = dist.GroupMember.WORLD
-    return world.pg if isinstance(world, AioGroup) else None
+    return (world.pg, world.thread) if isinstance(world, AioGroup) else None
 
 
 def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
-    """Return the group of aiocoll behind a group of torch, for `await` next to calls of torch.
+    """Return the group of aiocoll behind a torch group, to await calls next to torch's calls.
 
-    It belongs to the event loop of `loop_thread`: call it from coroutines that run there.
+    It belongs to the event loop of `loop_thread`, or to the loop of the program if `attach` made the torch group. Make
+    its calls in coroutines on that loop.
 
     Args:
-        pg: made with backend "aio"; None is the default group.
+        pg: a torch group with backend "aio"; None for the default group.
 
     Raises:
         TypeError: `pg` has another backend.
@@ -89,5 +99,5 @@ def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
     found = dist.GroupMember.WORLD if pg is None else pg
     if not isinstance(found, AioGroup):
         name = "no group: call init_process_group first" if found is None else f"{type(found).__name__}"
-        raise TypeError(f"pg must be a group of torch with backend 'aio', not {name}")
+        raise TypeError(f"pg must be a torch group with backend 'aio', not {name}")
     return found.pg

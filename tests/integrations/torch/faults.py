@@ -72,11 +72,15 @@ def timeout_that_is_set(rank: int, folder: Path) -> None:
 @case
 def timeout_of_a_wait(rank: int, folder: Path) -> None:
     (folder / "killed").write_text(str(time.time()))
-    work = dist.irecv(torch.ones(3), 1 - rank)
+    if rank == 1:
+        dist.barrier()
+        dist.send(torch.ones(3), 0)
+        return
+    work = dist.irecv(torch.ones(3), 1)
     try:
         work.wait(timedelta(seconds=0.1))
     finally:
-        dist.send(torch.ones(3), 1 - rank)
+        dist.barrier()  # rank 1 sends after it
         work.wait()
 
 

@@ -28,7 +28,7 @@ def test_reduction_has_the_same_name_in_torch(name: str) -> None:
 
 def test_reduction_that_is_missing_is_sum_and_an_unknown_one_is_refused() -> None:
     assert reduce_op(None) is ReduceOp.SUM
-    with pytest.raises(ValueError, match="is not a reduction of backend aio: use one of SUM, AVG"):
+    with pytest.raises(ValueError, match="is not a reduction of backend 'aio': use one of SUM, AVG"):
         reduce_op("median")
 
 
@@ -47,7 +47,7 @@ def test_lists_of_torch_have_one_list_per_rank() -> None:
     assert only(x) is x
     assert flat([[x, y]])[1] is y
     assert flat([x, y])[1] is y
-    with pytest.raises(ValueError, match="takes one tensor per rank, not 2"):
+    with pytest.raises(ValueError, match="got 2 tensors: backend 'aio' takes one tensor per rank"):
         only([x, y])
 
 
@@ -86,7 +86,7 @@ def test_repeated_output_gets_the_last_result() -> None:
 
 
 def test_tensor_of_another_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="a tensor is on meta, and backend 'aio' carries CPU tensors"):
+    with pytest.raises(ValueError, match="a tensor is on meta, but backend 'aio' carries CPU tensors"):
         check_device(torch.ones(1, device="meta"))
 
 

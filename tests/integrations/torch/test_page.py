@@ -8,7 +8,7 @@ import pytest
 
 from ...pages import code, commands, files, is_shown, shell, write
 
-pytest.importorskip("torch", reason="needs torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -16,16 +16,38 @@ PAGE = "docs/pytorch.md"
 PORTING = "docs/porting.md"
 
 
-def test_page_shows_the_output_of_its_programs(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     write(files(PAGE), tmp_path)
-    train, errors, both = commands(PAGE)
-    assert "weights: " in shell(train, tmp_path)
+    return tmp_path
+
+
+def test_programs_of_the_page_print_the_shown_text(folder: Path) -> None:
+    train, errors, both, attached, _ = commands(PAGE)
+    assert "weights: " in shell(train, folder)
     for command, shown in (
         (errors, code(PAGE, "Errors", language="text")),
         (both, code(PAGE, "Coroutines next to torch", language="text")),
+        (attached, code(PAGE, "A group of your own event loop", language="text")),
     ):
-        said = shell(command, tmp_path)
-        assert is_shown(shown, said), said
+        printed = shell(command, folder)
+        assert is_shown(shown, printed), printed
+
+
+def test_ddp_of_the_page_survives_a_killed_rank_with_the_weights_of_an_undisturbed_run(folder: Path) -> None:
+    """The average of the inputs 1, 2 and 3 is the gradient of each step: the expected weight takes no ranks."""
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.125, momentum=0.5)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (2 * weight).backward()
+        optimizer.step()
+    printed = shell(commands(PAGE)[-1], folder)
+    shown = code(PAGE, "Training that survives a lost rank", language="text")
+    for line in shown.splitlines():
+        assert line == "…" or line in printed.splitlines(), printed
+    for rank in range(3):
+        assert f"[{rank}] weight {weight.item()}" in printed.splitlines(), printed
 
 
 def test_coroutines_train_with_a_sampler_and_a_loader(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ async def test_wait_ends_when_the_key_comes_and_at_its_timeout(store: TorchStore
 
 
 async def test_queues_are_refused(store: TorchStore) -> None:
-    with pytest.raises(StoreError, match="no queue to wait at"):
+    with pytest.raises(StoreError, match="a torch store has no queues"):
         await store.queue_pop("queue", 0.01)
 
 

@@ -1,0 +1,126 @@
+"""Carriers: the backends that carry out a group's calls on the tensors of each kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["BACKEND", "Carriers", "alias", "routed"]
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+#: The name of the backend in the configuration of a group, such as "cpu:aio,cuda:nccl".
+BACKEND = "aio"
+
+
+class Carriers:
+    """The backends of one group by kind of device. aiocoll carries CPU tensors, and torch's backends carry others.
+
+    The first call on a tensor of another device makes a torch group of the same ranks with the backends of all other
+    devices. So all ranks make that call.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, Any] = {}
+        self._others: Any = None
+
+    def find(self, group: dist.ProcessGroup, device: str) -> Any:
+        """Return the torch group for the tensors of a device; None for those that aiocoll carries.
+
+        Args:
+            group: the group of these carriers.
+            device: such as "cpu".
+
+        Raises:
+            ValueError: the group has no backend for the device, or has backend "aio" for another device than the CPU.
+        """
+        if device not in self._found:
+            self._found[device] = self._make(group, device)
+        return self._found[device]
+
+    def devices(self, group: dist.ProcessGroup) -> list[str]:
+        """Return the kinds of device for which the group has a backend."""
+        return list(_configuration(group))
+
+    def destroy(self) -> None:
+        """Destroy the torch group of the other devices."""
+        others, self._others = self._others, None
+        if others is not None:
+            with contextlib.suppress(ValueError):  # destroyed with torch's default group
+                dist.destroy_process_group(others)
+
+    def _make(self, group: dist.ProcessGroup, device: str) -> Any:
+        backends = _configuration(group)
+        shown = ",".join(f"{kind}:{name}" for kind, name in backends.items())
+        if (backends.get(device) == BACKEND) != (device == "cpu"):
+            raise ValueError(
+                f"the backends of this group are {shown!r}, and {BACKEND!r} carries CPU tensors only: choose 'cpu:aio' "
+                f"and another backend for other devices, such as 'cpu:aio,cuda:nccl'"
+            )
+        if device == "cpu":
+            return None
+        if device not in backends:
+            raise ValueError(
+                f"a tensor is on {device}, and the backends of this group are {shown!r}: add one for "
+                f"{device}, such as 'cpu:aio,cuda:nccl', or use the group that aiocoll.torch.group(pg) returns"
+            )
+        if self._others is None:
+            others = {kind: name for kind, name in backends.items() if name != BACKEND}
+            names = set(others.values())
+            self._others = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timedelta(seconds=min(group.pg.timeout, 1e8)),
+                names.pop() if len(names) == 1 else ",".join(f"{kind}:{name}" for kind, name in others.items()),
+                use_local_synchronization=True,
+                sort_ranks=False,
+            )
+        return self._others
+
+
+def routed(method: C, name: str = "") -> C:
+    """Decorate a call: torch's backends carry it out for the tensors of other devices than the CPU.
+
+    Args:
+        method: of a group with `carriers`.
+        name: of torch's method; by default that of `method`.
+    """
+    torch_name = name or method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        carrier = self.carriers.find(self, _device_of(args) or "cpu")
+        return method(self, *args, **kwargs) if carrier is None else getattr(carrier, torch_name)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def alias(call: C, name: str) -> C:
+    """Return a routed call under the name that it has in another version of torch."""
+    return routed(call.__wrapped__, name)  # type: ignore[attr-defined, no-any-return]
+
+
+def _device_of(arguments: Iterable[Any]) -> str | None:
+    """Return the kind of device of the first tensor or device in the arguments of a call; None if there is none."""
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            return str(each.device.type)
+        if isinstance(each, torch.device):
+            return str(each.type)
+        if isinstance(each, (list, tuple)) and (found := _device_of(each)) is not None:
+            return found
+    return None
+
+
+def _configuration(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backends by kind of device, as the program has chosen them."""
+    try:
+        pairs = [pair.partition(":") for pair in dist.get_backend_config(group).split(",")]
+    except TypeError:  # torch has not registered the group yet
+        pairs = []
+    return {device: name for device, colon, name in pairs if colon} or {"cpu": BACKEND}

@@ -1,0 +1,78 @@
+"""Torch groups over a group of the program's own event loop, used from threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[3]
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the results of each rank of `attached.py`."""
+    folder: Path = tmp_path_factory.mktemp("attached")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
+    program = str(Path(__file__).with_name("attached.py"))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "aiocoll", "run", "-n", str(SIZE), program, str(folder)],
+        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+
+def test_ddp_trains_in_a_thread_while_the_loop_makes_calls(results: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(results):
+        assert found["gradient"] == [[1.5, 1.5]]  # the average of the inputs 1 and 2
+        assert found["names"] == ["rank 0", "rank 1"]
+        assert found["same group"]
+        assert found["value"] == f"value {1 - rank}"
+        assert found["sum over itself"] == 1.0
+
+
+def test_attached_group_next_to_a_default_group_carries_calls(results: list[dict[str, Any]]) -> None:
+    assert [found["total of a second group"] for found in results] == [3.0, 3.0]
+
+
+def test_end_of_the_block_destroys_the_torch_group_alone(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["initialized after the block"] is False
+        assert found["total after the block"] == 3.0
+
+
+def test_wait_on_the_thread_of_the_loop_is_refused(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["on the loop"].startswith("RuntimeError: this would block the event loop that completes it")
+
+
+def test_group_of_another_size_is_refused(results: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(results):
+        assert found["other size"].startswith("ValueError: group 'world:0/")
+        assert f"has rank 0 of 1 here, but torch's default group has rank {rank} of 2" in found["other size"]
+
+
+def test_closed_and_failed_groups_are_refused(results: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(results):
+        assert found["closed"] == "GroupClosedError: group 'world:0' was closed by this rank"
+        assert found["failed"].startswith(f"GroupRevokedError: group 'world:0' on rank {rank} was revoked")
+
+
+def test_failure_of_the_group_replaces_the_error_of_torch_and_no_other(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["mismatch"].startswith("CollectiveMismatchError: Collectives differ")
+        assert found["in the block"] == "RuntimeError: of the program"

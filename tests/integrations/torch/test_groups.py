@@ -1,0 +1,71 @@
+"""Groups of torch programs under both launchers: subgroups, options, timeouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = Path(__file__).with_name("groups.py")
+SIZE = 3
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE)],
+    "aiocoll run": ["-m", "aiocoll", "run", "-n", str(SIZE)],
+}
+
+
+@pytest.fixture(scope="module", params=sorted(LAUNCHERS))
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the results of each rank."""
+    folder: Path = tmp_path_factory.mktemp("groups")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *LAUNCHERS[request.param], str(PROGRAM), str(folder)],
+        cwd=folder,
+        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+
+def test_subgroup_is_made_by_its_members_alone_in_the_order_given(results: list[dict[str, Any]]) -> None:
+    assert "broadcast" not in results[1]
+    for rank, place in ((0, 1), (2, 0)):
+        assert results[rank]["rank in pair"] == place
+        assert results[rank]["broadcast"] == [2, 2]
+        assert results[rank]["gathered"] == [2, 0]
+        assert results[rank]["global ranks"] == [2, 0]
+
+
+def test_options_of_a_subgroup_take_effect(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["cause"] == "CollectiveMismatchError"
+        assert found["total after the mismatch"] == [3.0, 3.0, 3.0]
+
+
+def test_options_of_another_type_are_refused(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["wrong options"] == "pg_options must be aiocoll.GroupOptions or None, not str"
+
+
+def test_set_timeout_changes_the_timeout_of_the_group(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["timeouts"] == [7.0, 2.5]
+
+
+def test_gather_single_collects_in_one_tensor_of_the_root(results: list[dict[str, Any]]) -> None:
+    expected = [[], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0], []]
+    assert [found["gathered in one tensor"] for found in results] == expected

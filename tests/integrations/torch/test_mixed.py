@@ -1,0 +1,56 @@
+"""Groups with several backends: each carries the tensors of its device, and a wrong choice is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .ranks import run_ranks
+
+pytest.importorskip("torch", reason="needs torch")
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+SIZE = 2
+CALLS = ["allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "gather", "scatter", "reduce_scatter",
+         "_reduce_scatter_base", "alltoall", "alltoall_base"]  # fmt: skip
+#: Names of calls since torch 2.14.
+NEW_NAMES = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base",
+             "all_to_all_single": "alltoall_base"}  # fmt: skip
+
+
+def outcomes(backends: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the results of each rank of a group with some backends."""
+    printed = run_ranks("mixed", backends, SIZE, folder)
+    lines = [[line for line in each.splitlines() if line.startswith("{")] for each in printed]
+    assert all(lines), "\n".join(printed)
+    return [json.loads(each[-1]) for each in lines]
+
+
+def test_each_backend_carries_the_tensors_of_its_device(tmp_path: Path) -> None:
+    for rank, found in enumerate(outcomes("cpu:aio,meta:recorder", tmp_path)):
+        assert found["devices"] == ["cpu", "meta"]
+        assert (found["cpu"], found["total"]) == ("none", [3.0, 3.0])
+        assert (found["objects"], found["gathered"]) == ("none", [0, 1])
+        assert found["meta"] == "none"
+        calls = [NEW_NAMES.get(call, call) for call in found["calls"]]
+        assert calls == [*CALLS, "recv" if rank else "send", "shutdown"]
+
+
+def test_backend_of_torch_is_made_for_cuda_tensors(tmp_path: Path) -> None:
+    for found in outcomes("cpu:aio,cuda:gloo", tmp_path):
+        assert found["backend of CUDA tensors"] == "ProcessGroupGloo"
+        assert found["total"] == [3.0, 3.0]
+        assert found["meta"].startswith("ValueError: a tensor is on meta, and the backends of this group are")
+
+
+@pytest.mark.parametrize("backends", ["cuda:aio", "cpu:gloo,cuda:aio"])
+def test_backend_aio_for_cuda_tensors_is_refused_by_name(backends: str, tmp_path: Path) -> None:
+    for found in outcomes(backends, tmp_path):
+        assert found["cpu"] == (
+            f"ValueError: the backends of this group are '{backends}', and 'aio' carries CPU tensors only: choose "
+            "'cpu:aio' and another backend for other devices, such as 'cpu:aio,cuda:nccl'"
+        )
