@@ -493,7 +493,7 @@ async def test_empty_returns_an_array_of_the_given_shape_and_dtype(pg: ProcessGr
         ((3, -4), "f4", ValueError, "has a negative number"),
         (1 << 62, "f4", ValueError, "which exceeds the address space"),
         (3, "no such", TypeError, "dtype='no such' is not a NumPy dtype"),
-        (3, object, TypeError, "dtype object refers to objects"),
+        (3, object, TypeError, "dtype object contains Python objects"),
         (3, ">f4", TypeError, "foreign byte order"),
         (3, ">i4", TypeError, "in foreign byte order"),
     ],

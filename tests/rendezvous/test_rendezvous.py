@@ -390,7 +390,7 @@ async def test_wildcard_master_address_means_this_host(
             {"rank": None},
             {},
             ValueError,
-            "rank is missing: give rank= .*, set RANK in the environment, or start .* `aiocoll run`",
+            "rank is missing: give rank= .*, or set RANK in the environment; start .* `aiocoll run`",
         ),
         ({"rank": None}, {"RANK": "first"}, ValueError, "RANK='first' in the environment must be a number"),
         ({"rank": 2}, {}, ValueError, "rank=2, world_size=2: world_size must be positive and rank 0 to"),
