@@ -390,7 +390,8 @@ class Cancelling(MinimalStore):
 async def test_cancelled_error_of_a_store_does_not_cancel_its_caller(left: int) -> None:
     async with Cancelling({}) as store:
         store.left = left
-        with pytest.raises(StoreError, match=r"Cancelling raised CancelledError: .* in .*\(\), but the call was not cancelled"):
+        expected = r"Cancelling raised CancelledError: .* in .*\(\), but the call was not cancelled"
+        with pytest.raises(StoreError, match=expected):
             await aiocoll.new_group(store=store, rank=0, world_size=1, timeout=5)
 
 

@@ -52,7 +52,7 @@ async def hang(pg: ProcessGroup, steps: int, absent: int) -> int:
 
 
 async def differ(pg: ProcessGroup) -> None:
-    """The last rank reduces more than the others, after they have called: who calls later is told of the failure."""
+    """Let the last rank reduce more than the others, after they have called; a later caller learns of the failure."""
     await train(pg, 3)
     last = pg.size() - 1
     if pg.rank() == last:

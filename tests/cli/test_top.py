@@ -67,7 +67,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def running(launch: Launch, env: Mapping[str, str]) -> tuple[Job, dict[int, int]]:
-    """A job of four ranks, and their processes."""
+    """Return a job of four ranks, and their processes."""
     job = launch("-n", 4, script=SCRIPT, env=env)
     found: dict[int, int] = {}
     while len(found) < 4:

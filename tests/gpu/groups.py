@@ -170,7 +170,7 @@ def called(pg: ProcessGroup, gpu: Gpus, call: Any = one, **more: Any) -> Any:
 
 
 async def fails(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
-    """The group fails for this reason, and so does the work if it has not ended before this rank heard of it."""
+    """Check that the group fails for this reason, and the work, too, unless it has ended before."""
     cause = await pg.wait_revoked()
     assert isinstance(cause, kind)
     assert re.search(match, str(cause))

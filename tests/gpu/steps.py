@@ -149,7 +149,7 @@ class _Maker(NamedTuple):
             )
 
     def adapters(self) -> Iterator[Step]:
-        """What has run by CuPy, by ctypes; without CuPy all has. On the fake device, by each."""
+        """Run by ctypes what has run by CuPy, or all without CuPy; on the fake device, run all by each."""
         for adapter in ADAPTERS if self.fake else ADAPTERS[1:]:
             yield from self.adapter(adapter)
 

@@ -53,7 +53,7 @@ def loaded(array: Any, dtype: DType) -> list[float]:
 
 
 def reduced(op: int, world_size: int) -> float:
-    """What becomes of 1 on rank 0 and 2 on all others, exactly."""
+    """Return the exact result of 1 on rank 0 and 2 on all others."""
     total = 2 * world_size - 1
     return [total, 2 ** (world_size - 1), min(world_size, 2), 1, total // world_size][op]
 

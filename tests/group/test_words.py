@@ -87,8 +87,8 @@ async def test_missing_rank_argument_is_named(variable: str, monkeypatch: pytest
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(variable)
-    missing = rf"{variable.lower()} is missing: give {variable.lower()}= with init_method='env://', or set {variable} in"
-    with pytest.raises(ValueError, match=rf"{missing} the environment; start the ranks with `aiocoll run`"):
+    missing = rf"{variable.lower()} is missing: give {variable.lower()}= with init_method='env://', or set {variable}"
+    with pytest.raises(ValueError, match=rf"{missing} in the environment; start the ranks with `aiocoll run`"):
         await new_group()
 
 

@@ -52,7 +52,7 @@ def ask(folder: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Any]:
-    """A listener that shows one thing, and how often it was asked for it."""
+    """Return a listener that shows one thing, and a counter of the requests."""
 
     class Shown:
         asked = 0

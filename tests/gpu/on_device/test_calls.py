@@ -61,7 +61,7 @@ async def check(pg: ProcessGroup, cases: list[Case], made: World) -> None:
 
 
 def pairs() -> Iterator[Case]:
-    """A pairwise cover: what the fake does in all combinations elsewhere."""
+    """Return a pairwise cover of the combinations, all of which run on the fake elsewhere."""
     yield from cover({"kind": REDUCING, "op": OPS, "dtype": WIDE, "count": COUNTS}, valid)
     yield from cover({"kind": MOVING, "dtype": WIDE, "count": COUNTS}, valid)
 
