@@ -181,3 +181,17 @@ async def test_array_without_rows_cannot_be_divided(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         await pg.alltoall_base(point, np.ones(()), [0, 1], [0, 1])
     assert point == 1
+
+
+@pytest.mark.ranks(1, 2, 3)
+@over(*LINKS)
+async def test_empty_tensor_calls_follow_empty_list_calls(pg: ProcessGroup) -> None:
+    """In a group of one rank, both forms have arrays of the same shapes, and so one cached plan."""
+    size, empty = pg.size(), np.empty(0)
+    for _ in range(2):
+        await pg.reduce_scatter(empty.copy(), [empty] * size)
+        await pg.allgather([empty.copy() for _ in range(size)], empty)
+        await pg.alltoall([empty.copy() for _ in range(size)], [empty] * size)
+        assert (await pg.reduce_scatter_tensor(empty.copy(), empty)).size == 0
+        assert (await pg.allgather_into_tensor(empty.copy(), empty)).size == 0
+        assert (await pg.alltoall_base(empty.copy(), empty)).size == 0

@@ -257,4 +257,4 @@ class CallCache:
         """Split a flattened array into one equal part per rank."""
         flat = whole if whole.ndim == 1 else whole.reshape(-1)
         count = len(flat) // self._size
-        return [flat[start : start + count] for start in range(0, len(flat), count)]
+        return [flat[part * count : (part + 1) * count] for part in range(self._size)]
