@@ -34,7 +34,7 @@ def touched(example: str) -> list[str]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """Return a copy of the tree, with compiled Python files that stay valid."""
-    for name in ("aiocoll", "docs", "examples", "tests"):
+    for name in ("aiocoll", "docs", "examples", "tests", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy2(ROOT / "pyproject.toml", tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"

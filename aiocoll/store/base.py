@@ -45,9 +45,10 @@ class Store(ABC):
     `StoreUnavailableError` if the store is closed or unreachable. A cancelled wait leaves nothing behind, and its queue
     keeps the item.
 
-    Cost: with a `HashStore` a few microseconds per call, with a `FileStore` a lock and at most one write, with a
-    `TCPStore` one round trip, with a `RedisStore` one or two. The store notifies waiting calls; only a `FileStore`
-    polls, every 20 ms.
+    Cost:
+        With a `HashStore` a few microseconds per call, with a `FileStore` a lock and at most one write, with a
+        `TCPStore` one round trip, with a `RedisStore` one or two. The store notifies waiting calls; only a `FileStore`
+        polls, every 20 ms.
     """
 
     #: Whether requests may remain without a reply, so that every call needs a time limit.

@@ -66,7 +66,7 @@ def test_the_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch
     assert done.stderr.count("no data") == len([line for line in last if "no data" in line]), "only rank 1 shows it"
     place = re.escape(f"{launch.path / 'script.py'}:13 in main")
     for (line,) in others:
-        ends = rf"failed in consequence: GroupError \({place}\)|(was|were) ended by the launcher \(SIGTERM\)"
+        ends = rf"failed in consequence: Group(Revoked)?Error \({place}\)|(was|were) ended by the launcher \(SIGTERM\)"
         assert re.fullmatch(rf"aiocoll run: ranks? [\d, -]+ ({ends})", line), line
 
 

@@ -110,7 +110,7 @@ def test_slurm_on_one_node_needs_no_key(slurm: Slurm, hello: str, tmp_path: Path
 def test_slurm_without_a_key_is_reported(slurm: Slurm, hello: str) -> None:
     done = slurm.srun("--mpi=none", "-n3", script=hello)
     assert (done.code, done.out) == (1, [])
-    wanted = r"^aiocoll\.errors\.AuthenticationError: Slurm has started ranks on several hosts.*AIOCOLL_JOB_KEY_FILE"
+    wanted = r"^aiocoll\.errors\.AuthenticationError: Slurm started ranks on several hosts.*AIOCOLL_JOB_KEY_FILE"
     assert len(re.findall(wanted, done.err, re.MULTILINE)) == 3
 
 

@@ -76,7 +76,7 @@ def test_head_runs_under_the_launcher(name: str, tmp_path: Path) -> None:
     if name in PARENTS:
         _, err, code = run(["-m", "aiocoll", "run", "-n", "1", *program(name)], tmp_path)
         assert "multiprocessing started this process, and only the process that `aiocoll run` started can read" in err
-        assert "if the program starts its ranks itself, start it with python, without `aiocoll run`" in err
+        assert "If the program starts its ranks itself, start the program with python instead of `aiocoll run`" in err
         assert code != 0
     else:
         out, err, code = run(["-m", "aiocoll", "run", "-n", "2", *program(name)], tmp_path)

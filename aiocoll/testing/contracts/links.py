@@ -96,7 +96,7 @@ class Recorder:
 
 
 def frame(op: int, payload: bytes = b"", kind: int = FrameKind.DATA) -> tuple[bytes, memoryview | None]:
-    """Return the arguments of `Link.write` for a frame of operation `op`."""
+    """Return the arguments of ``Link.write`` for a frame of operation `op`."""
     header = HEADER.pack(kind, 0, 0, 7, op, 0, 0, len(payload), len(payload))
     return header, memoryview(payload) if payload else None
 
