@@ -106,7 +106,7 @@ def recorded() -> list[str]:
 def places(name: str) -> set[tuple[str, str]]:
     """Return where a name may be described: where it is, in `aiocoll`, or with a class that its own inherits from."""
     owner, _, last = name.rpartition(".")
-    found = resolved(owner)
+    found = resolved(owner) or resolved(f"aiocoll.plugins.{owner}")
     bases = found.__mro__ if inspect.isclass(found) else ()
     same = resolved(name) is not None and resolved(name) is resolved(f"aiocoll.{last}")
     return {last_two(name), *((base.__name__, last) for base in bases), *([("aiocoll", last)] if same else [])}
