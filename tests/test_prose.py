@@ -46,6 +46,7 @@ def test_docstring_is_reported_if_its_first_word_is_forbidden(definition: str, d
         ("raise ValueError(f'rank {rank} told us to leave')\n", [1]),
         ('"""A rank.\n\nIt reports `told` and ``is over``.\n"""\n', []),
         ("told = 'told'  # untold\n", []),
+        ('"""A rank.\n\nArgs:\n    told: ranks.\n    rank: told.\n"""\n', [5]),
         ('"""A rank.\n\nThe work is\nover.\n"""\n', []),
     ],
 )
