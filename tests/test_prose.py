@@ -75,6 +75,7 @@ def test_retired_word_is_reported_in_comments_of_c(text: str, found: list[int]) 
         ("One two three four five six seven.\n", [1]),
         ("# A heading may have as many words as it likes\n", []),
         ("One two three.\nFour five six `with code in it`.\n\nOne\ntwo three four five six seven.\n", [4]),
+        ("One two:\n```text\n" + "three\n" * 7 + "```\n", []),
         ("- one two three\n- four five six\n\n| one two three | four five six |\n", []),
         ("- one two three,\n  four five six seven\n", [1]),
         ("```python\none two three four five six seven told\n```\n\nThe hub told.\n", [5]),

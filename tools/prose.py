@@ -178,8 +178,8 @@ def _files() -> list[str]:
 
 
 def _mask(code: re.Match[str]) -> str:
-    """Return underscores in place of code: one word per line."""
-    return re.sub(r"[^\n]", "_", code[0])
+    """Return underscores in place of code, which make one word per line, and spaces in place of a block."""
+    return re.sub(r"[^\n]", " " if "```" in code[0] else "_", code[0])
 
 
 if __name__ == "__main__":
