@@ -46,6 +46,7 @@ def test_docstring_is_reported_if_its_first_word_is_forbidden(definition: str, d
         ("raise ValueError(f'rank {rank} told us to leave')\n", [1]),
         ('"""A rank.\n\nIt reports `told` and ``is over``.\n"""\n', []),
         ("told = 'told'  # untold\n", []),
+        ('"""A rank.\n\nArgs:\n    told: ranks.\n    rank: told.\n"""\n', [5]),
         ('"""A rank.\n\nThe work is\nover.\n"""\n', []),
     ],
 )
@@ -74,6 +75,7 @@ def test_retired_word_is_reported_in_comments_of_c(text: str, found: list[int]) 
         ("One two three four five six seven.\n", [1]),
         ("# A heading may have as many words as it likes\n", []),
         ("One two three.\nFour five six `with code in it`.\n\nOne\ntwo three four five six seven.\n", [4]),
+        ("One two:\n```text\n" + "three\n" * 7 + "```\n", []),
         ("- one two three\n- four five six\n\n| one two three | four five six |\n", []),
         ("- one two three,\n  four five six seven\n", [1]),
         ("```python\none two three four five six seven told\n```\n\nThe hub told.\n", [5]),

@@ -232,8 +232,8 @@ def test_unusable_files_are_refused(authority: Authority, change: Change, messag
 @pytest.mark.parametrize(
     ("days", "message"),
     [
-        ((-20, -2), "has expired: it is valid from 20.. UTC until 20.. UTC, and the clock of this host says 20.. UTC;"),
-        ((2, 20), "is not valid yet: it is valid from 20.. UTC until 20.. UTC, and the clock of this host says 20.."),
+        ((-20, -2), "has expired: it is valid from 20.. UTC until 20.. UTC, and the clock of this host shows 20.. UTC"),
+        ((2, 20), "is not valid yet: it is valid from 20.. UTC until 20.. UTC, and the clock of this host shows 20.."),
     ],
 )
 def test_validity_dates_are_reported_with_the_clock(authority: Authority, days: tuple[int, int], message: str) -> None:
@@ -366,7 +366,7 @@ def unchecked(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> Tls:
         return read(files)._replace(job="train")
 
 
-CLOCK = "by the clock of this host, which says 20"
+CLOCK = "by the clock of this host, which shows 20"
 REFUSES = "WrongCertificateError: 127.0.0.1 rejects the certificate of this process"
 CERTIFICATE = "WrongCertificateError: the certificate of 127.0.0.1"
 
@@ -394,7 +394,7 @@ async def test_different_clocks_are_reported_at_both_ends(
     assert ours.startswith(verdict)
     assert theirs.startswith(alert)
     assert "own.pem' is valid from 20" in theirs
-    assert "the clock of this host says 20" in theirs
+    assert "the clock of this host shows 20" in theirs
 
 
 @pytest.mark.parametrize("by_dialling", [False, True])

@@ -27,7 +27,8 @@ __all__ = ["Finding", "Rules", "check_c", "check_file", "check_page", "check_pyt
 ROOT = Path(__file__).parents[1]
 #: A string of at least this many words is a message. Shorter strings are names, keys and formats.
 MESSAGE_WORDS = 4
-_CODE_SPAN = re.compile(r"(``?)[^`]+\1")
+#: Code in prose: spans, and the names of arguments and attributes in the sections of docstrings.
+_CODE_SPAN = re.compile(r"(``?)[^`]+\1|^ +\w+:(?= )", re.MULTILINE)
 _CODE_BLOCK = re.compile(r"^ *```.*?^ *```$|<!--.*?-->|^#[^\n]*$|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 #: Ends of sentences, paragraphs, list items and table cells.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z_*\[(])|\n\s*\n|\n *(?:[-*]|\d+\.) |\|")
@@ -177,8 +178,8 @@ def _files() -> list[str]:
 
 
 def _mask(code: re.Match[str]) -> str:
-    """Return underscores in place of code: one word per line."""
-    return re.sub(r"[^\n]", "_", code[0])
+    """Return underscores in place of code, which make one word per line, and spaces in place of a block."""
+    return re.sub(r"[^\n]", " " if "```" in code[0] else "_", code[0])
 
 
 if __name__ == "__main__":

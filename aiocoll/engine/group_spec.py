@@ -12,7 +12,7 @@ __all__ = ["GroupSpec"]
 
 
 class GroupSpec(NamedTuple):
-    """The properties of a group, besides its ranks.
+    """The properties of a group other than its ranks.
 
     Attributes:
         name: the same on all ranks; None numbers groups in the order in which they are made.

@@ -111,7 +111,7 @@ class _Kernels:
 class _Cuda:
     """`Cuda` by `cupy.cuda.runtime`; calls that must not hold the GIL or make a context go to the driver."""
 
-    # CuPy's functions without a wrapper of ours, since every collective calls them.
+    # CuPy's functions without a wrapper: every collective calls them.
     current = staticmethod(_named("cudaGetDevice")(runtime.getDevice))
     is_capturing = staticmethod(_named("cudaStreamIsCapturing")(runtime.streamIsCapturing))
     event_record = staticmethod(_named("cudaEventRecord")(runtime.eventRecord))

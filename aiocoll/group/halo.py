@@ -22,7 +22,7 @@ TAGS = 2**29
 
 
 class Axis(NamedTuple):
-    """One step of an exchange.
+    """A step of an exchange.
 
     Attributes:
         axis: number of the axis in the array.

@@ -76,7 +76,7 @@ class Lifetime:
 
     @property
     def is_ending(self) -> bool:
-        """Whether this rank is closing the group, or has closed it."""
+        """Return whether this rank is closing the group, or has closed it."""
         return self._ending is not None
 
     def pending(self) -> list[Work[Any]]:

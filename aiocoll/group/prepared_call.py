@@ -50,7 +50,7 @@ class PreparedCall:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether this call is a collective on device arrays."""
+        """Return whether this call is a collective on device arrays."""
         return False
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:

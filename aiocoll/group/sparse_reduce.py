@@ -112,7 +112,7 @@ class SparseInput(NamedTuple):
 
     @property
     def is_receiver(self) -> bool:
-        """Whether this rank gets the result."""
+        """Return whether this rank gets the result."""
         return self.root in (None, self.dispatcher.rank)
 
     def read(self) -> Entries:

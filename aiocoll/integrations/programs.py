@@ -12,7 +12,7 @@ from aiocoll.rendezvous.tickets import Meeting, Ticket
 
 __all__ = ["RankLostError", "Ranks"]
 
-#: Seconds to wait for errors of other ranks after the first error, which may only be a consequence of theirs.
+#: Seconds to wait for errors of other ranks after the first error, which may only be a consequence of their errors.
 LAST_WORDS = 1.0
 
 

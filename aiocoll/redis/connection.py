@@ -123,7 +123,7 @@ class RedisConnection:
 
     @property
     def connected(self) -> bool:
-        """Whether the connection is open."""
+        """Return whether the connection is open."""
         return bool(self._connection.is_connected)
 
     @property

@@ -1,4 +1,4 @@
-"""Exchange of values through the store during a rendezvous, and the ranks that have not published theirs."""
+"""Exchange of values through the store during a rendezvous, and the ranks without a published value."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDic
 
 
 class Job:
-    """One rank in one job on one loop.
+    """A rank in one job on one loop.
 
     Args:
         identity: its key in `shared`, removed with its last group.
@@ -191,7 +191,7 @@ class Job:
         return await invite(self._store_handle.store, invitation, timeout)
 
     async def await_newcomer(self) -> None:
-        """Wait until a newcomer asks to join."""
+        """Wait until a newcomer requests to join."""
         await await_newcomer(self._store_handle.store)
 
     async def meet_anew(

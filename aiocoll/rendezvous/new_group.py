@@ -137,7 +137,7 @@ class new_group:
 
     @property
     def newcomer(self) -> bool:
-        """Whether this process joins an existing group that grows."""
+        """Return whether this process joins an existing group that grows."""
         return not self._where.world_size
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:

@@ -57,7 +57,7 @@ class TransportChoice:
 
     @property
     def carries_all(self) -> bool:
-        """Whether the carrier makes all data links, and not only those between hosts."""
+        """Return whether the carrier makes all data links, and not only those between hosts."""
         return not self.is_auto and self.provider.make_carrier is not None
 
     @property

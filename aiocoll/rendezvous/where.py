@@ -60,12 +60,12 @@ class Where(NamedTuple):
 
     @property
     def hosts(self) -> bool:
-        """Whether this rank serves the store."""
+        """Return whether this rank serves the store."""
         return self.rank == 0 and not self.hosted
 
     @property
     def replaceable(self) -> bool:
-        """Whether another store may appear at the same address after this one has closed. A meeting has one store."""
+        """Return whether another store may follow this one at the same address; False for a meeting."""
         return not self.hosts and self.key is None
 
     async def resolve(self, key: bytes | None, options: GroupOptions, timeout: float) -> Where:

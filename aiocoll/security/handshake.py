@@ -1,4 +1,4 @@
-"""Handshake that opens every connection: five fixed-width messages, by which both ends prove the job key.
+"""Handshake that opens every connection: five fixed-width messages, in which both ends prove the job key.
 
     client                                              server
       HELLO      nonce                    ------>
@@ -30,10 +30,10 @@ between the ends from relaying their messages. Both macs cover all claims of bot
 
 - Unproven claims have no effect. The server reads a client's claims, and calls `decide`, only if the mac of PROOF is
   right. The client reads the server's answer only if the mac of VERDICT is right.
-- A client without the key learns nothing. It receives a nonce, and for a wrong PROOF a VERDICT of zeros: no job, no
-  rank, and no mac to test guesses of the key on. The client proves itself first because any process can connect to a
-  server, while a client connects only to addresses from its job. A process that listens there instead of a rank learns
-  the client's identity.
+- A client without the key learns nothing. It receives a nonce, and for a wrong PROOF a VERDICT of zeros. It receives
+  no job, no rank, and no mac on which it could test guesses of the key. The client proves itself first because any
+  process can connect to a server, while a client connects only to addresses from its job. A process that listens there
+  instead of a rank learns the client's identity.
 - The client sends the last message. The server accepts the connection only after CONFIRM. So if a client gives up
   earlier, neither end has a link that the other end does not have.
 
@@ -165,9 +165,9 @@ def job_id(name: str) -> bytes:
         raise ValueError(f"job={name!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
 
 
-def may_be_ours(said: bytes) -> bool:
-    """Return whether a handshake message may begin with the bytes `said` (possibly none)."""
-    return said[: len(MAGIC)] == MAGIC[: len(said)]
+def may_be_ours(received: bytes) -> bool:
+    """Return whether a handshake message may begin with the bytes `received` (possibly none)."""
+    return received[: len(MAGIC)] == MAGIC[: len(received)]
 
 
 class ClientHandshake:
@@ -284,8 +284,8 @@ class ServerHandshake:
             self.refusal = error
             return bytes(VERDICT_SIZE)
         self._transcript += proof
-        over = ended(self._peer) if self._peer is not None else 0
-        verdict = _claim(self._identity._replace(ended=over), status)
+        number = ended(self._peer) if self._peer is not None else 0
+        verdict = _claim(self._identity._replace(ended=number), status)
         verdict += _mac(self._secret, b"S", self._transcript + verdict)
         self._transcript += verdict
         return verdict
@@ -310,8 +310,8 @@ class ServerHandshake:
             peer = peer._replace(kind=ConnKind(code))
             status = _compare(self._identity, peer) or decide(peer)
         if status is not Status.OK:
-            what = f"the connection of {_name(peer.rank)} was refused"
-            self.refusal = _refusal(what, status, self._identity, peer)
+            event = f"the connection of {_name(peer.rank)} was refused"
+            self.refusal = _refusal(event, status, self._identity, peer)
         self._peer = peer
         return status
 
@@ -321,10 +321,10 @@ def _opening(random_bytes: Callable[[int], bytes]) -> bytes:
     return _OPENING.pack(MAGIC, WIRE_VERSION, random_bytes(32))
 
 
-def _version(message: bytes, who: str) -> int:
+def _version(message: bytes, sender: str) -> int:
     """Return the wire version of a HELLO or a CHALLENGE."""
     if message[: len(MAGIC)] != MAGIC or len(message) != _OPENING.size:
-        raise UnprovenError(f"{who} does not use aiocoll's protocol: it sent {bytes(message[:8])!r}")
+        raise UnprovenError(f"{sender} does not use aiocoll's protocol: it sent {bytes(message[:8])!r}")
     return message[len(MAGIC)]
 
 
@@ -338,12 +338,12 @@ def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
     return hmac.digest(secret, label + transcript, "sha256")
 
 
-def _proven(secret: bytes, label: bytes, transcript: bytes, message: bytes, who: str) -> bytes:
+def _proven(secret: bytes, label: bytes, transcript: bytes, message: bytes, sender: str) -> bytes:
     """Return the claim in a PROOF or a VERDICT whose mac is right."""
     claim, mac = message[: _CLAIM.size], message[_CLAIM.size :]
     if not hmac.compare_digest(mac, _mac(secret, label, transcript + claim)):
         raise UnprovenError(
-            f"{who} did not prove that it holds this job's key: "
+            f"{sender} did not prove that it holds this job's key: "
             "every rank and the store need the same job_key (AIOCOLL_JOB_KEY)"
         )
     return claim
@@ -381,8 +381,8 @@ def _wrong_version(version: int) -> UnprovenError:
     )
 
 
-def _refusal(what: str, status: Status, mine: Identity, peer: Peer) -> HandshakeRefusedError:
-    """Return the error that contains the two values that differ."""
+def _refusal(event: str, status: Status, mine: Identity, peer: Peer) -> HandshakeRefusedError:
+    """Return the error for a rejected connection, with the two values that differ."""
     reasons = {
         Status.CROSSED: "both ends dialled at once, and the other connection is further ahead",
         Status.DUPLICATE: f"rank {mine.rank} and rank {peer.rank} have an open connection of kind {peer.kind.name}",
@@ -395,4 +395,4 @@ def _refusal(what: str, status: Status, mine: Identity, peer: Peer) -> Handshake
         Status.WRONG_KIND: f"a {peer.kind.name} connection was requested, but a "
         f"{'group' if peer.kind is ConnKind.STORE else 'store'} listens there",
     }
-    return HandshakeRefusedError(f"{what}: {reasons.get(status, f'status {status.name}')}", status)
+    return HandshakeRefusedError(f"{event}: {reasons.get(status, f'status {status.name}')}", status)

@@ -1,11 +1,11 @@
-"""Names in certificates of the user's own CA: parts of a job, as URIs among the subjectAltNames.
+"""Names in certificates of the user's own CA: URIs among the subjectAltNames, which name parts of a job.
 
     aiocoll://JOB/rank/3    rank 3 of the job whose id is JOB
-    aiocoll://JOB/rank/*    any rank of it
-    aiocoll://JOB/store     the process that has its store: the launcher of host 0, or rank 0 if there is no launcher
+    aiocoll://JOB/rank/*    any rank of the job
+    aiocoll://JOB/store     the process with the store: the launcher of host 0, or rank 0 if there is no launcher
 
-A certificate may have any number of names, for a host with several ranks for instance. A store accepts any name of its
-job from its users, since it does not know ranks. Names are compared character by character.
+A certificate may have any number of names, for instance on a host with several ranks. A store accepts any name of its
+job from its clients, since it does not know their ranks. Names are compared character by character.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def check_names(names: Sequence[str], expected: str, whose: str) -> None:
     Args:
         names: the certificate's names, from `names_in`.
         expected: the return value of `rank_name`, `store_name` or `part_name`.
-        whose: the certificate, in words.
+        whose: description of the certificate in the error, such as "the certificate of 10.0.0.2".
 
     Raises:
         WrongCertificateError: no name equals or includes `expected`; the message contains both.
@@ -98,4 +98,4 @@ def check_names(names: Sequence[str], expected: str, whose: str) -> None:
 def shown(names: Sequence[str]) -> str:
     """Return the first names as text, for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}" if names else "nobody"
+    return f"{', '.join(names[:_SHOWN])}{more}" if names else "no job"

@@ -12,25 +12,25 @@ __all__ = ["Patience", "patient_timeout"]
 
 #: Minimum number of loop iterations: twice as many as an encrypted handshake takes between ranks of one loop.
 _TURNS = 32
-#: Maximum number of further iterations, each for a message that has arrived but is not read yet, and their seconds. A
-#: peer without the key sends three messages: one of TLS, HELLO and PROOF.
+#: Maximum number of further waits, each for a message that has arrived but is not read yet, and seconds of each wait. A
+#: peer without the key sends three messages: a TLS message, HELLO and PROOF.
 _LAST_LOOKS = 3
 _LOOK_AGAIN = 0.1
-#: Seconds of delay of a timer that show a blocked loop; shorter delays are caused by the load of the host.
+#: Seconds. A timer that runs so late shows that the loop was blocked; the load of the host explains shorter delays.
 _BLOCKED = 0.1
 
 
 class Patience:
     """A timeout that also requires 32 loop iterations, and does not expire before a message that has arrived.
 
-    One iteration may take longer than a handshake may: if ranks share a loop and all connect at the same time, or if
-    the loop is blocked. By the clock alone, each attempt would end after its first step and start again, endlessly.
+    An iteration may take longer than the timeout of a handshake: if the loop is blocked, or if many ranks of one loop
+    connect at the same time. By the clock alone, each attempt would end after its first step, and none would succeed.
 
     Args:
         runtime: clock and timers.
         seconds: the timeout; with `inf` it never expires.
         over: callback that runs when the timeout expires.
-        arrived: returns whether a message has arrived that the handshake has not read.
+        arrived: returns whether a message waits that the handshake has not read.
 
     Attributes:
         blocked: seconds for which the loop was blocked during the timeout.

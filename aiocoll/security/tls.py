@@ -3,7 +3,7 @@
 Without certificates of the user's own CA (`aiocoll.security.user_ca`), each process makes a certificate for itself.
 That certificate proves nothing: its names are not checked, and it lives as long as the process. The handshake binds it
 to the job key: both ends mix the hash of the dialled end's certificate into the key that they prove (`binding`). So an
-attacker between them, with a different certificate, can neither prove the job key nor use the proofs of others.
+attacker between them, with a different certificate, can neither prove the job key nor reuse the proofs of either end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ __all__ = [
     "of_this_process",
 ]
 
-#: Margins of a certificate's validity: for the clocks of hosts, and for the lifetime of a process. Peers check neither.
+#: Validity of a certificate before and after its creation: clock differences of hosts, and the lifetime of a process.
+#: Peers check neither.
 _SKEW, _LIFE = timedelta(days=1), timedelta(days=3650)
 
 
@@ -41,27 +42,27 @@ class TlsOptions(Protocol):
 
     @property
     def job_id(self) -> str | None:
-        """The name of the job, as certificates have it."""
+        """Return the job id that certificates name."""
 
     @property
     def encryption(self) -> str:
-        """Whether connections are encrypted: "auto", "tls" or "none"."""
+        """Return the encryption mode of connections: "auto", "tls" or "none"."""
 
     @property
     def tls_ca(self) -> str | None:
-        """The path of the certificates of a CA."""
+        """Return the path of the CA certificates."""
 
     @property
     def tls_certificate(self) -> str | None:
-        """The path of the certificate of this rank."""
+        """Return the path of the certificate of this rank."""
 
     @property
     def tls_key(self) -> str | None:
-        """The path of its private key."""
+        """Return the path of the private key of this rank."""
 
 
 class OwnCertificate(NamedTuple):
-    """User's certificate: its file, its names, and its validity in seconds since 1970."""
+    """A certificate from the user: its file, its names, and its validity in seconds since 1970."""
 
     path: str
     names: tuple[str, ...]
@@ -89,7 +90,7 @@ class Tls(NamedTuple):
 
 @cache
 def of_this_process() -> Tls:
-    """Return contexts with a certificate that this process has made for itself; the first call takes up to a second.
+    """Return contexts with a certificate that this process makes for itself; the first call takes up to a second.
 
     Raises:
         BackendUnavailableError: the package `cryptography` is not installed.
@@ -108,29 +109,29 @@ def is_encrypted(encryption: str, host: str) -> bool:
     return encryption == "tls" or (encryption == "auto" and not is_loopback(host))
 
 
-def agreed(said: Mapping[int, str], hosts: int) -> bool:
+def agreed(options: Mapping[int, str], hosts: int) -> bool:
     """Return whether TCP between ranks is encrypted, by the option of each rank; equal on all ranks.
 
     Args:
-        said: the `encryption` option of each rank.
+        options: the `encryption` option of each rank.
         hosts: number of hosts.
 
     Raises:
         RendezvousError: some ranks have "none", and others do not.
     """
-    plain = [rank for rank, encryption in said.items() if encryption == "none"]
-    if plain and len(plain) < len(said):
-        others = [rank for rank in said if rank not in plain]
+    plain = [rank for rank, encryption in options.items() if encryption == "none"]
+    if plain and len(plain) < len(options):
+        others = [rank for rank in options if rank not in plain]
         raise RendezvousError(
             f"rank(s) {', '.join(map(str, plain))} have encryption='none', but rank(s) {', '.join(map(str, others))} "
             "do not; TCP is plain only if every rank has encryption='none' (AIOCOLL_ENCRYPTION)"
         )
-    return not plain and (hosts > 1 or "tls" in said.values())
+    return not plain and (hosts > 1 or "tls" in options.values())
 
 
-def binding(shown: bytes | None) -> bytes:
-    """Return the value that binds a handshake to its connection: the hash of the dialled end's certificate."""
-    return hashlib.sha256(shown).digest() if shown is not None else b""
+def binding(certificate: bytes | None) -> bytes:
+    """Return the value that binds a handshake to its connection: the hash of the dialled end's `certificate`."""
+    return hashlib.sha256(certificate).digest() if certificate is not None else b""
 
 
 class _Socket(ssl.SSLSocket):
@@ -152,8 +153,7 @@ def new_context(protocol: int) -> ssl.SSLContext:
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # no connection is resumed
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # If only one side closes TLS, the TCP stream still ends: links and stores detect a premature end from their own
-    # messages.
+    # A peer may close TCP without closing TLS: links and stores detect a premature end from their own messages.
     context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
     return context
 
@@ -189,7 +189,7 @@ def _certificate() -> tuple[bytes, bytes]:
 
 
 def load_chain(context: ssl.SSLContext, chain: bytes) -> None:
-    """Load a certificate and its key. `ssl` reads only files: use one without a name, or readable by this user only."""
+    """Load a certificate and its key through a file, as `ssl` requires: unnamed, or readable only by this user."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("aiocoll", os.MFD_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""Explanations of TLS errors in plain words, with a remedy, since OpenSSL's messages contain none."""
+"""Explanations of TLS errors, with a remedy: the messages of OpenSSL contain none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aiocoll.security.tls import OwnCertificate, Tls
 
 __all__ = ["EXPIRED", "NOT_YET", "PURPOSE", "WRONG_PURPOSE", "clock", "closed_without_reason", "in_words", "moment"]
 
-#: Numbers of OpenSSL's X509_V_ERR_... constants: not yet valid; expired; not signed by a known CA, in several ways; not
-#: made for servers, or for clients.
+#: Numbers of OpenSSL's X509_V_ERR_... constants: not valid yet; expired; signed by an unknown CA (several constants);
+#: not made for servers, or not for clients.
 NOT_YET, EXPIRED = 9, 10
 _UNKNOWN_CA = (2, 7, 18, 19, 20, 21)
 WRONG_PURPOSE = 26
@@ -21,8 +21,8 @@ PURPOSE = (
     "extendedKeyUsage=serverAuth,clientAuth, or leave it out"
 )
 
-#: The other end's reason for rejecting this certificate, by the suffix of OpenSSL's name for it.
-_SAID = {
+#: The peer's reason for rejecting this certificate, by the suffix of the alert's name in OpenSSL.
+_ALERT_REASONS = {
     "CERTIFICATE_EXPIRED": "as expired",
     "BAD_CERTIFICATE": "as invalid, which also covers a certificate before its first day",
     "UNKNOWN_CA": "as not signed by its CA (compare tls_ca of both)",
@@ -32,7 +32,7 @@ _SAID = {
 
 
 def clock() -> float:
-    """Return the time of this host's clock in seconds since 1970, as certificates count."""
+    """Return the time of this host's clock in seconds since 1970."""
     return datetime.now(UTC).timestamp()
 
 
@@ -41,31 +41,31 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def in_words(error: ssl.SSLError, tls: Tls, who: str) -> WrongCertificateError | None:
+def in_words(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertificateError | None:
     """Return the error to raise in place of a TLS error; None if the error is not about certificates.
 
     Args:
         error: the error raised by `ssl`.
         tls: the TLS contexts and certificate of this end.
-        who: the address of the other end.
+        peer: the address of the other end.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        return WrongCertificateError(f"the certificate of {who} {_verdict(error)}")
+        return WrongCertificateError(f"the certificate of {peer} {_verdict(error)}")
     reason = error.reason or ""
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return WrongCertificateError(f"{who} presented no certificate: {_all_need_it('it')}")
+        return WrongCertificateError(f"{peer} presented no certificate: {_all_need_it('it')}")
     if reason.endswith("ALERT_CERTIFICATE_REQUIRED"):
-        return WrongCertificateError(f"{who} accepts only certificates of a CA: {_all_need_it('this process')}")
-    said = next((words for name, words in _SAID.items() if reason.endswith(f"ALERT_{name}")), None)
-    if said is None or tls.own is None:
+        return WrongCertificateError(f"{peer} accepts only certificates of a CA: {_all_need_it('this process')}")
+    verdict = next((words for name, words in _ALERT_REASONS.items() if reason.endswith(f"ALERT_{name}")), None)
+    if verdict is None or tls.own is None:
         return None
     return WrongCertificateError(
-        f"{who} rejects the certificate of this process {said}: {_dates(tls.own)}; compare the clocks of both hosts"
+        f"{peer} rejects the certificate of this process {verdict}: {_dates(tls.own)}; compare the clocks of both hosts"
     )
 
 
 def closed_without_reason(tls: Tls) -> str:
-    """Return a possible explanation for an end that closes the connection without a reason, as asyncio does."""
+    """Return possible reasons of a peer that closes the connection without an alert, as asyncio does."""
     if tls.own is None:
         return "an end that accepts only certificates of a CA: then this process needs tls_ca, as every rank does"
     return f"an end that rejects the certificate of this process, and has logged the reason: {_dates(tls.own)}"
@@ -74,7 +74,7 @@ def closed_without_reason(tls: Tls) -> str:
 def _dates(own: OwnCertificate) -> str:
     return (
         f"tls_certificate={own.path!r} is valid from {moment(own.begins)} until {moment(own.ends)}, and the clock of "
-        f"this host says {moment(clock())}"
+        f"this host shows {moment(clock())}"
     )
 
 
@@ -83,12 +83,12 @@ def _verdict(error: ssl.SSLCertVerificationError) -> str:
     code = error.verify_code
     if code == EXPIRED:
         return (
-            f"(or one that has signed it) has expired by the clock of this host, which says {now}: renew it and make "
+            f"(or one that has signed it) has expired by the clock of this host, which shows {now}: renew it and make "
             "a new group, or set the clock that is wrong"
         )
     if code == NOT_YET:
         return (
-            f"(or one that has signed it) is not valid yet by the clock of this host, which says {now}: compare the "
+            f"(or one that has signed it) is not valid yet by the clock of this host, which shows {now}: compare the "
             "clocks of both hosts"
         )
     if code in _UNKNOWN_CA:
@@ -98,8 +98,8 @@ def _verdict(error: ssl.SSLCertVerificationError) -> str:
     return f"is rejected: {error.verify_message}"
 
 
-def _all_need_it(who: str) -> str:
+def _all_need_it(end: str) -> str:
     return (
-        f"give {who} the files tls_ca, tls_certificate and tls_key (AIOCOLL_TLS_CA, AIOCOLL_TLS_CERTIFICATE, "
+        f"give {end} the files tls_ca, tls_certificate and tls_key (AIOCOLL_TLS_CA, AIOCOLL_TLS_CERTIFICATE, "
         "AIOCOLL_TLS_KEY); if one rank has them, every rank and the store need them"
     )

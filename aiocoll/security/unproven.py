@@ -1,8 +1,9 @@
 """Bounded table of a listener's connections that have not proven the job key, at a rank or a store.
 
-A client without the key can take an entry of the table, and nothing else. When the table is full, the oldest connection
-is closed in favour of the newest. An honest client needs its entry for one round trip, and dials again if its
-connection was closed. There is no limit per address: all ranks of a host, or behind one router, share one.
+A client without the key can occupy an entry of the table, and has no other effect. When the table is full, a new
+connection replaces the oldest one, which is closed. An honest client needs its entry for one round trip, and dials
+again if its connection was closed. There is no limit per address, since all ranks of a host, or behind one router,
+share an address.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Generic, TypeVar
 
 __all__ = ["MIN_PLACES", "Unproven"]
 
-#: Minimum size of the table. With 200 new connections a second, each is kept for over half a second: several round
-#: trips between continents. It is small compared with the 1024 files that a process may usually open.
+#: Minimum size of the table, small compared with the usual limit of 1024 open files. At 200 new connections a second,
+#: each is kept for more than half a second, which is several round trips between continents.
 MIN_PLACES = 128
 
 T = TypeVar("T")

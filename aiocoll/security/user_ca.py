@@ -1,7 +1,7 @@
-"""TLS with certificates of the user's own CA: reading the files, and checking them as the other end will.
+"""TLS with certificates of the user's own CA: reading the files, and checking them as the peer will.
 
-Both ends present a certificate, and `ssl` verifies both. The names in a certificate are checked later, when the rank at
-the other end is known: `aiocoll.security.names`. Everything else works as without a CA, including the job key.
+Both ends present a certificate, and `ssl` verifies both. The names in a certificate are checked later, when the rank of
+the peer is known: `aiocoll.security.names`. Everything else works as without a CA, including the job key.
 """
 
 from __future__ import annotations
@@ -203,15 +203,16 @@ def _moment(text: object) -> str:
     return moment(ssl.cert_time_to_seconds(str(text)))
 
 
-def _inspect(server: ssl.SSLContext, shown: str, files: TlsFiles) -> tuple[bytes, OwnCertificate]:
+def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> tuple[bytes, OwnCertificate]:
     """Return this process's certificate and its content, unless it has expired or is not valid yet.
 
-    `ssl` describes a certificate only to an end that has verified it, so this end trusts `shown` itself, at any time.
+    `ssl` describes only a certificate that it has verified. So `client` trusts the certificate itself, whatever its
+    dates.
     """
     client = new_context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
-    _trust(client, [shown], files)
+    _trust(client, [certificate_pem], files)
     seen = _handshake(server, client, files)
     certificate, found = seen.getpeercert(binary_form=True), seen.getpeercert()
     assert certificate is not None
@@ -221,6 +222,6 @@ def _inspect(server: ssl.SSLContext, shown: str, files: TlsFiles) -> tuple[bytes
     if trouble is not None:
         raise ValueError(
             f"tls_certificate={files.certificate!r} {trouble}: it is valid from {moment(begins)} until {moment(ends)}, "
-            f"and the clock of this host says {moment(clock())}; renew it, or set the clock"
+            f"and the clock of this host shows {moment(clock())}; renew it, or set the clock"
         )
     return certificate, OwnCertificate(files.certificate, names_in(found), begins, ends)

@@ -27,7 +27,7 @@ _MAX_OUTAGE = 900.0
 
 
 class StoreEndpoint(NamedTuple):
-    """One address that a socket can bind or connect to."""
+    """An address that a socket can bind or connect to."""
 
     family: int
     sockaddr: Any

@@ -89,7 +89,7 @@ class Store(ABC):
 
     @property
     def _sees_disconnects(self) -> bool:
-        """Whether the store marks keys of `_hold` with `LEFT` when this client disconnects or dies."""
+        """Return whether the store marks keys of `_hold` with `LEFT` when this client disconnects or dies."""
         return False
 
     async def set(self, key: str, value: bytes | str) -> None:

@@ -56,11 +56,11 @@ class StoreOpener(Protocol):
 
     @property
     def served_by_rank_0(self) -> bool:
-        """Whether rank 0 serves the store."""
+        """Return whether rank 0 serves the store."""
 
     @property
     def has_secrets(self) -> bool:
-        """Whether the URL may contain secrets."""
+        """Return whether the URL may contain secrets."""
 
     def check(self, url: str, world_size: int) -> None:
         """Check a URL when `new_group` is called, before any store is opened.

@@ -120,7 +120,7 @@ def _processes(
 async def _on_task(
     group: ProcessGroup, test: Callable[..., Any], shared: dict[str, Any], drawn: dict[str, Any]
 ) -> None:
-    # A rank may change its values, as an allreduce does. The other ranks and hypothesis keep theirs.
+    # A rank may change its values, as an allreduce does. The other ranks and hypothesis keep the original values.
     await test(pg=group, **shared, **copy.deepcopy(drawn))
 
 

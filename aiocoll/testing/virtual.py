@@ -132,7 +132,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _shuffle(self) -> None:
         """Shuffle the callbacks of a loop iteration as far as asyncio does not define their order.
 
-        Timers with the same deadline change places, and so do adjacent steps of tasks. A callback of `call_soon` keeps
+        Timers with the same deadline and adjacent steps of tasks change places. A callback of `call_soon` keeps
         its place among all others, as asyncio promises.
         """
         loop: Any = self  # private parts of asyncio: the handles of this turn, and the timers as a heap

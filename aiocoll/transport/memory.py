@@ -71,7 +71,7 @@ class Hub:
 
 
 class MemoryLink:
-    """One end of a link in memory; see `aiocoll.transport.base.Link`."""
+    """An end of a link in memory; see `aiocoll.transport.base.Link`."""
 
     sink: Sink
     other: MemoryLink

@@ -1,7 +1,7 @@
 """The registry of transports: how the ranks of a group are connected, and what carries their data.
 
-Every group has sockets: peers are found, authenticated and monitored on them. A transport says which sockets these are,
-and may bring a carrier, which takes over the data links between ranks once a connection is authenticated.
+Every group has sockets: peers are found, authenticated and monitored on them. A transport determines the kind of
+sockets, and may bring a carrier, which takes over the data links between ranks once a connection is authenticated.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class DataLink(Link, Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether the link is closed."""
+        """Return whether the link is closed."""
 
     def fail(self, error: Exception) -> None:
         """Close the link and report the error to the sink, as if reading had failed."""
 
 
 class CarrierRequest(NamedTuple):
-    """The rank that asks for a carrier.
+    """The rank that requests a carrier.
 
     Attributes:
         runtime: clock, timers and randomness of its event loop.
@@ -110,17 +110,17 @@ class TransportProvider:
 
     @property
     def crosses_hosts(self) -> bool:
-        """Whether it connects ranks of several hosts."""
+        """Return whether it connects ranks of several hosts."""
         return self.sockets in ("auto", "tcp")
 
     @property
     def always_tcp(self) -> bool:
-        """Whether ranks of one host are connected by TCP, too."""
+        """Return whether ranks of one host are connected by TCP, too."""
         return self.sockets == "tcp"
 
     @property
     def shares_memory(self) -> bool:
-        """Whether data between ranks of one host goes through shared memory."""
+        """Return whether data between ranks of one host goes through shared memory."""
         return self.sockets in ("auto", "shm") and self.make_carrier is None
 
 

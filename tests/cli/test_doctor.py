@@ -184,7 +184,7 @@ def test_another_transport_is_seen_and_explained(transport: str) -> None:
     _, pairs, findings = report(AIOCOLL_TRANSPORT=transport)
     used, why = pairs[0, 1]
     assert used == transport
-    assert "the options ask for another transport" in why
+    assert "the options request another transport" in why
     assert findings["meeting"].fine, "it is what was asked for"
 
 

@@ -16,8 +16,8 @@ __all__ = ["Coordinator"]
 
 #: Seconds to wait for votes, then for acceptances: as long as a stopped rank may stay undetected (contract).
 BOUND = 6.0
-#: Seconds to reach a lost rank again. A round trip to any place takes less, even with a lost SYN, and so does the reply
-#: of a rank whose loop is not blocked.
+#: Seconds to reach a lost rank again. A round trip takes less at any distance, even with a lost SYN. A rank whose loop
+#: is not blocked replies within that time, too.
 RETRY = 2.5
 #: An outcome without members. If the group has grown, `grown` is the name of the larger group.
 EMPTY: Outcome = {"members": [], "excluded": [], "everywhere": None, "somewhere": None, "grown": ""}

@@ -373,7 +373,7 @@ def _agreement(message: ControlMessage, peer: int, way: str, facts: Facts) -> No
     ranks, known = message["ranks"], facts.ranks_of(message["g"], peer)
     if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
         raise Misfit(f"ranks: {ranks} are not the ranks of the group")
-    # The coordinator of a ballot is the ballot mod the world size. The message "ask" may name any coordinator's ballot.
+    # The coordinator of a ballot is the ballot mod the world size. A message `ask` may name any coordinator's ballot.
     if message["what"] not in ("ask", "decided"):
         coordinator = facts.rank if message["what"] in ("vote", "accept") else peer
         if message["ballot"] % facts.world_size != coordinator:

@@ -55,7 +55,7 @@ class Bucket(NamedTuple):
             these. None without stamps.
         sources: by output, the rank whose stamp the output must begin with.
         cuts: positions in `members` that divide it into parts of about a `CHUNK`.
-        alike: True if all members have the same plan.
+        same_plan: True if all members have the same plan.
         scales: True if each member first multiplies this rank's data by its own factor.
         single: True if its members are equal, and each is carried out separately.
     """
@@ -68,7 +68,7 @@ class Bucket(NamedTuple):
     stamps: Mapping[int, Array] | None = None
     sources: Mapping[int, int] | None = None
     cuts: tuple[int, ...] = ()
-    alike: bool = False
+    same_plan: bool = False
     scales: bool = False
     single: bool = False
 
@@ -124,7 +124,7 @@ class Bucket(NamedTuple):
                 starts[buffer] = stop = start + sum(sizes)
                 if last - first == 1:
                     yield from _copy_in_chunks(source[start:stop], group[0].arrays[buffer])
-                elif self.alike:
+                elif self.same_plan:
                     for member, row in zip(group, source[start:stop].reshape(last - first, -1), strict=True):
                         member.arrays[buffer][...] = row
                 else:

@@ -44,7 +44,7 @@ class InboundMessage:
 
     Attributes:
         held: headers of its frames that wait here.
-        asked: True if the sender has received permission to send the whole message.
+        granted: True if the sender has received permission to send the whole message.
         empty: True for a message without bytes before its data frame has arrived.
         offer: number and size of the sender's batch, if the sender can transfer the message from device to device. None
             for other messages, and once the message has been requested from host memory.
@@ -52,11 +52,11 @@ class InboundMessage:
     """
 
     __slots__ = (
-        "asked",
         "channel",
         "code",
         "discard",
         "empty",
+        "granted",
         "held",
         "offer",
         "op",
@@ -78,7 +78,7 @@ class InboundMessage:
         self.parts: list[bytes] = []
         self.received = 0
         self.held: list[Header] = []
-        self.asked = False
+        self.granted = False
         self.posted: Receive | None = None
         self.discard = False
         self.steps: Steps | None = None
@@ -108,12 +108,12 @@ class InboundMessage:
     def ask(self, comm: int) -> None:
         """Permit the sender to send the whole message, from host memory."""
         self.offer = None
-        self.asked = True
+        self.granted = True
         self.channel.control(FrameKind.GRANT, comm, self.op)
 
     def hold(self, header: Header) -> None:
         """Count a frame as waiting, unless the sender had permission to send it."""
-        if header[1] & EAGER or not self.asked:
+        if header[1] & EAGER or not self.granted:
             self.channel.hold(header)
             self.held.append(header)
 

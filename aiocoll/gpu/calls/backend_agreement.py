@@ -4,10 +4,10 @@
         rank 0        decides once it has all cards, gets NCCL's id of the communicator, requests a turn of each rank
         all ranks                                                                 <- the decision, before all calls
 
-Creating a communicator blocks the launcher of a device until all ranks create it. So groups with common ranks must not
-create theirs in different orders. A device creates one communicator at a time, and rank 0 requests the turns in the
-order of hosts and devices. That order is the same for all groups, even for those of other jobs, so no two groups wait
-for each other.
+Creating a communicator blocks the launcher of a device until all ranks create it. So groups with common ranks must
+create their communicators in the same order. A device creates one communicator at a time, and rank 0 requests the
+turns in the order of hosts and devices. That order is the same for all groups, even for those of other jobs, so no two
+groups wait for each other.
 
 If a rank leaves before its turn, the others do not wait for it and do not use NCCL. A rank that had its turn waits for
 the decision, since other ranks may already be creating the communicator. If the group fails meanwhile, the rank still
@@ -200,7 +200,7 @@ class BackendAgreement:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Request the next turn; if all ranks have theirs, let them create the communicator."""
+        """Request the next turn; if each rank has its turn, let the ranks create the communicator."""
         assert self._decision is not None
         if self._turns:
             self._asked = self._turns.pop()

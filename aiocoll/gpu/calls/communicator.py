@@ -29,7 +29,7 @@ from aiocoll.log import logger
 
 __all__ = ["DeviceCommunicator", "connect_at_once"]
 
-#: Environment variable that tells NCCL when to connect ranks.
+#: Environment variable that determines when NCCL connects ranks.
 _CONNECT = "NCCL_RUNTIME_CONNECT"
 #: Seconds between two checks for asynchronous errors, while anything is in flight.
 CHECK_EVERY = 0.25

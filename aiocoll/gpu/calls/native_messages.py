@@ -171,7 +171,7 @@ class NativeMessages:
             self._matched.pop((src, number)).stage()
 
     def _begin(self, pairs: Sequence[tuple[Match, DeviceRecv | None]], staged: bool) -> None:
-        """Enqueue the sends and receives of this rank; the other ends enqueue theirs."""
+        """Enqueue the sends and receives of this rank; each peer enqueues its own."""
         state, comm = self._device_state, self._device_state.comm
         sends: list[DeviceSend] = []
         receives: list[DeviceRecv] = []

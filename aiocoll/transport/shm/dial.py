@@ -8,7 +8,7 @@
     agreement                         --->
 
 Offer and answer contain the address and the value of a secret word in the sender's process. Answer and agreement report
-whether their sender could read the other's word at that address (`process_memory`).
+whether their sender could read the peer's word at that address (`process_memory`).
 
 Each of the three messages may be a refusal. The socket itself is then the link. The dialler sends the last message, as
 in the handshake: until then it may give up and dial again, and neither end has a link that the other end lacks.

@@ -34,7 +34,7 @@ __all__ = ["Doorbell", "PeerDoorbell", "core", "ring_all"]
 
 
 class Doorbell:
-    """Doorbell of this rank. Its status tells peers whether they have to wake this rank.
+    """Doorbell of this rank. Its status shows peers whether they have to wake this rank.
 
     Args:
         runtime: the runtime of the loop that is woken.

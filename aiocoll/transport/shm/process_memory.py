@@ -147,7 +147,7 @@ def yama_scope() -> int:
 
 
 def can_read() -> str | None:
-    """Return why this process can read no other process, as far as it can tell alone; None if it found no obstacle."""
+    """Return the reason why this process cannot read other processes; None if it finds no obstacle by itself."""
     try:
         own = OwnMemory(bytes)
     except OSError as error:

@@ -51,7 +51,7 @@ class InPlace:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether peers may read the memory of this process, and can as far as it can tell alone."""
+        """Return whether peers may read the memory of this process, and it finds no obstacle by itself."""
         return self._random_bytes is not None and can_read() is None
 
     @cached_property

@@ -58,7 +58,7 @@ class Sharing:
         #: The reason why this rank shares no memory; None as long as it can.
         self.trouble: str | None = None
         if not wanted:
-            self.trouble = "the options ask for another transport"
+            self.trouble = "the options request another transport"
         elif sys.platform != "linux":
             self.trouble = "it needs memfd and eventfd, which only Linux has"
         elif not stores_words():
@@ -73,7 +73,7 @@ class Sharing:
 
     @property
     def reads(self) -> bool:
-        """Return whether this rank and its peers may read each other's memory, as far as this rank can tell alone."""
+        """Return whether this rank and its peers may read each other's memory, and this rank finds no obstacle."""
         return self.trouble is None and self.in_place.is_wanted
 
     async def propose(self, sock: socket.socket, peer: int) -> LinkParts | None:

@@ -32,20 +32,20 @@ class TlsStream(SocketStream):
         loop: the event loop that watches the socket.
         sock: the socket after the TLS handshake; `close` closes it.
         tls: the TLS contexts and certificates of this rank.
-        who: the address of the other end, for messages.
+        address: the address of the other end, for messages.
         dialled: whether this end has opened the connection.
     """
 
-    __slots__ = ("_held", "_is_scheduled", "_readable", "_ssl", "_tls", "_who", "bound")
+    __slots__ = ("_address", "_held", "_is_scheduled", "_readable", "_ssl", "_tls", "bound")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, tls: Tls, who: str, *, dialled: bool
+        self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, tls: Tls, address: str, *, dialled: bool
     ) -> None:
         super().__init__(loop, sock)
         self.bound = binding(sock.getpeercert(binary_form=True) if dialled else tls.certificate)
         self._ssl = sock
         self._tls = tls
-        self._who = who
+        self._address = address
         self._readable: Callable[[], object] | None = None
         self._is_scheduled = False
         # Number of bytes in the encrypted record that the socket has not accepted yet.
@@ -55,7 +55,7 @@ class TlsStream(SocketStream):
         """Check that the certificate of the other end is for this rank, if the user's CA issues certificates."""
         if self._tls.job is not None:
             shown = names_in(self._ssl.getpeercert() or {})
-            check_names(shown, rank_name(self._tls.job, rank), f"the certificate of {self._who}")
+            check_names(shown, rank_name(self._tls.job, rank), f"the certificate of {self._address}")
 
     def send(self, data: Bytes) -> int:
         """Encrypt and send some bytes; return the number of bytes that were accepted."""
@@ -136,7 +136,7 @@ class TlsStream(SocketStream):
             self._schedule_read()
 
     def _broken(self, error: ssl.SSLError) -> ConnectionError:
-        return _broken(error, self._tls, self._who)
+        return _broken(error, self._tls, self._address)
 
     def _schedule_read(self) -> None:
         """Schedule another read if there are decrypted bytes left, which the event loop does not report."""
@@ -149,9 +149,9 @@ class TlsStream(SocketStream):
         self._read()
 
 
-def _broken(error: ssl.SSLError, tls: Tls, who: str) -> ConnectionError:
+def _broken(error: ssl.SSLError, tls: Tls, address: str) -> ConnectionError:
     reset = ConnectionResetError(errno.ECONNRESET, f"TLS: {error.reason or error}")
-    return in_words(error, tls, who) or reset
+    return in_words(error, tls, address) or reset
 
 
 def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:
@@ -223,12 +223,12 @@ async def open_tls(tls: Tls, loop: asyncio.AbstractEventLoop, sock: socket.socke
     secured = context.wrap_socket(sock, server_side=not dialled, do_handshake_on_connect=False)
     try:
         name = secured.getpeername()
-        who = name[0] if isinstance(name, tuple) else "the other end"
+        address = name[0] if isinstance(name, tuple) else "the other end"
         try:
             await _shake_hands(loop, secured)
         except ssl.SSLError as error:
-            raise _broken(error, tls, who) from error
-        return TlsStream(loop, secured, tls, who, dialled=dialled)
+            raise _broken(error, tls, address) from error
+        return TlsStream(loop, secured, tls, address, dialled=dialled)
     except BaseException:
         secured.close()
         raise
