@@ -268,9 +268,7 @@ def test_a_launcher_that_dies_ends_the_job_on_the_other_hosts(start: Start, host
     stopped, why = done.stderr.splitlines()
     assert stopped == f"aiocoll run: rank {1 - host} was ended by the launcher (SIGTERM)"
     reason = (
-        "its launcher has not been heard of for 6 s"
-        if host
-        else r"no store at 127\.0\.0\.1:\d+: nothing listens there.*"
+        "its launcher has not reported for 6 s" if host else r"no store at 127\.0\.0\.1:\d+: nothing listens there.*"
     )
     assert re.fullmatch(rf"aiocoll run: host {host} is lost: {reason}", why)
     jobs[host].process.wait()
@@ -279,9 +277,9 @@ def test_a_launcher_that_dies_ends_the_job_on_the_other_hosts(start: Start, host
 
 WRONG = [
     (("-n", 2, "--max-restarts", 3), "host 1 was started with --nproc-list 2,2 --max-restarts 3, another host with "
-     "--nproc-list 1,1 --max-restarts 3: give all the same"),
+     "--nproc-list 1,1 --max-restarts 3: use the same on all hosts"),
     (("-n", 1, "--max-restarts", 2), "host 1 was started with --nproc-list 1,1 --max-restarts 2, another host with "
-     "--nproc-list 1,1 --max-restarts 3: give all the same"),
+     "--nproc-list 1,1 --max-restarts 3: use the same on all hosts"),
 ]  # fmt: skip
 
 
@@ -302,7 +300,7 @@ def test_a_host_has_one_launcher(start: Start) -> None:
     ready(second)
     done = start(1, "-n", 1, "--max-restarts", 3, script=WAITS).finish()
     assert done.returncode == 1
-    said = rf"aiocoll run: host 1 is \S+ \(process {second.process.pid}\) already: give each host a --node-rank .*\n"
+    said = rf"aiocoll run: host 1 is \S+ \(process {second.process.pid}\) already: give each host its own --node-rank\n"
     assert re.fullmatch(said, done.stderr)
     first.process.terminate()
     assert (first.finish().returncode, second.finish().returncode) == (143, 1)

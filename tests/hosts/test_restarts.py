@@ -103,5 +103,5 @@ async def test_host_that_is_cut_off_is_lost(network: Callable[[int], Network], r
     for host, (_, _, complaints) in enumerate(ends):
         stopped, why = complaints.splitlines()
         assert stopped == f"aiocoll run: rank {host} was ended by the launcher (SIGTERM)"
-        lost = "host 0 is lost: .*" if host == 2 else "host 2 is lost: its launcher has not been heard of for 6 s"
+        lost = "host 0 is lost: .*" if host == 2 else "host 2 is lost: its launcher has not reported for 6 s"
         assert re.fullmatch(f"aiocoll run: {lost}", why), why
