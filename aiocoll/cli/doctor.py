@@ -41,8 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
             0: "all is fine: a job would meet and run",
             1: "something fails or is slower than it could be, or output could not be written",
         },
-        description="Check this host as a rank would see it, then let ranks meet. With --nnodes, run it on each host. Each "
-        "host then dials all others as a rank would, and prints which host reaches which, with the reasons of "
+        description="Check this host as a rank would see it, then let ranks meet. With --nnodes, run it on each host. "
+        "Each host then dials all others as a rank would, and prints which host reaches which, with the reasons of "
         "failures. Each problem is printed with its remedy.",
     )
     parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="N", help="ranks that meet (default: 2)")

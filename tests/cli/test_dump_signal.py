@@ -70,7 +70,7 @@ def test_the_launcher_has_its_ranks_tell_and_goes_on(launch: Launch, tmp_path: P
     pids = ready(job, ranks)
     for _ in range(2):
         job.process.send_signal(signal.SIGUSR2)
-        asked = [f"aiocoll run: rank {rank}, process {pid}: asked for a dump" for rank, pid in pids.items()]
+        asked = [f"aiocoll run: rank {rank}, process {pid}: dump requested" for rank, pid in pids.items()]
         told = [
             rf"\[{rank}\] group 'world:0', rank {rank} of {ranks}, process {pid}, open" for rank, pid in pids.items()
         ]
@@ -140,7 +140,12 @@ def test_a_rank_that_became_another_program_is_not_ended(launch: Launch) -> None
     job = launch("-n", 2, script=script, args=fifos)
     with open(fifos[0], "wb"), open(fifos[1], "wb"):  # both read
         job.process.send_signal(signal.SIGUSR2)
-        read_until(job, "rank 0, .*has no handler for SIGUSR2 now, not asked", "rank 1, .*asked", r"\[1\] SIGUSR2: ")
+        read_until(
+            job,
+            "rank 0, .*no dump requested: it has no handler for SIGUSR2",
+            "rank 1, .*dump requested",
+            r"\[1\] SIGUSR2: ",
+        )
     done = job.finish()
     assert done.returncode == 0, done.stderr
 
