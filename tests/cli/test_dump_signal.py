@@ -101,7 +101,7 @@ def test_with_a_directory_it_is_written_there(launch: Launch, tmp_path: Path) ->
     job = launch("-n", 2, script=SCRIPT, args=[tmp_path / "fifo"], env={"AIOCOLL_DUMP_DIR": str(tmp_path / "dumps")})
     ready(job, 2)
     job.process.send_signal(signal.SIGUSR2)
-    read_until(job, "rank 0, .*asked", "rank 1, .*asked")
+    read_until(job, "rank 0, .*dump requested", "rank 1, .*dump requested")
     (tmp_path / "fifo").write_bytes(b".")
     done = job.finish()
     assert (done.returncode, done.stderr) == (0, "")
