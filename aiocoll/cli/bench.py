@@ -1,7 +1,7 @@
-"""`aiocoll bench`: how fast the collectives are on this machine, in a table like that of nccl-tests.
+"""`aiocoll bench`: times of the collectives on this machine, in a table like the one that nccl-tests prints.
 
-All ranks are processes of this host, on uvloop. The benchmark against other libraries is not part of the package: it is
-in the folder bench/ of the repository.
+All ranks are processes of this host, on uvloop. The comparison with other libraries is in the folder bench/ of the
+repository, not in the package.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from aiocoll.transport.registry import AUTO, transports
 
 __all__ = ["configure", "size"]
 
-#: From one size to the next: the table of all sizes fits on a screen.
+#: Ratio of consecutive sizes. With 4, the table of all sizes fits on a screen.
 FACTOR = 4
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-#: Half a second of each size tells a p99 of what is cheap; five iterations are little, but 256 MiB take long.
+#: Half a second per size is enough for the p99 of short calls. Calls of 256 MiB take long, so 5 iterations must do.
 EFFORT = Effort(seconds=0.5, least=5, most=2000)
-#: Seconds after which a sweep has hung: to meet, and for each case; the slowest takes a tenth of it.
+#: Timeouts of a sweep in seconds: for the rendezvous, and per case. The slowest case takes a tenth of this.
 START, EACH = 60.0, 60.0
 
 
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `bench`; see `aiocoll.plugins.Command`."""
     describe_command(
         parser,
-        codes={0: "all results were right", 1: "one was wrong, or something could not be measured or written"},
+        codes={0: "all results were right", 1: "a result was wrong, or could not be measured or written"},
         usage="aiocoll bench [COLLECTIVE] [options]",
         description="Measure a collective between processes of this machine, for sizes from --min to --max in steps "
         f"of {FACTOR}. Times are those of the slowest rank. Results are checked.",
@@ -79,10 +79,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Return the bytes that a user means, as in 64K.
+    """Parse a size such as 64K; return the number of bytes.
 
     Raises:
-        argparse.ArgumentTypeError: it is no size.
+        argparse.ArgumentTypeError: the text is not a size.
     """
     number = text.rstrip("KkMmGg")
     unit = text[len(number) :].upper()
@@ -154,10 +154,10 @@ def _comment(text: str) -> str:
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
-    """Return what is to be measured.
+    """Return the cases to measure.
 
     Raises:
-        ValueError: says which argument to change.
+        ValueError: the arguments contradict each other; the message names the one to change.
     """
     if args.op == "avg" and args.collective == "scan":
         raise ValueError("--op avg: not defined for scan; use sum")

@@ -1,30 +1,30 @@
 """The results of `aiocoll bench` for programs: a CSV file, or one JSON object.
 
-The object has these fields, and those of a later version will have them, too:
+The object has the fields below. Later versions of aiocoll may add fields:
 
-    format, version     "aiocoll bench", and 1: another number would mean that a field is gone or means something else
+    format, version     "aiocoll bench", and 1; the number changes when a field is removed or changes its meaning
     aiocoll, compiled   the version of the package, and whether the accelerator in C runs
     python, numpy       their versions
-    system, cores       the operating system with its release and the kind of processor; cores that this process may use
+    system, cores       the operating system, its release and the processor type; the cores that this process may use
     load                load average of the minute before the measurement; null where the system has none
-    machine_load        during the measurement; a value is null where the system does not report it:
+    machine_load        load during the measurement; a value is null where the system does not report it:
 
-        others, steal           cores that other processes used, and that the hypervisor gave to others
+        others, steal           cores used by other processes, and cores that the hypervisor gave to other machines
         pressure                share of the time in which a task waited for a core
         quota                   cores that the control group may use; null without a limit, too
-        high                    whether the times cannot be trusted: others and steal took more than 0.3 cores
+        high                    true if the times cannot be trusted: others and steal took more than 0.3 cores
 
-    collective, op      what was measured; op is null where nothing is reduced
-    dtype, ranks        of the elements; how many processes
-    transport           what --transport asked for
+    collective, op      the measured collective and its reduction; op is null where nothing is reduced
+    dtype, ranks        the element type; the number of processes
+    transport           the value of --transport
     results             one object per size, like a line of the table:
 
-        bytes, count            of a rank's array, or of all blocks together
-        iterations              that were timed
+        bytes, count            size of a rank's array, or of all blocks together, in bytes and in elements
+        iterations              number of timed iterations
         p50_us, p95_us, p99_us  time of the slowest rank, in microseconds
         algbw_gbs, busbw_gbs    at the median, in 1e9 bytes per second, as nccl-tests defines them
-        cpu_us                  CPU time of all ranks together, per iteration
-        wrong                   elements that were not what they should be
+        cpu_us                  CPU time of all ranks together, per iteration, in microseconds
+        wrong                   number of elements with a wrong value
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def as_json(
     """Return the object that `aiocoll bench --json` prints.
 
     Args:
-        args: of the command line.
+        args: the parsed command line.
         average: the load average before the measurement.
         load: the load of the machine during the measurement.
         cases: the measured cases.
-        timings: one for each case.
+        timings: the results, one per case.
     """
     report = {
         "format": FORMAT,
@@ -105,10 +105,10 @@ def _rounded(value: float | None) -> float | None:
 
 
 def try_csv(path: str) -> None:
-    """Find out whether `path` can be written, before something is measured for it.
+    """Check that `path` can be written, before the measurement starts.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the file cannot be written.
     """
     try:
         with open(path, "a"):
@@ -118,7 +118,7 @@ def try_csv(path: str) -> None:
 
 
 def write_csv(path: str, args: argparse.Namespace, cases: Sequence[Case], timings: Sequence[Timing]) -> None:
-    """Write a line for each case, below the names of the columns."""
+    """Write a CSV file: a line of column names, then one line per case."""
     op = args.op if spec_of(args.collective).reduces else ""
     what = {"collective": args.collective, "op": op, "dtype": args.dtype}
     how = {"ranks": args.nproc, "transport": args.transport}

@@ -1,4 +1,4 @@
-"""Calls of this library for the workloads of a benchmark."""
+"""aiocoll calls for the workloads of a benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["call_of", "combine_of"]
 def call_of(pg: ProcessGroup, load: Workload) -> Callable[[], Work[Any]]:
     """Return a function that starts the call of `load`."""
     op = getattr(ReduceOp, load.case.op.upper())
-    # Which of them there are depends on the kind.
+    # The kind of collective determines which of the three arrays exist. The others are None.
     arrays: tuple[Any, Any, Any] = load.inplace, load.inputs, load.outputs
     x, source, target = arrays
     match load.case.kind:
@@ -44,7 +44,7 @@ def call_of(pg: ProcessGroup, load: Workload) -> Callable[[], Work[Any]]:
 
 
 def combine_of(pg: ProcessGroup) -> Combine:
-    """Return the function by which the ranks of `pg` combine their figures."""
+    """Return a function that reduces measured values over the ranks of `pg`."""
 
     async def combine(values: npt.NDArray[np.float64], how: Literal["sum", "max"]) -> None:
         await pg.allreduce(values, ReduceOp.SUM if how == "sum" else ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Checks of this host, by trying: versions, cores, limits, shared memory, sockets, addresses."""
+"""Checks of this host by actual use: versions, cores, limits, shared memory, sockets, addresses."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ __all__ = ["CheckResult", "check_load", "look"]
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
-#: Distributions; looked up by name, since importing some of them takes seconds.
+#: Distributions. Their versions come from the metadata, because importing some of them takes seconds.
 _NEEDED = ("numpy", "msgpack", "uvloop")
 _USED_IF_THERE = ("ml_dtypes", "torch", "cupy", "cupy-cuda12x", "cupy-cuda13x")
-#: Descriptors per peer: control link, data link, and eventfd or heartbeat; and those of the program itself.
+#: Descriptors per peer (control link, data link, and eventfd or heartbeat), and descriptors of the program itself.
 _FILES_PER_PEER = 3
 _FILES_OF_PROGRAM = 64
-#: The usual limit; a lower one was set on purpose.
+#: The usual limit of open files. A lower limit was set on purpose.
 _USUAL_FILES = 1024
-#: The default of containers.
+#: The default size of /dev/shm in containers, in bytes.
 _USUAL_SHM = 64 << 20
 _DAY = 86400
-#: Days: a certificate that ends earlier may do so during a job.
+#: Days. A certificate that expires sooner may expire during a job.
 _SOON = 2
-#: Limits of a cgroup from here on mean "none".
+#: Smallest memory limit of a cgroup that means "no limit", in bytes.
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One fact about this host.
+    """The result of one check of this host.
 
     Attributes:
-        topic: its heading.
-        name: its name.
+        topic: the heading under which it is shown.
+        name: the name of the check.
         value: the value that was found.
         advice: the consequence and the remedy; "" if there is none.
-        fine: whether nothing fails or is slower because of it; then the advice is only a hint.
+        fine: False if something fails or is slower because of this result. True makes the advice a mere hint.
     """
 
     topic: str
@@ -75,11 +75,11 @@ class CheckResult:
 
 
 def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
-    """Yield the results of all checks for `ranks` ranks; imports nothing heavy and leaves nothing behind.
+    """Yield the results of all checks for `ranks` ranks, without heavy imports and lasting effects.
 
     Args:
-        ranks: on this host.
-        master: name or address of the master; None: what the environment says.
+        ranks: number of ranks on this host.
+        master: name or address of the master; None takes it from the environment.
     """
     yield from _versions()
     yield from _host(ranks)
@@ -123,7 +123,7 @@ def _versions() -> Iterator[CheckResult]:
 
 def _host(ranks: int) -> Iterator[CheckResult]:
     linux = sys.platform.startswith("linux")
-    advice = "" if linux else "speed is promised on Linux; here ranks use sockets"
+    advice = "" if linux else "speed is promised on Linux only; on this system ranks use sockets"
     yield CheckResult("host", "platform", platform.platform(), advice)
     cores = len(usable_cores())
     advice = (
@@ -139,7 +139,7 @@ def _host(ranks: int) -> Iterator[CheckResult]:
 
 
 def _started_by(env: Mapping[str, str]) -> CheckResult:
-    """Return what has started this process, and what `env://` makes of it."""
+    """Return which launcher started this process, and what `env://` derives from its variables."""
     topic, name = "launcher", "started by"
     launcher = recognise(env)
     if launcher is None:
@@ -154,12 +154,12 @@ def _started_by(env: Mapping[str, str]) -> CheckResult:
     value += f": rank {'that is free' if where.rank is None else where.rank} of {where.world_size}"
     if None not in here:
         value += f", {here[0]} of {here[1]} on this host"
-    place = "where rank 0 tells the launcher" if where.ask else where.url.partition("://")[2]
+    place = "where rank 0 reports it to the launcher" if where.ask else where.url.partition("://")[2]
     value += f"; the store is {'' if where.ask else 'at '}{place}"
     keys = [key for key in ("AIOCOLL_JOB_KEY_FILE", "AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FD") if key in env]
     value += f"; the job key comes from {keys[0] if keys else 'the launcher' if where.ask else 'nowhere'}"
     needed = where.several_hosts and not keys
-    advice = "ranks on several hosts need one: name a file that only you can read by AIOCOLL_JOB_KEY_FILE"
+    advice = "ranks on several hosts need one: set AIOCOLL_JOB_KEY_FILE to the path of a file that only you can read"
     return CheckResult(topic, name, value, advice if needed else "", fine=not needed)
 
 
@@ -184,7 +184,7 @@ def _limits() -> Iterator[CheckResult]:
         )
         value = f"{_size(free)} free of {_size(shm.f_blocks * shm.f_frsize)}"
         yield CheckResult("limits", str(_SHM), value, advice, fine=not advice)
-    # Version 2 of cgroups, as a container sees its own and as a host does, then version 1.
+    # First cgroup version 2, with the paths on a host and inside a container. Then version 1.
     group = next((line[3:].lstrip("/") for line in _read(_PROC / "self/cgroup").splitlines() if line[:3] == "0::"), "")
     for path in (_CGROUP / group / "memory.max", _CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes"):
         if limit := _read(path):
@@ -193,20 +193,18 @@ def _limits() -> Iterator[CheckResult]:
             break
     for name in ("rmem_max", "wmem_max"):
         if most := _read(_PROC / "sys/net/core" / name):
-            advice = (
-                f"large messages take longer; sysctl -w net.core.{name}={LOOPBACK_BUFFER} lets buffers be as wished"
-            )
+            advice = f"large messages take longer; sysctl -w net.core.{name}={LOOPBACK_BUFFER} allows full-size buffers"
             yield CheckResult(
                 "limits", f"net.core.{name}", _size(int(most)), advice if int(most) < LOOPBACK_BUFFER else ""
             )
 
 
 def _try(name: str, use: Callable[[], str], otherwise: str) -> CheckResult:
-    """Try a feature of the system; `otherwise` says what ranks do without it."""
+    """Try a feature of the system; `otherwise` describes how ranks work without it."""
     try:
         return CheckResult("means", name, use())
     except (OSError, AttributeError) as error:
-        advice = f"{otherwise}; see whether a sandbox (seccomp, systemd) forbids it"
+        advice = f"{otherwise}; check whether a sandbox (seccomp, systemd) forbids it"
         return CheckResult("means", name, f"failed: {error}", advice, fine=False)
 
 
@@ -227,7 +225,7 @@ def _use_eventfd() -> str:
 
 
 def _single_copy() -> CheckResult:
-    """Return whether ranks of this host can read each other's memory."""
+    """Check whether a rank can read the memory of other ranks on this host."""
     topic, name = "means", "single copy"
     why, remedy = can_read(), "large arrays of ranks of this host are copied twice; in a container: "
     if why is not None:
@@ -243,17 +241,17 @@ def _single_copy() -> CheckResult:
 
 
 def _accelerator(env: Mapping[str, str]) -> CheckResult:
-    """Return whether the accelerator in C takes small collectives, as far as this installation and `env` say."""
+    """Check whether this installation and `env` let the accelerator in C carry out small collectives."""
     reason, remedy = "", ""
     if core is None:
-        reason, remedy = "the accelerator does not run", "docs/native.md says how to get it"
+        reason, remedy = "the accelerator does not run", "docs/native.md describes how to install it"
     elif (name := env.get("AIOCOLL_TRANSPORT", AUTO).lower()) != AUTO and not (
         name in transports and find_transport(name).shares_memory
     ):
         reason, remedy = f"AIOCOLL_TRANSPORT={name}", "the accelerator needs shared memory"
     elif env.get("AIOCOLL_DEBUG") == "detail":
         reason, remedy = "AIOCOLL_DEBUG=detail", "it compares all calls"
-    value = f"in Python: {reason}" if reason else "in C where everything is plain (docs/native.md)"
+    value = f"in Python: {reason}" if reason else "in C where the call allows it (docs/native.md)"
     return CheckResult("means", "small collectives", value, f"slower than in C; {remedy}" if reason else "")
 
 
@@ -270,7 +268,7 @@ def _use_unix() -> str:
 
 
 def _addresses(master: str | None) -> Iterator[CheckResult]:
-    """Yield the interfaces, and the address a job over several hosts would use."""
+    """Yield the network interfaces, and the address that a job on several hosts would use."""
     try:
         options = GroupOptions.resolve(None, os.environ)
     except (ValueError, AiocollError) as error:
@@ -294,7 +292,7 @@ def _addresses(master: str | None) -> Iterator[CheckResult]:
         if options.port_range is not None:
             yield _ports(chosen, *options.port_range)
     if options.advertise is not None:
-        yield CheckResult("network", "told to other hosts", options.advertise)
+        yield CheckResult("network", "address for other hosts", options.advertise)
     if options.connections is not None:
         yield CheckResult("network", "connections for data", f"at most {options.connections} to a rank on another host")
     yield _encryption(options)
@@ -314,7 +312,7 @@ def _encryption(options: GroupOptions) -> CheckResult:
 
 
 def _certificate(name: str, files: TlsFiles, job: str | None) -> CheckResult:
-    """Return what the certificate of the user's CA says."""
+    """Check the certificate from the user's CA: its names and its remaining days."""
     try:
         own = read(files).own
     except ValueError as error:
@@ -323,14 +321,14 @@ def _certificate(name: str, files: TlsFiles, job: str | None) -> CheckResult:
     days = (own.ends - clock()) / _DAY
     value = f"TLS 1.3, certificate {own.path} for {shown(own.names)}, valid for {days:.1f} days more"
     if job is not None and not any(each.startswith(part_name(job)) for each in own.names):
-        advice = f"it names nothing of this job: expected was {part_name(job)}... (AIOCOLL_JOB_ID)"
+        advice = f"no name in it belongs to this job: expected {part_name(job)}... (AIOCOLL_JOB_ID)"
         return CheckResult("network", name, value, advice, fine=False)
     advice = "a group keeps its certificate: renew it before a long job" if days < _SOON else ""
     return CheckResult("network", name, value, advice)
 
 
 def _ports(host: str, first: int, last: int) -> CheckResult:
-    """Return how many ports of a range can be listened on."""
+    """Count the ports of a range on which this process can listen."""
     free = 0
     for port in range(first, last + 1):
         with suppress(RendezvousError), address.open_tcp(host, (port, port)):
@@ -340,7 +338,7 @@ def _ports(host: str, first: int, last: int) -> CheckResult:
 
 
 def _size(nbytes: float) -> str:
-    """Write a number of bytes; a negative one means that there is no limit."""
+    """Return a number of bytes as text; a negative number means that there is no limit."""
     if nbytes < 0:
         return "no limit"
     for unit in ("B", "KiB", "MiB"):

@@ -1,4 +1,4 @@
-"""Analysis of a group's dumps: which calls differ, which ranks are missing, which rank is late."""
+"""Analysis of a group's dumps: different calls, missing ranks, late ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocoll.engine.operations.differences import called, mismatch, opposed
 
 __all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "lateness", "report"]
 
-#: Largest number of pending, or failed, operations that a report names.
+#: Largest number of pending operations that a report names, and of failed ones.
 NAMED = 8
 #: Average lateness in seconds from which the verdict names the rank.
 LATE = 1e-3
@@ -32,8 +32,8 @@ class Divergence:
 
     Attributes:
         call: the collective.
-        words: how two ranks' calls differ; None if they do not.
-        missing: the ranks that have a dump and have not entered it.
+        words: the difference between the calls of two ranks; None if all calls match.
+        missing: ranks with a dump that have not entered the collective.
         later: number of later collectives that diverged too.
     """
 
@@ -51,7 +51,7 @@ class Finding:
         text: the sentence.
         ranks: the ranks at fault; empty if there are none.
         label: the state of these ranks, in a few words.
-        call: the collective in which the others waited, or which differed; None if there is none.
+        call: the collective in which the others waited, or in which the calls differed; None if there is none.
     """
 
     text: str
@@ -68,7 +68,7 @@ class Lateness:
         rank: that rank.
         seconds: its delay after the first rank, on average.
         last: number of collectives that it entered last.
-        calls: number of all those collectives.
+        calls: number of collectives that all ranks with a dump entered.
     """
 
     rank: int
@@ -78,12 +78,12 @@ class Lateness:
 
 
 def divergence(group: GroupDumps) -> Divergence | None:
-    """Return the first collective that ranks called differently, or that some have not entered; None if there is none.
+    """Return the first collective with different calls or missing ranks; None if there is none.
 
     A collective that a rank has not entered counts if the group has failed, or after the others waited for 250 ms.
     """
     found = [(call, words, missing) for call in group.calls for words, missing in _apart(group, call)]
-    # By number where there is one: that does not depend on the clocks of several hosts.
+    # Collectives without a key are ordered by their sequence number, which does not depend on the clocks of hosts.
     ordered = min((each for each in found if each[0].key is None), key=lambda each: each[0].seq, default=None)
     keyed = next((each for each in found if each[0].key is not None), None)
     both = [each for each in (ordered, keyed) if each is not None]
@@ -94,7 +94,7 @@ def divergence(group: GroupDumps) -> Divergence | None:
 
 
 def _apart(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
-    """Yield how the calls of the ranks differ and which ranks are missing, if either is the case."""
+    """Yield the difference between the calls and the missing ranks, if there is a difference or a missing rank."""
     words = _differ(group, call)
     missing = tuple(rank for rank in group.ranks if rank not in call.entries and _is_missing(group, call, rank))
     if words is not None or missing:
@@ -112,13 +112,14 @@ def _differ(group: GroupDumps, call: MergedCall) -> str | None:
 
 
 def _is_missing(group: GroupDumps, call: MergedCall, rank: int) -> bool:
-    """Whether a rank without an entry of `call` has not entered it; else the entry was overwritten."""
+    """Return whether a rank has not entered `call`. If it has, the recorder has overwritten the entry since."""
     dump = group.dumps[rank]
     if call.key is None:
         entered = call.seq <= dump["entered"]
     else:
         counts = dump["keys"]
-        # Of a key too old to have its count in the dump, only the first use is known to be none.
+        # A dump has counts of the latest keys only. A key that it lacks may be an older one, used before. Only a first
+        # use is certainly missing then.
         unknown = call.key not in counts and call.seq > 1 and len(counts) == KEYS
         entered = unknown or call.seq <= counts.get(call.key, 0)
     if entered:
@@ -177,7 +178,7 @@ def _diagnose_mismatch(call: MergedCall) -> Finding:
 
 
 def _diagnose_cause(group: GroupDumps, cause: dict[str, Any], call: MergedCall | None) -> Finding:
-    """Return the verdict on a group that has failed without a divergence in the dumps."""
+    """Return the verdict on a failed group whose dumps show no divergence."""
     ranks = _blamed(group, cause)
     waited = "" if call is None else _waited(group, call, with_call=True)
     if not ranks:
@@ -215,7 +216,7 @@ def _last_unfinished(group: GroupDumps) -> MergedCall | None:
 
 
 def _waited(group: GroupDumps, call: MergedCall, with_call: bool = False) -> str:
-    """Return how long the ranks waited that have not finished `call`."""
+    """Return the text about the longest wait of the ranks that have not finished `call`; "" if there are none."""
     times = {
         rank: (group.dumped(rank) if entry["finished"] is None else entry["finished"] + group.shifts[rank])
         - call.entered[rank]
@@ -228,7 +229,7 @@ def _waited(group: GroupDumps, call: MergedCall, with_call: bool = False) -> str
 
 
 def _position(group: GroupDumps, rank: int) -> str:
-    """Return where a rank was: by its own dump, else by what its peers recorded."""
+    """Return the position of a rank in its program: from its own dump, else from the records of its peers."""
     if rank in group.dumps:
         blocked = group.dumps[rank].get("blocked")
         if blocked:
@@ -246,7 +247,7 @@ def _position(group: GroupDumps, rank: int) -> str:
 
 
 def _seen_by_peers(group: GroupDumps, rank: int) -> str:
-    """Return what the ranks with a dump recorded about `rank` in the cause of the failure; "" if nothing."""
+    """Return the text about `rank` in the cause of the failure, which ranks with a dump recorded; "" if none."""
     text = "" if group.cause is None else str(group.cause.get("text"))
     _, found, rest = text.partition(f"rank {rank} (")
     depth = 1
@@ -320,7 +321,7 @@ def _plans_by_array(call: MergedCall) -> list[tuple[Entry, list[int]]]:
 
 
 def _last(group: GroupDumps, rank: int) -> str:
-    """Return what a rank did last, and which message it waits for, which may be the reason."""
+    """Return the last collective of a rank, and the message that it waits for, which may be the reason."""
     collectives = group.entries(rank, "collective")
     words = "in no collective yet"
     if collectives:
@@ -335,7 +336,7 @@ def _last(group: GroupDumps, rank: int) -> str:
 
 
 def _unfinished(group: GroupDumps) -> list[str]:
-    """Name what is pending and what has failed, the oldest first."""
+    """Return lines about pending and failed operations, the oldest first."""
     lines = []
     for state in ("pending", "failed"):
         found: dict[tuple[str, str], list[int]] = {}

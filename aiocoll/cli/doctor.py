@@ -1,4 +1,4 @@
-"""`aiocoll doctor`: check this host, let some ranks meet on it, and this host meet others."""
+"""`aiocoll doctor`: checks of this host, a test group of ranks, and test connections to other hosts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from aiocoll.transport.registry import SHM, find_transport
 
 __all__ = ["configure"]
 
-#: Seconds the ranks have to start, meet and end.
+#: Seconds in which the ranks must start, meet and end.
 _PATIENCE = 60.0
-#: Pairs of ranks that are named one by one.
+#: Largest number of pairs of ranks that a line names.
 _NAMED = 16
 
 
@@ -41,9 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
             0: "all is fine: a job would meet and run",
             1: "something fails or is slower than it could be, or output could not be written",
         },
-        description="Check this host as a rank would see it, then let ranks meet. With --nnodes, started on each of so "
-        "many hosts, dial each of the others as a rank would, too: all print who reaches whom, and why not. Each "
-        "problem is printed with its remedy.",
+        description="Check this host as a rank would see it, then let ranks meet. With --nnodes, run it on each host. "
+        "Each host then dials all others as a rank would, and prints which host reaches which, with the reasons of "
+        "failures. Each problem is printed with its remedy.",
     )
     parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="N", help="ranks that meet (default: 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -93,7 +93,7 @@ def _sum(problems: int) -> str:
 def _between(
     hosts: Hosts, timeout: float, say: Callable[[str], None]
 ) -> tuple[list[CheckResult], list[dict[str, Any]]]:
-    """Meet the other hosts; return what was found, and each attempt to dial."""
+    """Meet the other hosts; return the results of the checks, and each attempt to dial."""
     try:
         options = GroupOptions.resolve(None, os.environ)
         met: HostsMet = asyncio.run(meet_hosts(hosts, options, timeout, say))
@@ -108,7 +108,7 @@ def _between(
 
 
 def _meeting(ranks: int) -> tuple[list[dict[str, Any]], CheckResult]:
-    """Let ranks meet, each in a process of its own; return how each pair is connected."""
+    """Let ranks meet, each in its own process; return the transport of each pair, and the result of the check."""
     try:
         results = asyncio.run(run_processes(ranks, _meet, timeout=_PATIENCE))
     except Exception as error:
@@ -134,7 +134,7 @@ async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
 
 
 def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
-    """Return what carries data between this rank and `peer`, and why it is that."""
+    """Return the medium that carries data between this rank and `peer`, and the reason."""
     endpoint = parts_of(pg).comm.endpoint
     carrier, trouble = endpoint.context.transport.carrier(peer)
     cards = endpoint.cards[pg.rank()], endpoint.cards[peer]

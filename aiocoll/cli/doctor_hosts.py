@@ -1,7 +1,8 @@
-"""`aiocoll doctor` on several hosts: each listens and dials each other one as a rank would, and all learn the outcome.
+"""`aiocoll doctor` on several hosts: each host listens, dials all others as a rank would, and receives all results.
 
-They go on in rounds, which host 0 ends, so that all know the same: who has come, where they listen, who reaches whom.
-A host that does not take part in a round any more holds up none for longer than the limit of the round.
+The hosts exchange results in rounds through the store: which hosts have come, their addresses, which host reaches
+which. Host 0 ends each round, so that all hosts have the same results. A host that has stopped delays the others until
+the time limit of the round, not longer.
 """
 
 from __future__ import annotations
@@ -43,37 +44,38 @@ from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["meet_hosts"]
 
-#: Seconds for which one host dials another; three attempts of the kernel fit in.
+#: Seconds in which a host tries to connect to another; enough for three SYN packets of the kernel.
 _DIAL = 5.0
-#: Round trips of which the fastest counts, and the seconds they may take in all.
+#: Number of round trips, of which the fastest counts, and their time limit in seconds.
 _PINGS, _PING_FOR = 20, 1.0
-#: Seconds that a busy host may take for what takes no time, such as making a certificate, or reading the outcome.
+#: Extra seconds per round for short work on a busy host, such as making a certificate or reading the results.
 _SLACK = 10.0
 
 
-async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, say: Callable[[str], None]) -> HostsMet:
+async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, notify: Callable[[str], None]) -> HostsMet:
     """Meet the other hosts, and dial each of them.
 
     Args:
-        hosts: of the job.
-        options: resolved.
-        timeout: seconds in which the store must be found, and then the other hosts must come.
-        say: called with what this waits for.
+        hosts: the hosts of the job.
+        options: the resolved options.
+        timeout: time limit in seconds, first to reach the store, then for the other hosts to come.
+        notify: called with a text about each wait.
 
     Raises:
-        AiocollError: the store cannot be served, or reached, or its host has gone; or this host was not expected.
+        AiocollError: the store cannot be served or reached, or host 0 has ended. Or this host came too late, or its
+            arguments differ from those of host 0.
     """
     options = replace(options, job_id=hosts.name)  # as the launcher sets it for ranks
     async with AsyncExitStack() as stack:
         (host, port), listens = hosts.master, ""
         if hosts.node_rank == 0:
-            server = await serve(hosts, hosts.nnodes, options, timeout, say)
+            server = await serve(hosts, hosts.nnodes, options, timeout, notify)
             stack.push_async_callback(server.aclose)
             host, port = local_address(server.host), server.port
             listens = f"{'all addresses' if is_wildcard(server.host) else server.host} port {port}"
-            say(f"host 0 listens on {listens} for the others, and waits for them for {timeout:g} s")
+            notify(f"host 0 listens on {listens} for the others, and waits for them for {timeout:g} s")
         else:
-            say(f"looking for host 0 at {host} port {port} for {timeout:g} s")
+            notify(f"looking for host 0 at {host} port {port} for {timeout:g} s")
         store = reach_store(hosts, options, (host, port), timeout)
         rounds = _Rounds(PrefixStore("doctor", store), hosts)
         await stack.enter_async_context(stack.enter_context(Progress()).watching(rounds.stage))
@@ -87,7 +89,7 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, say: C
 
 
 async def _visit(rounds: _Rounds, visitor: _Visitor, came: Mapping[int, Any], timeout: float) -> HostsMet:
-    """Dial the others, and tell all whom this host reaches."""
+    """Dial the other hosts, and exchange the results with them."""
     facts = {host: HostFacts(*told["facts"]) for host, told in came.items()}
     met = HostsMet(came[0]["nnodes"], came[0]["listens"], timeout, facts, {})
     if met.differ():
@@ -113,7 +115,7 @@ def _where(card: Card | None) -> str:
 
 
 class _Rounds:
-    """What the hosts tell each other through the store."""
+    """The rounds in which the hosts exchange results through the store."""
 
     def __init__(self, store: Store, hosts: Hosts) -> None:
         self._store = store
@@ -123,7 +125,7 @@ class _Rounds:
         self._round = ""
 
     async def stage(self, seconds: int) -> str:
-        """Return how far this host is after so many seconds, for people."""
+        """Return the text of the progress line: the step that this host is in, and its `seconds`."""
         doing = "dialling the others"
         if not self._round:
             doing = "looking for host 0"
@@ -135,23 +137,34 @@ class _Rounds:
         return f"{doing}, {seconds} s"
 
     async def first(self, mine: Mapping[str, Any], timeout: float) -> dict[int, Any]:
-        """Come, as the only one of this number; return what all have told that came in time."""
+        """Claim the number of this host, and run the first round; return the reports of the hosts that came in time.
+
+        Raises:
+            RendezvousError: the number is taken, host 0 expects another number of hosts, or this host came too late.
+        """
         own = msgpack.packb([socket.gethostname(), os.getpid(), os.urandom(8)])
         name, pid, _ = msgpack.unpackb(first := await self._store.compare_set(f"claim/{self._host}", b"", own))
         if first != own:
             raise RendezvousError(
-                f"host {self._host} is {name} (process {pid}) already: give each host a --node-rank of its own, or "
-                "wait for the end of what was started before"
+                f"host {self._host} is {name} (process {pid}) already: give each host its own --node-rank, or "
+                "wait until the previous command has ended"
             )
         came = await self.exchange("came", mine, timeout)
         if came[0]["nnodes"] != self._nnodes:
             raise RendezvousError(f"--nnodes {self._nnodes}: host 0 was given --nnodes {came[0]['nnodes']}")
         if self._host not in came:
-            raise RendezvousError(f"host {self._host} came too late: the others have begun without it; start all again")
+            raise RendezvousError(
+                f"host {self._host} came too late: the other hosts have started without it; "
+                "run the command again on all hosts"
+            )
         return came
 
     async def exchange(self, what: str, mine: Any, limit: float) -> dict[int, Any]:
-        """Tell `mine`; return what those have told who did so within `limit` seconds."""
+        """Publish `mine`; return the reports that hosts have published within `limit` seconds.
+
+        Raises:
+            RendezvousError: host 0 has not ended the round in time.
+        """
         self._round = what
         await self._store.set(f"{what}/{self._host}", msgpack.packb(mine))
         if self._host == 0:
@@ -164,14 +177,14 @@ class _Rounds:
             found = msgpack.unpackb(await self._store.get(what, limit + _SLACK), strict_map_key=False)
         except StoreTimeoutError:
             raise RendezvousError(
-                f"host 0 has a store, and did not go on within {limit + _SLACK:g} s: is it `aiocoll doctor` that runs "
-                "there?"
+                f"host 0 has a store, but has not ended the round within {limit + _SLACK:g} s: check that `aiocoll "
+                "doctor` runs there, and not another job"
             ) from None
         self._there = found.keys()
         return {host: msgpack.unpackb(data, strict_map_key=False) for host, data in found.items()}
 
     async def leave(self) -> None:
-        """Host 0, with which the store goes, lets the others leave first."""
+        """Leave the rounds. Host 0 waits for the others first, because the store ends with it."""
         with suppress(StoreError):
             if self._host:
                 await self._store.set(f"left/{self._host}", b"")
@@ -180,7 +193,7 @@ class _Rounds:
 
 
 class _Visitor:
-    """Listens and dials as the rank of this host does that has the number of the host; a context manager."""
+    """A listener and dialler that behaves like a rank with the number of this host; a context manager."""
 
     def __init__(self, hosts: Hosts, options: GroupOptions, came: Collection[int]) -> None:
         self._options = options
@@ -195,7 +208,7 @@ class _Visitor:
             hosts.name,
             hosts.key,
             StreamOptions(
-                # Whether two are on one host does not matter here: between hosts it is TCP or nothing.
+                # Two of these hosts may be one machine. A job would use TCP between them anyway, or fail.
                 transport=TCP.sockets if transport.crosses_hosts else transport.sockets,
                 host_id=options.host_id,
                 connect_timeout=_DIAL,
@@ -215,7 +228,7 @@ class _Visitor:
         await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def listen(self, came: Mapping[int, Any]) -> tuple[Card | None, str]:
-        """Listen; return the card for the others, or why there is none."""
+        """Listen; return the card for the other hosts and "", or None and the reason of the failure."""
         try:
             await self._open_stream.encrypt(self._options.encryption != "none")
             stores = {host: told["store"] for host, told in came.items()}
@@ -224,7 +237,7 @@ class _Visitor:
             return None, str(error)
 
     async def dial(self, cards: Mapping[int, Card]) -> dict[int, Attempt]:
-        """Dial the others, all at once; then, one after another, measure how long a byte takes there and back."""
+        """Dial the other hosts, all at once; then measure the round-trip time to each, one after another."""
         peers = [host for host in cards if host != self._transport.rank]
         reached = await asyncio.gather(*(self._reach(host, cards[host]) for host in peers))
         return {
@@ -233,7 +246,7 @@ class _Visitor:
         }
 
     async def _reach(self, host: int, card: Card) -> ByteStream | str:
-        """Open a connection for heartbeats, of which there can be one each way; return it, or why there is none."""
+        """Open a heartbeat connection, of which each direction may have one; return it, or the reason of a failure."""
         try:
             stream = await self._transport.connect_heartbeat(host, card)
         except AiocollError as error:
@@ -249,7 +262,7 @@ class _Visitor:
 
 
 async def _answer(stream: ByteStream) -> None:
-    """Send back what comes, until nothing does."""
+    """Send back each byte that arrives, until the connection ends."""
     try:
         with suppress(OSError):
             while True:

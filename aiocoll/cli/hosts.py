@@ -1,4 +1,4 @@
-"""The hosts of a job on a command line: how many, which one this is, where host 0 serves the store, and the key."""
+"""Command-line arguments about the hosts of a job: their number, this host, the store of host 0, and the job key."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from aiocoll.store.tcp import security_arguments
 
 __all__ = ["Hosts", "add_host_arguments", "reach_store", "read_hosts", "serve"]
 
-#: torchrun's, for several hosts; one host takes a free port.
+#: The default port of torchrun, used with several hosts. With one host the store takes a free port.
 _DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """What the hosts of a job have in common, and which one this is.
+    """The common parameters of the hosts of a job, and the number of this host.
 
     Attributes:
-        nnodes: how many there are.
-        node_rank: this one.
+        nnodes: number of hosts.
+        node_rank: number of this host, from 0.
         master: address and port of the store, which host 0 serves.
         key: the job key.
-        name: of the job.
+        name: name of the job.
     """
 
     nnodes: int
@@ -41,9 +41,11 @@ class Hosts:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `read_hosts` reads."""
+    """Add the arguments that `read_hosts` reads."""
     parser.add_argument("--nnodes", type=positive, default=1, metavar="N", help="number of hosts (default: 1)")
-    parser.add_argument("--node-rank", type=integer, default=0, metavar="K", help="which of them this one is (from 0)")
+    parser.add_argument(
+        "--node-rank", type=integer, default=0, metavar="K", help="number of this host, from 0 (default: 0)"
+    )
     parser.add_argument("--master-addr", metavar="HOST", help="address of host 0, as every host can reach it")
     parser.add_argument(
         "--master-port",
@@ -55,10 +57,10 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> Hosts:
-    """Check the arguments; takes a job key out of `environ`.
+    """Check the arguments and return the hosts; remove a job key from `environ`.
 
     Raises:
-        ValueError: says which argument to change.
+        ValueError: an argument is missing or wrong; the message names it.
     """
     if not 0 <= args.node_rank < args.nnodes:
         raise ValueError(f"--node-rank {args.node_rank}: must be from 0 to {args.nnodes - 1}, one less than --nnodes")
@@ -71,7 +73,7 @@ def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> H
     key = read_key_file(args.job_key_file, "--job-key-file") if args.job_key_file else given
     if key is None and args.nnodes > 1:
         raise ValueError(
-            "several hosts need one job key, or any stranger could join them: make one with "
+            "several hosts need one job key, which keeps unknown processes out: make one with "
             '`(umask 077; python -c "import secrets; print(secrets.token_hex(32))" > job.key)`, '
             "copy the file to every host, and pass --job-key-file job.key (or set AIOCOLL_JOB_KEY)"
         )
@@ -81,7 +83,7 @@ def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> H
         node_rank=args.node_rank,
         master=(host, port),
         key=key or secrets.token_bytes(KEY_SIZE),
-        # All hosts must come to the same name without talking; on one host, jobs that follow each other differ.
+        # Several hosts must derive the same name without communication. On one host, consecutive jobs get new names.
         name=environ.get("AIOCOLL_JOB_ID") or (f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8)),
     )
 
@@ -92,14 +94,14 @@ async def serve(
     """Start the store, on host 0.
 
     Args:
-        hosts: of the job.
-        world_size: ranks of the job.
-        options: resolved.
-        timeout: seconds in which the name of host 0 must become known there.
-        trouble: called with the reason why this waits, once for each.
+        hosts: the hosts of the job.
+        world_size: number of ranks of the job.
+        options: the resolved options.
+        timeout: seconds in which the name of host 0 must become resolvable on host 0.
+        trouble: called once with each reason for a wait.
 
     Raises:
-        AiocollError: it cannot listen there.
+        AiocollError: the store cannot listen on that address and port.
         ValueError: the files of the user's CA cannot be used.
     """
     said: set[str] = set()
@@ -130,7 +132,7 @@ async def serve(
 
 
 def reach_store(hosts: Hosts, options: GroupOptions, where: tuple[str, int], timeout: float) -> TCPStore:
-    """Return a client of that store, not opened yet."""
+    """Return a client of the store at `where`; the caller opens it."""
     return TCPStore(
         *where,
         timeout=timeout,

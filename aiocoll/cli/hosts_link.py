@@ -1,7 +1,8 @@
-"""The restarts of a job on several hosts: their launchers tell each other by the store how their ranks are.
+"""Restarts of a job on several hosts: the launchers exchange the states of their ranks through the store.
 
-Each writes its state several times a second, and reads those of all. Host 0, which has the store, decides what comes
-next, and notes who is not heard of any more; a host that does not reach the store for as long takes host 0 for lost.
+Each launcher writes its state several times a second, and reads the states of all others. Host 0, which serves the
+store, decides on restarts and on the end of the job. It declares a host lost whose state stays the same for `LOST`
+seconds. A host that cannot reach the store for as long declares host 0 lost.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from aiocoll.store import PrefixStore, Store, StoreServer, TCPStore
 
 __all__ = ["HostsLink"]
 
-#: Seconds in which the launcher of host 0 must be there.
+#: Seconds in which the launcher of host 0, and at the end those of all hosts, must have started.
 COMES_WITHIN = 300.0
-#: Seconds after which one that waits for it says so.
+#: Seconds after which a launcher that waits for host 0 prints a notice.
 SAYS_SO_AFTER = 2.0
-#: Seconds between two looks at the others.
+#: Seconds between two readings of the states.
 TURN = 0.25
-#: Seconds without a sign of life after which a host is lost, and that host 0 stays at the end for the others to hear.
+#: Seconds without a new state after which a host is lost. At the end, host 0 waits as long for the others to leave.
 LOST = 6.0
-#: What the keys of launchers begin with; all others are removed before the ranks start anew.
+#: Prefix of the keys of launchers. All other keys are removed before a restart.
 _PREFIX = "aiocoll/launchers"
 
 
 class _Told(NamedTuple):
-    """What a launcher writes: a number that grows each time, whether it leaves, and its state."""
+    """The report of a launcher: a counter that grows with each report, whether it leaves, and its state."""
 
     beat: int
     leaves: bool
@@ -50,14 +51,14 @@ class _Told(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """What host 0 writes.
+    """The decision of host 0 on the next step of the job.
 
     Attributes:
-        restarts: number of the restart in which all ranks run, or are to be started.
-        over: whether the job is over.
-        why: of what that comes.
-        by: the host with the rank to blame, which has said so already.
-        lost: hosts without which the others go on.
+        restarts: number of the restart in which all ranks run, or have to be started.
+        over: whether the job has ended.
+        why: the reason; "" if there is none.
+        by: the host with the rank at fault, which has printed the reason already.
+        lost: lost hosts, without which the others continue.
     """
 
     restarts: int
@@ -72,14 +73,14 @@ class _Decision(NamedTuple):
 
 
 class HostsLink:
-    """See `aiocoll.cli.restarts.Restarts`.
+    """The launcher's part in the restarts of a job on several hosts; see `aiocoll.cli.restarts.Restarts`.
 
     Args:
-        hosts: of the job.
-        same: what has to be the same on all hosts, in words.
-        allowed: how many restarts there may be.
-        open_store: makes a client of the store that has to be reached within so many seconds.
-        server: of the store, on host 0.
+        hosts: the hosts of the job.
+        same: the arguments that must be the same on all hosts, as text.
+        allowed: the largest number of restarts.
+        open_store: makes a client of the store, which must be reached within the given number of seconds.
+        server: the server of the store, on host 0.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class HostsLink:
         self._decision: _Decision | None = None
         self._states: Mapping[int, HostState] = {}
         self._reached = 0.0
-        # On host 0: the last beat of each host, and when it was new; and when the last decision was made.
+        # On host 0: the last beat of each host with its time of arrival, and the time of the last decision.
         self._beats: dict[int, tuple[int, float]] = {}
         self._decided = monotonic()
 
@@ -139,7 +140,7 @@ class HostsLink:
         self._thread.join(2 * LOST)
 
     def _soon(self, change: Callable[[], object]) -> None:
-        """Make a change in the thread of the link, unless that has ended."""
+        """Make a change in the thread of the link, unless the thread has ended."""
 
         def carry_out() -> None:
             change()
@@ -185,18 +186,21 @@ class HostsLink:
                     return
 
     async def _come(self, store: Store) -> None:
-        """Make sure that this is the only launcher of this host, and begin with the restart that the others are in."""
+        """Claim the number of this host, and read the current decision.
+
+        Raises:
+            RendezvousError: another launcher has the number, or was started with different arguments.
+        """
         rank, given = self._hosts.node_rank, self._same.encode()
         if (others := await store.compare_set("same", b"", given)) != given:
             raise RendezvousError(
-                f"host {rank} was started with {self._same}, another host with {others.decode()}: give all the same"
+                f"host {rank} was started with {self._same}, another host with {others.decode()}: "
+                "use the same on all hosts"
             )
         mine = msgpack.packb([socket.gethostname(), os.getpid(), os.urandom(8)])
         name, pid, _ = msgpack.unpackb(first := await store.compare_set(f"launcher/{rank}", b"", mine))
         if first != mine:
-            raise RendezvousError(
-                f"host {rank} is {name} (process {pid}) already: give each host a --node-rank of its own"
-            )
+            raise RendezvousError(f"host {rank} is {name} (process {pid}) already: give each host its own --node-rank")
         if self._server is not None:
             self._decision = _Decision(0)
         else:
@@ -205,7 +209,7 @@ class HostsLink:
         self._tell_decision()
 
     async def _turn(self, store: Store) -> bool:
-        """Tell and hear; return whether there is no more to be heard."""
+        """Publish the own state, and read the others; return whether the exchange has ended."""
         mine = f"host/{self._hosts.node_rank}"
         await store.set(mine, self._packed())
         while self._asked:
@@ -248,7 +252,7 @@ class HostsLink:
         why = decision.why if decision.by != self._hosts.node_rank else ""
         self._tell(Verdict(None if decision.over else decision.restarts, why))
 
-    # -- host 0 decides, the others hear
+    # -- decisions: host 0 makes them, the others read them
 
     async def _decide(self, store: Store, server: StoreServer, told: Mapping[int, _Told]) -> None:
         before = self._decision
@@ -260,17 +264,17 @@ class HostsLink:
             if (decision.restarts, decision.over) != (before.restarts, before.over):
                 self._tell_decision()
         assert self._decision is not None
-        # Always, since beginning anew ends all connections to the store.
+        # Publish it even if it has not changed: a restart ends all connections to the store.
         await store.set("decision", msgpack.packb(self._decision))
 
     async def _next(self, store: Store, told: Mapping[int, _Told], decision: _Decision) -> _Decision:
-        """Return what is to be done now."""
+        """Return the next decision: `decision` itself, or one that the states of the hosts require."""
         there = {host: each.state for host, each in told.items() if host not in decision.lost}
         for host in self._silent(told) & there.keys():
-            why = f"host {host} is lost: its launcher has not been heard of for {LOST:g} s"
+            why = f"host {host} is lost: its launcher has not reported for {LOST:g} s"
             if not any(state.elastic for state in there.values()):
                 return _Decision(decision.restarts, True, why, lost=(host,))
-            self._tell(Notice(f"{why}; the others go on"))
+            self._tell(Notice(f"{why}; the others continue"))
             return decision._replace(lost=(*decision.lost, host))
         for host in there:
             if told[host].leaves:
@@ -285,7 +289,7 @@ class HostsLink:
         return decision._replace(restarts=number) if number <= self.allowed else decision._replace(over=True)
 
     def _silent(self, told: Mapping[int, _Told]) -> set[int]:
-        """Return those that have come, and have not been heard of for too long."""
+        """Return the hosts whose last new report is older than `LOST` seconds."""
         now = monotonic()
         for host, each in told.items():
             if self._beats.get(host, (0, 0.0))[0] != each.beat:
@@ -297,7 +301,7 @@ class HostsLink:
         if not missing:
             return _Decision(decision.restarts, True)
         if monotonic() - self._decided > COMES_WITHIN:
-            why = f"host {missing} did not come within {COMES_WITHIN:g} s: was it started with --max-restarts, too?"
+            why = f"host {missing} did not come within {COMES_WITHIN:g} s: start it with --max-restarts, too"
             return _Decision(decision.restarts, True, why)
         return decision
 
@@ -306,7 +310,7 @@ class HostsLink:
         assert before is not None
         self._decision = decision = _Decision.unpacked(await store.get("decision"))
         for host in set(decision.lost) - set(before.lost) if not decision.over else ():
-            self._tell(Notice(f"host {host} is lost; the others go on"))
+            self._tell(Notice(f"host {host} is lost; the others continue"))
         if (decision.restarts, decision.over) != (before.restarts, before.over):
             self._tell_decision()
 
@@ -316,7 +320,7 @@ class HostsLink:
         if not any(state.elastic for state in (self._state, *self._states.values())):
             self._tell(Verdict(None, why))
             return
-        self._tell(Notice(f"{why}; the others go on, and no rank can be started anew any more"))
+        self._tell(Notice(f"{why}; the others continue, but lost ranks are no longer replaced"))
         while not (self._leaves or self._state.over):
             while self._asked:
                 self._tell(Granted(self._asked.pop(), 0))

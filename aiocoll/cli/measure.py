@@ -1,8 +1,9 @@
-"""Timing one case of a benchmark, the same on all ranks and for any library.
+"""Timing of one benchmark case, the same on all ranks and for any library.
 
-A call on fresh arrays is checked first and last. In between the calls run in blocks, and what each block leaves in the
-arrays is checked, outside of the time. Within a block nothing but the calls keeps the ranks together; its first call
-is not counted, since the ranks come to it from their checks. The time of an iteration is that of its slowest rank.
+The first call and the last one work on fresh arrays, and their results are checked. The calls in between run in blocks.
+The contents of the arrays are checked after each block, outside of the measured time. Nothing but the calls
+synchronizes the ranks within a block. The first call of a block is not counted, because the ranks enter it after checks
+of different length. The time of an iteration is the time of its slowest rank.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ __all__ = ["Combine", "Effort", "Figures", "Times", "Timing", "measure", "times_
 
 T = TypeVar("T")
 
-#: Bytes that take milliseconds to fill or to check.
+#: Array size in bytes from which filling and checking take milliseconds.
 LARGE = 16 << 20
-#: Nanoseconds of each of so many iterations on this rank.
+#: Runs a number of iterations; returns the nanoseconds of each on this rank.
 Times = Callable[[int], Awaitable[list[int]]]
-#: Reduce float64 values over all ranks, in place.
+#: Reduces float64 values over all ranks, in place.
 Combine = Callable[[npt.NDArray[np.float64], Literal["sum", "max"]], Awaitable[object]]
 
 
 class Effort(NamedTuple):
-    """The effort for a case: about so many seconds, within the least and the most iterations."""
+    """The effort per case: the intended seconds, the least and the largest number of iterations."""
 
     seconds: float
     least: int
@@ -45,9 +46,9 @@ class Timing:
     """The result of a measurement.
 
     Attributes:
-        nanoseconds: of every iteration, on its slowest rank.
-        cpu: seconds of CPU that all ranks together took per iteration.
-        wrong: elements that were not what they should be, on all ranks, in all checks.
+        nanoseconds: time of each iteration on its slowest rank.
+        cpu: CPU seconds per iteration, of all ranks together.
+        wrong: number of elements with a wrong value, on all ranks, in all checks.
     """
 
     nanoseconds: list[int]
@@ -56,7 +57,7 @@ class Timing:
 
 
 class Figures(NamedTuple):
-    """The figures of a case in a table: seconds per call and bytes per second."""
+    """The figures of a case for the table: seconds per call, and bandwidths in bytes per second."""
 
     p50: float
     p95: float
@@ -66,18 +67,18 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, case: Case, world_size: int, nanoseconds: Sequence[int]) -> Figures:
-        """Return them for the iterations of a case."""
+        """Compute the figures from the times of the iterations of a case."""
         return cls.at(case, world_size, *np.percentile(nanoseconds, (50, 95, 99)) / 1e9)
 
     @classmethod
     def at(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
-        """Return them for these times; the bandwidths are those of the median."""
+        """Compute the figures from percentiles; the bandwidths are for the median."""
         algbw = case.size(world_size) / p50
         return cls(float(p50), float(p95), float(p99), float(algbw), float(algbw * bus_factor(case.kind, world_size)))
 
 
 async def measure(load: Workload, times: Times, combine: Combine, effort: Effort) -> Timing:
-    """Time one case; every rank calls this at the same place with the same `effort`.
+    """Time one case; all ranks make this call, with the same `effort`.
 
     Args:
         load: the arrays of one iteration.
@@ -86,7 +87,7 @@ async def measure(load: Workload, times: Times, combine: Combine, effort: Effort
         effort: when to stop.
 
     Returns:
-        The same on all ranks.
+        The timing, the same on all ranks.
     """
     wrong = await _checked(load, times)
     taken: list[int] = []
@@ -138,13 +139,13 @@ async def _prepared(load: Workload, work: Callable[[], T]) -> T:
 
 
 def _enough(taken: Sequence[int], effort: Effort) -> bool:
-    # From times that all ranks share, so that all decide the same.
+    # All ranks have the same times, so that all make the same decision.
     count = len(taken)
     return count >= effort.most or (count >= effort.least and sum(taken) >= effort.seconds * 1e9)
 
 
 def _next(taken: Sequence[int], each: float, effort: Effort, most: int) -> int:
-    """Return the iterations of the next block: the rest of the time, or of the least number.
+    """Return the number of iterations in the next block, from the remaining time and the least number of iterations.
 
     After the least number, a block has at most twice the iterations before it: calls may become slower than the `each`
     nanoseconds of the last block. 1 MiB reduced by a tested Open MPI took 0.5 s where the calls before took 1 ms.

@@ -1,4 +1,4 @@
-"""Dumps of flight recorders, read from files and put together by group."""
+"""Dumps of flight recorders, read from files and merged by group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Dump = dict[str, Any]
 Entry = dict[str, Any]
 
 _NUMBER, _TEXT = integer(1 << 64), text()
-#: What is used of a dump, and of an entry.
+#: The used fields of a dump; `_ENTRY` and `_PERHAPS` have those of an entry.
 _DUMP: dict[str, Check] = {
     "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": listed(_NUMBER),
     "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": mapped(_NUMBER),
@@ -51,18 +51,18 @@ _PERHAPS: dict[str, Check] = {
 
 
 class Unusable(Exception):
-    """A file is not a dump, or dumps are not of one group; the message names the file and the reason."""
+    """An error in the dumps: a file is no dump, or dumps contradict each other; the message names file and reason."""
 
 
 @dataclass
 class MergedCall:
-    """One collective as the ranks have recorded it.
+    """A collective, merged from the entries of all ranks.
 
     Attributes:
-        key: of a keyed one.
-        seq: its number, or the count of its key.
-        entries: what each rank called.
-        entered: when each rank entered it, on one clock.
+        key: the key of the call; None if it has none.
+        seq: its sequence number, or the count of its key.
+        entries: the entry of each rank that made the call, by rank.
+        entered: the time at which each rank entered it, in seconds on one clock, by rank.
     """
 
     key: str | None
@@ -72,7 +72,7 @@ class MergedCall:
 
     @property
     def first(self) -> float:
-        """When the first rank entered it."""
+        """Return the time at which the first rank entered it."""
         return min(self.entered.values())
 
 
@@ -80,12 +80,12 @@ class GroupDumps:
     """The dumps of one group.
 
     Args:
-        dumps: one per rank that has one, in order of rank.
+        dumps: one per rank that has a dump, in the order of ranks.
 
     Attributes:
-        ranks: the ranks that have one.
-        silent: the ranks without one.
-        shifts: offsets that bring the times of each rank to one clock.
+        ranks: the ranks with a dump.
+        silent: the ranks without a dump.
+        shifts: seconds to add to the times of each rank, to convert them to one clock.
         calls: all recorded collectives, in the order of their first entry.
     """
 
@@ -111,23 +111,23 @@ class GroupDumps:
         return [entry for entry in self.dumps[rank]["entries"] if entry["kind"] == kind]
 
     def dumped(self, rank: int) -> float:
-        """Return when the rank wrote its dump."""
+        """Return the time at which the rank wrote its dump, on the common clock."""
         monotonic: float = self.dumps[rank]["clock"]["monotonic"]
         return monotonic + self.shifts[rank]
 
     @property
     def cause(self) -> dict[str, Any] | None:
-        """Why the group was revoked, if it was: the cause that most ranks report, since ranks may differ."""
+        """Return the cause that most ranks report, since ranks may differ; None if the group was not revoked."""
         causes = [dump["cause"] for dump in self.dumps.values() if dump["cause"] is not None]
         texts = [cause.get("text") for cause in causes]
         return max(causes, key=lambda cause: texts.count(cause.get("text")), default=None)
 
 
 def collect(paths: Sequence[str]) -> list[GroupDumps]:
-    """Read dumps; return their groups by name.
+    """Read dumps; return their groups, sorted by name.
 
     Raises:
-        Unusable: names the file and what is wrong with it.
+        Unusable: a file is no dump, or dumps contradict each other; the message names the file and the reason.
     """
     found: dict[tuple[str, int], dict[int, tuple[str, Dump]]] = {}
     for path in paths:
@@ -170,7 +170,11 @@ def _load(path: str) -> Dump:
 
 
 def _checked(dump: Dump) -> Dump:
-    """Return the used fields of a dump; raises `Misfit` if they are not valid."""
+    """Return the used fields of a dump.
+
+    Raises:
+        Misfit: a field is missing or not valid.
+    """
     found = _taken(dump, _DUMP, _LATER, Scope(0, None))
     size = found["world_size"]
     if not len(found["global_ranks"]) == size > found["rank"]:
@@ -180,7 +184,11 @@ def _checked(dump: Dump) -> Dump:
 
 
 def _taken(given: Any, needed: Mapping[str, Check], perhaps: Mapping[str, Check], scope: Scope) -> dict[str, Any]:
-    """Return the fields that are known; later versions may write more."""
+    """Return the known fields of a map; later versions may write more.
+
+    Raises:
+        Misfit: a field is missing or not valid.
+    """
     if not isinstance(given, dict):
         raise Misfit("entries: one is not a map")
     found = {name: value for name, value in given.items() if name in needed or name in perhaps}

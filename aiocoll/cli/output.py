@@ -1,4 +1,4 @@
-"""Relays the output of ranks: whole lines with the rank as prefix, each traceback in one piece."""
+"""Relay of the output of a rank: whole lines with the rank as prefix, each traceback in one piece."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from aiocoll.cli.sink import Sink
 
 __all__ = ["OutputRelay"]
 
-#: Bytes of one read, and of the longest line that is kept whole; longer ones are cut, so that memory stays bounded.
+#: Bytes per read, and of the longest line that is kept whole. Longer lines are cut, so that memory stays bounded.
 _CHUNK = 1 << 16
-#: How a traceback begins; those of an exception group are indented.
+#: The first line of a traceback. In an exception group, it is indented.
 _BEGINNING = b"Traceback (most recent call last):"
 #: Seconds without output after which a traceback has ended. Python writes it line by line, and lines after it may
 #: belong to it: a cause, notes, the rest of a message.
 _QUIET = 0.2
-#: Limits of output held back for a traceback, in seconds and bytes: a rank that continues to write is not blocked.
+#: Limits in seconds and bytes of the output held back for a traceback, so that a rank that writes on is not blocked.
 _LONGEST, _LARGEST = 1.0, 1 << 20
-#: Seconds that a pipe has to be empty to count as drained; bytes that it may still hold when its writers have ended.
+#: Seconds without data after which a pipe counts as drained, and the most bytes that it holds when its writers ended.
 _EMPTY, _HELD = 0.1, (1 << 20) + _CHUNK
 
 
 class OutputRelay(threading.Thread):
-    """Passes on the output from a pipe until its end.
+    """A thread that relays the output from a pipe until its end.
 
     Args:
         prefix: written before every line.
         pipe: the output of a rank, unbuffered.
-        output: receives it in whole lines.
-        log: gets a copy without prefixes, as it comes.
+        output: receives whole lines with the prefix.
+        log: receives a copy without prefixes, as it arrives.
     """
 
     def __init__(self, prefix: bytes, pipe: IO[bytes], output: BinaryIO, log: Sink | None = None) -> None:
@@ -43,14 +43,14 @@ class OutputRelay(threading.Thread):
         self._lines: list[bytes] = []
         self._held_since: float | None = None
         self._count = 0
-        #: Since when this thread waits in a read; None outside.
+        #: Time since which this thread has been waiting in a read; None outside of reads.
         self._reading: float | None = None
         self.start()
 
     def drain(self) -> None:
-        """Wait until what the pipe holds now has been passed on, however slowly the reader of our output reads.
+        """Wait until the present content of the pipe has been relayed, however slowly the output is read.
 
-        A process that the rank has left behind may keep the pipe open, and write more: that is not waited for.
+        A process that the rank has left behind may keep the pipe open and write more. This does not wait for that.
         """
         enough = self._count + _HELD
         while self.is_alive() and self._count < enough:
@@ -60,7 +60,7 @@ class OutputRelay(threading.Thread):
             self.join(_EMPTY)
 
     def run(self) -> None:
-        """Read and write."""
+        """Relay the pipe until its end; the code of the thread."""
         rest = b""
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)

@@ -1,4 +1,4 @@
-"""The process of one rank: its start, its reports, its end."""
+"""The process of one rank: start, reports, signals and end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocoll.cli.sink import Sink
 
 __all__ = ["DRAIN", "Exit", "RankProcess", "Report", "SaidElastic"]
 
-#: Seconds to wait for the remaining output of an ended rank; only a child that it left behind takes longer.
+#: Seconds to wait for the remaining output of an ended rank. Only a child that keeps the pipe open takes longer.
 DRAIN = 1.0
 _START = str(Path(__file__).with_name("start.py"))
 #: Lines of /proc/PID/status with the signals that a process blocks, ignores and handles.
@@ -27,7 +27,7 @@ _EXPECTED = ("SigBlk", "SigIgn", "SigCgt")
 
 
 class Report(NamedTuple):
-    """An exception that a rank's program did not catch; the fields are described in `aiocoll.cli.start`."""
+    """The report of an exception that a rank's program did not catch; `aiocoll.cli.start` describes the fields."""
 
     rank: int
     time: float
@@ -66,7 +66,7 @@ class Exit(NamedTuple):
         rank: number of the rank.
         time: time at which the launcher noticed the end.
         code: the exit code, or -n for signal n.
-        by_launcher: whether the launcher has sent that signal.
+        by_launcher: whether the launcher sent the signal.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class RankProcess:
         environment: the environment, without the descriptor of the key's pipe.
         key: the content of that pipe.
         logs: files that receive a copy of its standard output and error, or None.
-        tell: called from another thread with its reports, then with its exit.
+        notify: called from another thread, with each report and then with the exit.
 
     Raises:
         OSError: the process cannot be started.
@@ -100,10 +100,10 @@ class RankProcess:
         environment: Mapping[str, str],
         key: bytes,
         logs: tuple[Sink, Sink] | None,
-        tell: Callable[[Report | SaidElastic | Exit], object],
+        notify: Callable[[Report | SaidElastic | Exit], object],
     ) -> None:
         self.rank = rank
-        self._tell = tell
+        self._notify = notify
         self._logs = logs
         self._sent: set[signal.Signals] = set()
         fd = _pipe_with(key)
@@ -153,7 +153,7 @@ class RankProcess:
                 os.killpg(self._process.pid, number)
 
     def ask(self, number: signal.Signals) -> bool:
-        """Send a signal to the rank alone, if it has a handler; return whether it has one."""
+        """Send a signal to the rank alone, if it has a handler for it; return whether it has one."""
         if self._process.returncode is not None or not _expects(self._process.pid, number):
             return False
         with suppress(ProcessLookupError):
@@ -184,7 +184,7 @@ class RankProcess:
             log.close()
 
     def _wait(self, reports: int) -> None:
-        """Write the end after all reports: children of the rank may keep the pipe open."""
+        """Write the exit code into the report pipe, after all reports. Children of the rank may keep the pipe open."""
         code = self._process.wait()
         with open(reports, "w", encoding="ascii") as pipe:
             pipe.write(f"\n{json.dumps({'time': time.monotonic(), 'code': code, 'ended': True})}\n")
@@ -198,16 +198,16 @@ class RankProcess:
                 except ValueError:  # empty, or cut short by the end of the rank
                     continue
                 if said.pop("ended", False):
-                    self._tell(Exit(self.rank, **said, by_launcher=-said["code"] in self._sent))
+                    self._notify(Exit(self.rank, **said, by_launcher=-said["code"] in self._sent))
                     break
                 if said.pop("elastic", False):
-                    self._tell(SaidElastic(self.rank))
+                    self._notify(SaidElastic(self.rank))
                     continue
                 report = Report(self.rank, **said)
                 traceback = report.traceback
-                self._tell(report)
+                self._notify(report)
         if self._logs is not None and traceback:
-            # The rank has not written the traceback itself, and it has to be last.
+            # The launcher writes the traceback to the log, because the rank has not. It must follow all other output.
             self._relays[1].join(DRAIN)
             self._logs[1].write(traceback.encode(errors="replace"))
 
@@ -223,7 +223,7 @@ def _expects(pid: int, number: signal.Signals) -> bool:
 
 
 def _pipe_with(key: bytes) -> int:
-    """Return the reading end of a pipe that holds `key` and then ends."""
+    """Return the reading end of a pipe that contains `key` and whose writing end is closed."""
     reading, writing = os.pipe()
     with open(writing, "wb") as pipe:
         pipe.write(key)

@@ -1,6 +1,6 @@
-"""What hosts have found when each dialled each other one: who reaches whom, why not, and whether a job would meet.
+"""Connections between hosts: the table of `aiocoll doctor`, its failures with remedies, and the verdict on a job.
 
-All hosts have to reach host 0, whose lowest rank all others dial; of any other two, one has to reach the other.
+All hosts must reach host 0, because all ranks dial its lowest rank. Of any two other hosts, one must reach the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from aiocoll.cli.checks import CheckResult
 __all__ = ["Attempt", "HostFacts", "HostsMet", "findings"]
 
 _TOPIC = "between hosts"
-#: What the table says of a failure whose reason has these words.
+#: Short forms of failures in the table, by words of their reasons.
 _SHORT = {
     "does not answer": "no answer",
     "Connection refused": "refused",
@@ -22,20 +22,20 @@ _SHORT = {
     "did not prove": "wrong key",
     "TLS:": "no TLS",
 }
-#: Failures that a firewall, or a wrong address, is the cause of; whatever else happens, somebody has answered.
+#: Failures whose cause is a firewall or a wrong address. With any other failure, a process has answered.
 _UNANSWERED = ("no answer", "refused", "no route")
 
 
 class HostFacts(NamedTuple):
-    """One host, as it has told the others.
+    """The facts that a host has reported about itself.
 
     Attributes:
         name: its host name.
-        system: its cores and the versions there.
-        encryption: the option.
-        ports: the option `port_range` in words, "" if there is none.
-        where: address and port at which others are to dial it, "" if there are none.
-        trouble: why there are none.
+        system: its cores, and the versions of aiocoll, Python and the system.
+        encryption: the option `encryption`.
+        ports: the option `port_range` as text, "" if it is not set.
+        where: address and port at which the other hosts dial it, "" if it does not listen.
+        trouble: the reason why it does not listen.
     """
 
     name: str
@@ -43,15 +43,15 @@ class HostFacts(NamedTuple):
     encryption: str
     ports: str
     where: str = ""
-    trouble: str = "it has not told where it listens: see what it prints"
+    trouble: str = "it has not reported its address; see its output"
 
 
 class Attempt(NamedTuple):
-    """One host has dialled another.
+    """The result of dialling one host from another.
 
     Attributes:
-        seconds: of a round trip, 0.0 if the other host was not reached.
-        trouble: why not; it continues a sentence.
+        seconds: time of a round trip; 0.0 if the host was not reached.
+        trouble: the reason of a failure, as the continuation of a sentence; "" if the host was reached.
     """
 
     seconds: float
@@ -59,14 +59,14 @@ class Attempt(NamedTuple):
 
 
 class HostsMet(NamedTuple):
-    """All that is known once the hosts have dialled each other.
+    """The results of all hosts after dialling each other.
 
     Attributes:
-        nnodes: how many there should be.
-        store: where the store listens, in words.
-        seconds: how long host 0 has waited for the others at most.
-        hosts: those that have come.
-        rows: by each host that has told them, its attempts to reach those that listen.
+        nnodes: expected number of hosts.
+        store: address and port of the store, as text.
+        seconds: time limit of host 0 for the others to come.
+        hosts: facts about the hosts that have come, by number.
+        rows: attempts to reach the listening hosts: by dialling host, then by dialled host.
     """
 
     nnodes: int
@@ -76,21 +76,21 @@ class HostsMet(NamedTuple):
     rows: Mapping[int, Mapping[int, Attempt]]
 
     def reaches(self, source: int, target: int) -> bool:
-        """Whether one host has reached another."""
+        """Return whether `source` has reached `target`."""
         attempt = self.rows.get(source, {}).get(target)
         return attempt is not None and not attempt.trouble
 
     def differ(self) -> bool:
-        """Whether some hosts encrypt and others do not; then nobody dials."""
+        """Return whether some hosts encrypt and others do not. If so, no host dials."""
         return len({facts.encryption == "none" for facts in self.hosts.values()}) > 1
 
     def named(self, host: int) -> str:
-        """Return what to call a host in a sentence."""
+        """Return the number and name of a host, for a sentence."""
         return f"host {host} ({self.hosts[host].name})"
 
 
 def findings(met: HostsMet) -> Iterator[CheckResult]:
-    """Yield the hosts, the table, a sentence for each pair that has failed, and the verdict; the same on all hosts."""
+    """Yield the hosts, the table, a sentence per failed attempt, and the verdict; the same on all hosts."""
     found = [*_hosts(met), *_missing(met)]
     if met.differ():
         found.append(_different_encryption(met))
@@ -115,9 +115,9 @@ def _missing(met: HostsMet) -> Iterator[CheckResult]:
     if missing:
         who = f"host(s) {', '.join(missing)} of {met.nnodes}"
         advice = (
-            f"{who} did not come within {met.seconds:g} s: does `aiocoll doctor --nnodes {met.nnodes} --node-rank "
-            f"{missing[0]}` run there, with the same --master-addr? It says why it cannot use the store, which listens "
-            f"on {met.store}"
+            f"{who} did not come within {met.seconds:g} s: check that `aiocoll doctor --nnodes {met.nnodes} "
+            f"--node-rank {missing[0]}` runs there, with the same --master-addr. It prints the reason if it cannot "
+            f"use the store, which listens on {met.store}"
         )
         yield CheckResult(_TOPIC, "missing", who, advice, fine=False)
 
@@ -127,7 +127,7 @@ def _different_encryption(met: HostsMet) -> CheckResult:
     others = [str(host) for host in sorted(met.hosts) if str(host) not in plain]
     advice = (
         f"host(s) {', '.join(plain)} have encryption='none' (AIOCOLL_ENCRYPTION), and host(s) {', '.join(others)} have "
-        "not: connections are plain only where every host says so"
+        "not: set the same on every host"
     )
     return CheckResult(_TOPIC, "encryption", "differs", advice, fine=False)
 
@@ -145,7 +145,7 @@ def _cell(met: HostsMet, source: int, target: int) -> str:
     if source == target:
         return "-"
     if source not in met.rows:
-        return "not told"
+        return "no report"
     attempt = met.rows[source].get(target)
     if attempt is None:
         return "not tried"
@@ -159,8 +159,8 @@ def _short(trouble: str) -> str:
 def _failures(met: HostsMet) -> Iterator[CheckResult]:
     for source in sorted(met.hosts):
         if source not in met.rows:
-            advice = f"{met.named(source)} has not told whom it reaches: see what it prints"
-            yield CheckResult(_TOPIC, f"from {source}", "not told", advice, fine=False)
+            advice = f"{met.named(source)} has not reported which hosts it reaches; see its output"
+            yield CheckResult(_TOPIC, f"from {source}", "no report", advice, fine=False)
         for target, attempt in sorted(met.rows.get(source, {}).items()):
             if attempt.trouble:
                 yield _failure(met, source, target, attempt.trouble)
@@ -170,19 +170,19 @@ def _failure(met: HostsMet, source: int, target: int, trouble: str) -> CheckResu
     fine = source == 0 or (target > 0 and met.reaches(target, source))
     advice = _remedy(met, source, target, trouble)
     if fine:
-        # With host 0 goes what all have to reach, and the next lowest rank takes its place.
+        # When host 0 ends, all must reach the host with the next lowest rank instead.
         so_long = " as long as host 0 runs" if source > target else ""
-        advice = f"a job does without that{so_long}: it is host {target} that dials host {source}"
+        advice = f"a job does not need this connection{so_long}: host {target} dials host {source}"
     sentence = f"{met.named(source)} cannot reach {met.named(target)}{trouble}; {advice}"
     return CheckResult(_TOPIC, f"{source} to {target}", _short(trouble), sentence, fine)
 
 
 def _remedy(met: HostsMet, source: int, target: int, trouble: str) -> str:
     if _short(trouble) not in _UNANSWERED:
-        return f"does that address lead to host {target}, and the port to the one on which it listens?"
-    ports = met.hosts[target].ports or "any port (AIOCOLL_PORT_RANGE there says which)"
+        return f"check that this address leads to host {target}, and the port to its listening socket"
+    ports = met.hosts[target].ports or "any port (limit them there with AIOCOLL_PORT_RANGE)"
     either = "" if target == 0 else f", or back from host {target} to host {source}"
     return (
         f"let firewalls pass TCP from host {source} to {ports} of host {target}{either}; if another address leads to "
-        f"host {target}, name it there: AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE"
+        f"host {target}, set AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE there"
     )

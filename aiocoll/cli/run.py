@@ -1,16 +1,16 @@
-"""`aiocoll run`: start the ranks of a program on this host and let them meet.
+"""`aiocoll run`: the launcher, which starts the ranks of a program on this host.
 
-The launcher hosts the store, so a free port needs no guessing and rendezvous outlives rank 0. Ranks get torchrun's
+The launcher serves the store. It can therefore take any free port, and the store outlives rank 0. Ranks get torchrun's
 variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR`, `MASTER_PORT`) and
 
     NODE_RANK              this host among the hosts, the same as GROUP_RANK
-    AIOCOLL_JOB_ID         what tells this job's connections from another's, unless it was set before
-    AIOCOLL_STORE          "launcher": the store at MASTER_ADDR:MASTER_PORT is there, rank 0 must not start one
-    AIOCOLL_STORE_PORT     its port; where a program sets another MASTER_PORT, rank 0 starts a store there
-    AIOCOLL_RESTART_COUNT  how many restarts of the job there had been when this process was started
-    AIOCOLL_JOIN           "1", in place of RANK: take the place of a lost rank in a group that grows
-    AIOCOLL_TOP_DIR        where `aiocoll top` finds the ranks, unless it was set before
-    AIOCOLL_JOB_KEY_FD     a pipe that holds the job key; other processes cannot read it, unlike argv or environment
+    AIOCOLL_JOB_ID         the name of the job, which separates its connections from other jobs; kept if set before
+    AIOCOLL_STORE          "launcher": the launcher serves the store at MASTER_ADDR:MASTER_PORT, so rank 0 must not
+    AIOCOLL_STORE_PORT     the port of that store; if a program changes MASTER_PORT, rank 0 starts a store there
+    AIOCOLL_RESTART_COUNT  number of restarts of the job before this process was started
+    AIOCOLL_JOIN           "1", instead of RANK: replace a lost rank in a group that grows
+    AIOCOLL_TOP_DIR        the folder in which `aiocoll top` finds the ranks; kept if set before
+    AIOCOLL_JOB_KEY_FD     a pipe with the job key; other processes cannot read it, unlike argv and the environment
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from aiocoll.store.listening import local_address
 
 __all__ = ["configure"]
 
-#: Seconds in which the name of host 0 must become known there.
+#: Seconds in which the name of host 0 must become resolvable on host 0.
 _KNOWN_WITHIN = 60.0
 
 
@@ -49,16 +49,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser,
         codes={
             0: "all ranks have ended with 0",
-            "N": "that of the rank that failed first by itself; 1, if it has raised an exception",
-            "128+N": "that rank, or the launcher, was ended by signal N",
-            1: "nothing could be started, only other hosts know the rank that failed, or output could not be written",
+            "N": "exit code of the rank that failed first by itself; 1 if it raised an exception",
+            "128+N": "signal N ended that rank, or the launcher",
+            1: "no rank could be started, the rank that failed is on another host, or output could not be written",
             2: "the command line is wrong",
         },
         usage="aiocoll run (-n N | --nproc-list N,N,...) [options]\n                   (SCRIPT | -m MODULE) [ARG ...]",
         description="Start N ranks of a Python program on this host. Their output is prefixed with [RANK]; their "
-        "standard input is empty. A rank that fails stops the others. The first that failed by itself is shown last, "
-        "with its traceback, and its exit code is the launcher's. With --max-restarts all ranks are then started anew, "
-        "or, where the ranks mend their group (aiocoll.elastic), only the rank that failed is replaced.",
+        "standard input is empty. When a rank fails, the others are stopped. The rank that failed first by itself is "
+        "shown last, with its traceback, and the launcher exits with its code. With --max-restarts all ranks are then "
+        "started again. In an elastic group (aiocoll.elastic), only the rank that failed is replaced.",
         epilog="Several hosts: run the same command on each, with its own --node-rank; host 0 holds the store. All "
         "need one job key, in a file (--job-key-file) or in AIOCOLL_JOB_KEY.",
     )
@@ -78,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=natural,
         default=0,
         metavar="N",
-        help="how often ranks that failed may be started anew, all or one at a time, in the whole job (default: 0)",
+        help="largest number of restarts in the whole job, of all ranks or of a single one (default: 0)",
     )
     parser.add_argument(
         "--kill-after",
@@ -164,7 +164,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _nprocs(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the number of ranks of each host; takes the number of hosts from the list if only that has it."""
+    """Return the number of ranks of each host; set `args.nnodes` from the list if it is not given."""
     listed: tuple[int, ...] | None = args.nproc_list
     if listed is None:
         args.nnodes = args.nnodes or 1

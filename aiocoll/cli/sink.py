@@ -23,26 +23,26 @@ _TICK = 0.1
 
 
 class OutputLostError(Exception):
-    """Standard output cannot be written, so that the command has no purpose any more.
+    """An error of standard output, after which the command has no purpose any more.
 
-    Not an `OSError`: a handler for the failures of a command must not take it for one of these.
+    It is not an `OSError`, so that a handler for the failures of a command does not catch it.
     """
 
 
 class Sink(io.RawIOBase):
-    """A descriptor that takes every byte, waiting where it would block; after an error it drops and counts them.
+    """A file that writes every byte to a descriptor, waiting if needed; after an error it drops and counts bytes.
 
     Args:
         fd: an open descriptor, or -1 if there is none.
-        name: for messages.
-        on_error: called once, by the thread that writes, after the first error.
+        name: name of the output in messages.
+        on_error: called once, in the writing thread, after the first error.
         lock: held while bytes are written, so that blocks of different threads do not mix.
         closefd: whether `close` closes the descriptor.
 
     Attributes:
         name: as given.
-        error: the first error, None without one.
-        lost: bytes that were dropped.
+        error: the first error; None if there was none.
+        lost: number of dropped bytes.
         patience: seconds without progress after which a write fails.
     """
 
@@ -90,7 +90,7 @@ class Sink(io.RawIOBase):
         return memoryview(data).nbytes
 
     def fail(self, error: OSError) -> None:
-        """Drop everything from now on, because of `error`."""
+        """Record `error`, and drop all bytes from now on."""
         with self._state:
             if self.error is not None:
                 return
@@ -99,12 +99,12 @@ class Sink(io.RawIOBase):
 
     @property
     def has_no_reader(self) -> bool:
-        """Whether the other end of the pipe or socket is closed."""
+        """Return whether the other end of the pipe or socket is closed."""
         return isinstance(self.error, ConnectionError)
 
     @property
     def trouble(self) -> str:
-        """Why the bytes are lost, for messages."""
+        """Return the name of the output with the reason of the loss, for messages."""
         assert self.error is not None
         reason = "it is closed" if self.error.errno == errno.EBADF else self.error.strerror
         return f"{self.name} cannot be written ({reason})"
@@ -115,7 +115,7 @@ class Sink(io.RawIOBase):
             with self._lock:
                 os.close(self._fd)
                 super().close()
-        else:  # without the lock: a thread may hold it that waits for a reader of standard output
+        else:  # without the lock: a thread that waits for a reader of standard output may hold it
             super().close()
 
     def flush(self) -> None:
@@ -152,11 +152,11 @@ class Sink(io.RawIOBase):
 
 
 class CommandOutput:
-    """Within ``with``, `sys.stdout` and `sys.stderr` write to sinks, whatever the descriptors are.
+    """A context manager in which `sys.stdout` and `sys.stderr` write to sinks.
 
-    `print`, `argparse`, `rich` and the launcher then share one way of writing. A stream without a descriptor, as of a
-    test or a notebook, is left as it is. Descriptors 0 to 2 that are closed are opened on /dev/null: otherwise a pipe
-    of the launcher could get their numbers, and would be replaced in a process that it starts.
+    `print`, `argparse`, `rich` and the launcher then write in the same way. A stream without a descriptor, as in a test
+    or a notebook, is left as it is. Closed descriptors from 0 to 2 are opened on /dev/null. Otherwise a pipe of the
+    launcher could get such a number, and a child process would replace it with its own standard stream.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class CommandOutput:
         self._filled = _fill_closed()
         locks: dict[object, threading.Lock] = {}
         sys.stdout = self._replace(self._before[0], "standard output", _quit, locks)
-        # Whoever writes an error has a reason of its own to end, and an exit code.
+        # Code that writes an error message ends the command anyway, with its own exit code.
         sys.stderr = self._replace(self._before[1], "standard error", _ignore, locks)
         return self
 
@@ -180,13 +180,13 @@ class CommandOutput:
 
     @property
     def has_no_reader(self) -> bool:
-        """Whether the reader of standard output or error has closed its end."""
+        """Return whether the reader of standard output or standard error has closed its end."""
         return any(sink.has_no_reader for sink in self._sinks)
 
     def exit_code(self, code: int) -> int:
-        """Return the exit code of a command: `code`, but not 0 if output was lost, which this reports.
+        """Report lost output; return the exit code of the command: `code`, or 1 in place of 0 if output was lost.
 
-        A reader that has gone has enough, as in ``aiocoll bench | head``: that is no failure.
+        A reader that has closed its end, as in ``aiocoll bench | head``, is not a failure.
         """
         self._flush()
         lost = [sink for sink in self._sinks if sink.error is not None and not sink.has_no_reader]
@@ -209,7 +209,7 @@ class CommandOutput:
                 stream.flush()
             except (OSError, ValueError):
                 return stream
-        # Two descriptors of one file share a lock, so that lines stay whole where both go to one pipe.
+        # Two descriptors of one file share a lock, so that lines stay whole if both write to one pipe.
         file = _identity(fd)
         sink = Sink(fd, name, on_error, locks.setdefault(file, threading.Lock()))
         self._sinks.append(sink)
@@ -219,7 +219,7 @@ class CommandOutput:
 
 
 def on_loss(call: Callable[[Sink], object]) -> None:
-    """Call `call` with a sink of standard output or error that fails, from the thread that writes, and do not raise."""
+    """Replace the error handler of the output sinks: `call` gets the failed sink, in the writing thread."""
     for sink in _sinks():
         sink.on_error = call
 

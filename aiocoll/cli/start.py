@@ -1,18 +1,19 @@
-"""The first code of a rank: run a program as Python would, and report to the launcher how it failed.
+"""The first code of a rank: it runs a program as Python would, and reports an exception to the launcher.
 
 The launcher runs this file by its path: ``python start.py PARENT FD (SCRIPT | -m MODULE) [ARG ...]``. PARENT is the
-launcher, with which the rank dies (Linux); FD is a pipe on which an uncaught exception is reported as a line of JSON:
+process id of the launcher; on Linux the rank dies with it. FD is a pipe for reports. An uncaught exception is reported
+as a line of JSON:
 
-    time        when it came out of the program, by `time.monotonic`, which the processes of a host share
-    degree      0 if this rank failed by itself, 2 if because of another, 1 if that is not clear: see `_degree`
-    code        the exit code that the program asked for, null if it did not
-    error       the exception in one line; the exception that led to an exit that the program asked for, else ""
+    time        the time at which it left the program, by `time.monotonic`, which all processes of a host share
+    degree      0 if this rank failed by itself, 2 if because of another rank, 1 if that is not clear: see `_degree`
+    code        the exit code of `sys.exit`, null for any other exception
+    error       the exception in one line; for `sys.exit`, the exception that led to it, "" if there is none
     place       the program's line that raised or was interrupted, "" if there is none
     traceback   the text that Python would have shown, without causes that repeat the message and have no traceback
 
-The launcher shows it in place of the interpreter, since here it would be mixed with those of other ranks. Nothing of
-the package is imported: the program may do without, and shall not wait for it. Where the package has something to say
-to the launcher, it finds this module in `sys.modules`, and `say_elastic` writes a line of its own.
+The launcher prints the traceback instead of the interpreter, which would mix it with the output of other ranks. This
+module imports nothing of the package, because a program may not use aiocoll, and must not wait for the import. The
+package finds this module in `sys.modules`, and reports an elastic group with `say_elastic`.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ __all__ = ["say_elastic"]
 
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-#: What is between the interpreter and the program.
+#: Beginnings of the file names of frames between the interpreter and the program.
 _ON_THE_WAY = (os.path.abspath(__file__), __file__, "<frozen runpy>", "<frozen importlib._bootstrap")
 #: Errors of the library that report a failure of another rank.
 _NEWS = ("GroupError", "RendezvousError", "StoreTimeoutError", "StoreUnavailableError")
-#: By which name the package finds this file, which is executed by its path.
+#: The name in `sys.modules` by which the package finds this module, which is executed by its path.
 _NAME = "aiocoll.cli.start"
-#: Characters of an exception's message in one line: some messages hold a whole array.
+#: Largest number of characters of an exception in one line. Some messages contain a whole array.
 _LONGEST = 400
 #: The process of this rank, and the pipe to its launcher.
 _rank = [-1, -1]
@@ -48,7 +49,7 @@ _is_saying = False
 
 
 def say_elastic() -> None:
-    """Tell the launcher that this rank is in a group that mends itself; a forked child is no rank and says nothing."""
+    """Report to the launcher that this rank is in an elastic group; a forked child is no rank and reports nothing."""
     pid, pipe = _rank
     if os.getpid() == pid:
         with suppress(OSError):  # the launcher is gone
@@ -72,7 +73,7 @@ def _main() -> None:
             _run_script(command)
     except BaseException as error:
         error.__traceback__ = _of_the_program(error.__traceback__)
-        # A forked child that fails is no rank, and what another hook shows is asked for.
+        # A forked child is no rank, so its failure is not reported. A hook that the program has set stays in place.
         if os.getpid() == pid and _report(error, pipe) and sys.excepthook is sys.__excepthook__:
             sys.excepthook = lambda *_: None
         raise
@@ -83,14 +84,14 @@ def _die_with(parent: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was gone before we had asked
+        if os.getppid() != parent:  # the launcher had ended before the call of prctl
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _say_where(number: int, frame: FrameType | None) -> None:
-    """SIGUSR2: say where the program is, as long as it has no group, which says more."""
+    """Handle SIGUSR2: write the stack of the main thread, unless a group with a fuller report handles the signal."""
     global _is_saying
-    if _is_saying:  # the write waits for the launcher, and the signal came again
+    if _is_saying:  # a second signal during a write that waits for the launcher
         return
     signals = sys.modules.get("aiocoll.dump.signals")
     if signals is None or not signals.listening():
@@ -169,7 +170,7 @@ def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _report(error: BaseException, pipe: int) -> bool:
-    """Send the report of `error`; return whether it was sent, and so will be shown."""
+    """Send the report of `error`; return whether it was sent. The launcher then shows it."""
     now = time.monotonic()
     is_exit = isinstance(error, SystemExit)
     if is_exit and _exit_code(error) == 0:
@@ -206,11 +207,11 @@ def _before(error: BaseException) -> BaseException | None:
 
 
 def _degree(error: BaseException) -> int:
-    """Return how far `error` is from the fault of this rank.
+    """Return how far the failure `error` is from a fault of this rank itself: 0, 1 or 2.
 
-    An exception may have come of another, by ``raise ... from`` or while that was handled; so does ``sys.exit(1)`` in
-    an ``except``. 0: none of them tells of another rank. 2: the first one does. 1: a later one does, and the first may
-    have led to it, or was handled and has no part in it.
+    An exception may have followed another, by ``raise ... from`` or in an ``except`` block, as ``sys.exit(1)`` often
+    does. The result describes this chain. 0: no exception in it reports another rank's failure. 2: the first one does.
+    1: only a later one does. The first may have led to it, or may be unrelated.
     """
     chain = [error]
     while (before := _before(chain[-1])) is not None and all(before is not each for each in chain):
@@ -246,7 +247,7 @@ def _place(error: BaseException) -> str:
 
 
 def _places(trace: TracebackType | None) -> list[tuple[str, int | None, str]]:
-    """Return the places of a traceback: only those in the program, if there are any."""
+    """Return file, line and function of each frame of a traceback: only frames in the program, if there are any."""
     places: list[tuple[str, int | None, str]] = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -257,7 +258,7 @@ def _places(trace: TracebackType | None) -> list[tuple[str, int | None, str]]:
 
 
 def _format(found: TracebackException) -> str:
-    """Return the traceback. A cause without frames that repeats the message is left out: it came from another rank."""
+    """Return the text of a traceback, without causes from other ranks: they have no frames and repeat the message."""
     each: TracebackException | None = found
     while each is not None:
         cause = each.__cause__

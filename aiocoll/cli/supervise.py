@@ -1,6 +1,6 @@
 """Supervision of the ranks: signal forwarding, the end of all ranks after a failure, restarts, and the final report.
 
-One queue receives the events of all threads: those that listen to the ranks, to other hosts and to signals. The main
+One queue receives the events of all threads: the threads that wait for ranks, other hosts and signals. The main
 thread handles them. There is no event loop, because a terminal that blocks output must not block Ctrl-C. In some
 asyncio releases, `Process.wait` also waits for the output of grandchildren.
 """
@@ -53,7 +53,7 @@ class _Ending(NamedTuple):
 
 
 def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER, *, verbose: bool = False) -> int:
-    """Run the ranks of this host and wait for the end of all.
+    """Run the ranks of this host and wait until all have ended.
 
     Args:
         program: the program of the ranks.
@@ -62,8 +62,8 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
         verbose: whether the tracebacks of all ranks are shown.
 
     Returns:
-        0 when every rank ended with 0, else the code of the rank to blame, or 128 + n for signal n. It is also that of
-        SIGPIPE when the reader of the output has gone.
+        0 if every rank ended with 0, else the exit code of the rank at fault, or 128 + n for signal n. If the reader of
+        the output has gone, the code is 128 + SIGPIPE.
     """
     events = _Events()
     readers_gone: list[Sink] = []
@@ -104,7 +104,7 @@ def _await_start(events: _Events) -> _Ending:
 
 
 def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals) -> None:
-    """Put a signal into the queue, from the thread that receives it: the main thread may be blocked in a write."""
+    """Put a signal into the queue, in the receiving thread, because the main thread may be blocked in a write."""
     if number in (signal.SIGTERM, signal.SIGHUP) or (number == signal.SIGINT and number in before):
         limit_waits(STUCK)
     before.add(number)
@@ -112,7 +112,7 @@ def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals
 
 
 class _Attempt:
-    """One run of all ranks, from their start to the end of the last one, with the deadlines for ending them."""
+    """A run of all ranks, from their start to the end of the last rank, with the deadlines for ending them."""
 
     def __init__(
         self,
@@ -130,14 +130,14 @@ class _Attempt:
         self._processes: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._outcomes = {rank: RankOutcome(rank) for rank in program.ranks}
-        #: Times of the next step towards the end of all ranks, of the last step, and of SIGTERM to all.
+        #: Deadlines of the next step in ending all ranks and of the last step; then the time of SIGTERM to all ranks.
         self._deadline = self._end = inf
         self._stopped = inf
         #: Ranks that were stuck at the time of SIGTERM, each with the reason.
         self._stuck: Mapping[int, str] = {}
         self._shutdown = shutdown
         self._verbose = verbose
-        #: Whether a failure on this host, or on another one, ends the job; and the verdict after it.
+        #: Whether a failure on this host, or on another host, ends the job; then the verdict on the job.
         self._failing = self._failing_elsewhere = False
         self._verdict: Verdict | None = None
         # State of an elastic job: whether the job is elastic, the living members of its group, lost ranks, the time to
@@ -251,7 +251,7 @@ class _Attempt:
         if verdict.restarts is not None:
             why = f"{verdict.why}; " if verdict.why else ""
             restart = f"restart {verdict.restarts} of {self._restarts.allowed}"
-            lines.append(f"aiocoll run: {why}all ranks are started anew ({restart})")
+            lines.append(f"aiocoll run: {why}all ranks are started again ({restart})")
         elif verdict.why:
             lines.append(f"aiocoll run: {verdict.why}")
         return _Ending(code, lines, verdict)
@@ -307,7 +307,7 @@ class _Attempt:
             late = {rank: self._outcomes[rank] for rank in self._running.keys() - self._unreported()}
             if late:
                 ranks = ", ".join(map(str, sorted(late)))
-                write_stderr([f"aiocoll run: failed, but not at an end yet: rank {ranks}", *tracebacks(late)])
+                write_stderr([f"aiocoll run: failed, but still running: rank {ranks}", *tracebacks(late)])
 
     def _stop(self) -> None:
         """Send SIGTERM to all ranks that are not ending already."""
@@ -388,7 +388,9 @@ class _Attempt:
             self._fail()  # all members were lost at once
             return
         ranks = ", ".join(map(str, sorted(self._running)))
-        write_stderr([f"aiocoll run: the others have ended well: rank {ranks} cannot join them any more, stopped"])
+        write_stderr(
+            [f"aiocoll run: stopped rank {ranks}: the other ranks have ended, so it cannot join them any more"]
+        )
         self._dismissed |= self._running.keys()
         self._end = time.monotonic() + RELEASE + GRACE
         self._stop()
@@ -422,7 +424,9 @@ class _Attempt:
     def _ask_all(self) -> None:
         """Request dumps from the ranks. Processes that the signal would end do not receive it."""
         for rank, process in sorted(self._running.items()):
-            asked = "asked for a dump" if process.ask(signal.SIGUSR2) else "has no handler for SIGUSR2 now, not asked"
+            asked = (
+                "dump requested" if process.ask(signal.SIGUSR2) else "no dump requested: it has no handler for SIGUSR2"
+            )
             write_stderr([f"aiocoll run: rank {rank}, process {process.pid}: {asked}"])
         for rank in sorted(self._outcomes.keys() - self._running.keys()):
             write_stderr([f"aiocoll run: rank {rank}: its process has ended"])

@@ -1,4 +1,4 @@
-"""The ranks of `aiocoll bench`: measure one case after the other; rank 0 prints the results, if it shall."""
+"""The ranks of `aiocoll bench`: they measure one case after another, and rank 0 prints a table on request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def row(case: Case, world_size: int, timing: Timing) -> str:
 
 
 async def sweep(pg: ProcessGroup, cases: Sequence[Case], effort: Effort, table: bool) -> list[Timing]:
-    """Measure `cases` in order; called with the same arguments on every rank, with the same result.
+    """Measure `cases` in order; all ranks make this call with the same arguments, and get the same result.
 
     Raises:
         OSError: rank 0 cannot print the table.

@@ -1,7 +1,7 @@
 """Timelines of groups as a PNG: the verdict as title, a row per rank, waiting drawn pale and transfer solid.
 
-Most bars of a long record would be thinner than a pixel. So the overview of a long record shows shares of time, and a
-second picture shows the calls around the divergence, or the last ones.
+Most bars of a long record would be thinner than a pixel. A long record therefore gets an overview with shares of time,
+and a second picture with the calls around the divergence, or with the last calls.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from aiocoll.dump.timeline import lanes, named
 
 __all__ = ["draw", "make_pictures"]
 
-#: Largest number of calls that one picture shows as bars; calls before the verdict's call in the second picture.
+#: Largest number of calls that a picture shows as bars, and of calls before the verdict's call in the second picture.
 READABLE, BEFORE = 24, 12
-#: Bins of the overview.
+#: Number of time bins in the overview.
 BINS = 240
-#: Inches: width of a picture, height of a rank's row, height of title and axis, height of a line of the verdict.
+#: Sizes in inches: width of a picture; heights of a rank's row, of title and axis together, of a line of the verdict.
 WIDTH, ROW, FRAME, LINE = 14.0, 0.62, 1.1, 0.32
 #: Characters of a line of the verdict.
 COLUMNS = 125
 #: Font size of labels in points, and the width of a letter in inches; a label is drawn if the bar has room for it.
 FONT, LETTER = 8, 0.075
-#: Parts of a row: collectives if there are messages too, and all bars.
+#: Shares of a row's height: for collectives if there are messages too, and for all bars together.
 COLLECTIVES, ALL = 0.6, 0.88
 COLOURS = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#999933", "#44aa99", "#882255", "#88ccee", "#6699cc")
 FAULT, TINT, MESSAGE = "#c1121f", "#fdecea", "#999999"
@@ -59,7 +59,7 @@ def draw(groups: Sequence[GroupDumps], path: str) -> None:
 
 
 def make_pictures(group: GroupDumps) -> Iterator[_Picture]:
-    """Yield the pictures of a group: all of it and, if there are many calls, the most interesting ones."""
+    """Yield the pictures of a group: one with all calls, or an overview and a part if there are many calls."""
     finding = diagnose(group)
     verdict = textwrap.fill(f"{group.name}: {finding.text}", COLUMNS)
     starts = [entry["entered"] + group.shifts[rank] for rank in group.ranks for entry in group.dumps[rank]["entries"]]
@@ -77,7 +77,7 @@ def make_pictures(group: GroupDumps) -> Iterator[_Picture]:
         yield _Picture(group, finding, part, verdict, f"the last {READABLE} collectives")
     else:
         first = group.calls[max(0, group.calls.index(finding.call) - BEFORE)].first
-        # The wait gets half of the picture: drawn in full, it would hide the calls before it.
+        # The wait gets half of the picture. Its full length would squeeze the calls before it.
         last = min(finding.call.first + max(finding.call.first - first, 1e-4), whole[1])
         yield _Picture(group, finding, (first, last), verdict, f"around {named(_any(finding.call))}")
     yield _Overview(group, finding, whole, "", f"all {len(group.calls)} recorded collectives: share of time")
@@ -93,7 +93,7 @@ def _any(call: MergedCall) -> Entry:
 
 
 class _Picture:
-    """One part of a group's time: a bar for each call."""
+    """A picture of a time window of a group, with a bar for each call."""
 
     def __init__(self, group: GroupDumps, finding: Finding, window: Window, verdict: str, title: str) -> None:
         self._group = group
@@ -119,7 +119,7 @@ class _Picture:
         return FRAME + ROW * self._group.world_size + LINE * lines
 
     def draw(self, ax: Any) -> None:
-        """Draw on a pair of axes."""
+        """Draw the picture on matplotlib axes."""
         group = self._group
         self._ax = ax
         self._tint_fault()
@@ -172,7 +172,7 @@ class _Picture:
                 self._draw_call(entry, (left, middle, right), rank + top + lane * lane_height, lane_height)
 
     def _wait_end(self, rank: int, entry: Entry) -> float:
-        """Return when a rank stopped waiting for others: when the last rank entered, or at the end of the call."""
+        """Return the end of a rank's wait in a call: the time when the last rank entered, or the end of the call."""
         end = _end(self._group, rank, entry)
         if entry["kind"] == "message" or entry["seq"] is None:
             return end if entry["state"] != "finished" else float(entry["entered"]) + self._group.shifts[rank]
@@ -197,7 +197,7 @@ class _Picture:
             self._kinds[f"{kind}: transfer"] = {"facecolor": fill}
             self._add_bar(middle, right, top, height, facecolor=fill)
         if is_unfinished:
-            # A thin edge: the rank that others waited for has to stand out, not those that waited.
+            # Only a thin edge, because the missing rank has to stand out, not the ranks that waited for it.
             self._ax.plot([right, right], [top, top + height * 0.94], color=FAULT, linewidth=2)
             self._kinds["failed" if entry["state"] == "failed" else "pending at the end"] = {"facecolor": FAULT}
         text = named(entry)
@@ -266,7 +266,7 @@ class _Picture:
 
 
 class _Overview(_Picture):
-    """All of a group's time: per rank and bin, the share of time in transfer and in waiting."""
+    """A picture of the whole record: per rank and bin, the shares of time in transfer and in waiting."""
 
     def _draw_rows(self) -> None:
         group = self._group
@@ -292,5 +292,5 @@ class _Overview(_Picture):
 
 
 def _overlap(edges: Any, left: float, right: float) -> Any:
-    """Return how much of the interval lies in each bin."""
+    """Return the length of the part of an interval in each bin."""
     return np.clip(np.minimum(edges[1:], right) - np.maximum(edges[:-1], left), 0.0, None)

@@ -1,14 +1,15 @@
-"""`aiocoll bench --tune`: measure this machine, so that the library can choose algorithms for it.
+"""`aiocoll bench --tune`: measurement of this machine, by which the library chooses algorithms.
 
-Two processes of this host send each other messages over every transport there is: a short one there and back takes
-twice alpha; long ones in both directions at once, as in most schedules, beta per byte; and what a burst of short ones
-takes longer than one alone is the overhead of each. Reducing is NumPy's.
+Two processes of this host exchange messages over every available transport. The round trip of a short message takes
+twice alpha. Long messages in both directions at once, as in most schedules, give beta, the time per byte. The extra
+time of a burst of short messages, compared with one message, gives the overhead per message. NumPy does the reducing.
 
-All of it is repeated in turn, so that whatever else the machine does hits all alike, in several launches, one transport
-after the other. That only ever adds time: of a launch the lower quartiles count, and of the launches the quickest.
+The measurements alternate, so that other work of the machine affects all of them equally. They are repeated in several
+launches, one transport after another. Other work can only add time. Therefore the lower quartile within a launch
+counts, and the fastest launch.
 
-What goes over "tcp" is measured on the loopback interface. Ranks on several hosts use those numbers too; who knows the
-network better edits the file.
+The numbers of "tcp" are measured on the loopback interface. Ranks on several hosts use them too. If you know better
+numbers for your network, edit the file.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from aiocoll.tuning import default_path, dumps
 
 __all__ = ["add_arguments", "exchange", "measure", "run"]
 
-#: Bytes of a short message, and of a long one: so long that what starts it is a few percent of its time.
+#: Bytes of a short message, and of a long one, in which the start takes only a few percent of the time.
 SHORT, LONG = 8, 4 << 20
-#: Short messages in a burst, besides the one that is always there.
+#: Number of additional short messages in a burst.
 BURST = 16
-#: Bytes reduced at a time, like the pieces of a message; and of the array they are reduced into, beyond the caches that
-#: a core has for itself.
+#: Bytes per reduction, like a segment of a message, and bytes of the target array, which exceeds the private caches of
+#: a core.
 PIECE, ARRAY = 256 << 10, 8 << 20
-#: Turns before those that count; launches per transport, and seconds of each. With starting the processes it is about
-#: ten seconds in all; where that takes too long, there are fewer launches.
+#: Number of warm-up turns, launches per transport, seconds per launch, and seconds after which no launch is added. All
+#: launches together take about ten seconds, with the start of processes.
 WARM_UP, LAUNCHES, SECONDS, ENOUGH = 5, 5, 0.5, 12.0
 #: Seconds after which a launch has hung.
 HUNG = 60.0
-#: Launches that differ by more tell of something else that keeps the machine busy.
+#: Largest ratio of latencies between launches on a quiet machine.
 CALM = 1.5
 
 
@@ -65,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure this machine, print what was found, and write it to the file that the library reads.
 
     Returns:
-        The exit code: 1 if it could not be measured or written.
+        The exit code: 1 if the measurement or the file has failed, else 0.
     """
     path = Path(os.environ.get("AIOCOLL_TUNING") or default_path(os.environ))
-    print("This takes about twenty seconds, in which nothing else should run.", flush=True)
+    print("This takes about twenty seconds. Run nothing else during this time.", flush=True)
     try:
         launches = asyncio.run(measure(LAUNCHES, SECONDS))
         machines = {medium: min(found) for medium, found in launches.items()}
@@ -88,10 +89,10 @@ async def measure(launches: int, seconds: float) -> dict[Medium, list[Machine]]:
 
     Args:
         launches: pairs of processes for each medium, at most.
-        seconds: how long each pair measures; starting it takes about as long.
+        seconds: time of measurement per pair; starting the processes takes about as long.
 
     Returns:
-        What each launch has found, by medium.
+        The results of all launches, by medium.
     """
     found: dict[Medium, list[Machine]] = {medium: [] for medium in MEDIA}
     end = perf_counter() + ENOUGH
@@ -111,7 +112,7 @@ async def measure(launches: int, seconds: float) -> dict[Medium, list[Machine]]:
 
 
 async def exchange(pg: ProcessGroup, seconds: float) -> Machine:
-    """Measure with the other of two ranks; rank 0 says in its short messages whether to go on."""
+    """Measure together with the other rank; the short messages of rank 0 contain whether to continue."""
     pair = _Pair(pg)
     for _ in range(WARM_UP):
         await pair.turn(more=True)
@@ -123,7 +124,7 @@ async def exchange(pg: ProcessGroup, seconds: float) -> Machine:
 
 
 class _Pair:
-    """One of two ranks that measure together."""
+    """The part of one rank in the measurements of two ranks."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         self._pg = pg
@@ -137,7 +138,7 @@ class _Pair:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop all times measured so far."""
         self._shorts: list[float] = []
         self._longs: list[float] = []
         self._singles: list[float] = []
@@ -159,9 +160,9 @@ class _Pair:
         return bool(self._short[0])
 
     def machine(self) -> Machine:
-        """Return the numbers that the times tell."""
+        """Compute alpha, overhead, beta and gamma from the measured times."""
         alpha = _typical(self._shorts)
-        # Noise can make of a difference what it likes; but nothing costs nothing, and alpha has two overheads in it.
+        # Noise can make the difference too small or too large. Limits: overhead is not 0, and alpha contains it twice.
         overhead = min(max((_typical(self._bursts) - _typical(self._singles)) / BURST, alpha / 100), alpha / 2)
         beta = max(_typical(self._longs) - alpha, alpha) / LONG
         return Machine(alpha, overhead, beta, _typical(self._reductions) / ARRAY)
@@ -205,7 +206,7 @@ def _typical(times: list[float]) -> float:
 
 
 def _table(machines: Mapping[Medium, Machine], launches: Mapping[Medium, Sequence[Machine]]) -> str:
-    """Return what was measured, for people."""
+    """Return the measured numbers as a table, with a warning if launches differ much."""
     lines = [f"{'':6}{'latency':>11}{'per message':>14}{'bandwidth':>13}{'reducing':>13}{'n_half':>10}"]
     for medium, (alpha, overhead, beta, gamma) in machines.items():
         lines.append(
@@ -223,9 +224,9 @@ def _table(machines: Mapping[Medium, Machine], launches: Mapping[Medium, Sequenc
 
 
 def _said(single_copy: SingleCopy | None) -> str:
-    """Return from which sizes on it pays, for people."""
+    """Return the sizes from which single copy pays, as text."""
     if single_copy is None:
-        return "no process of this host can read another one's memory"
+        return "processes of this host cannot read the memory of other processes"
     return ", ".join(
         f"{what} from {nbytes / 1024:.0f} KiB on" if math.isfinite(nbytes) else f"{what} never"
         for what, nbytes in single_copy._asdict().items()

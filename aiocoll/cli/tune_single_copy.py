@@ -1,9 +1,9 @@
-"""`aiocoll bench --tune`: from which size on ranks of this host better read large arrays in each other's memory.
+"""Measurement of single copy for `aiocoll bench --tune`: the sizes from which reading a peer's memory pays.
 
-Two processes make three calls whose messages have several sizes, both with single copy and without, in launches that
-take turns: one sends to the other, each to the other one, and both reduce. Of each size the quickest launch counts;
-single copy pays from the smallest size from which on it is never slower. The processes run without the accelerator,
-which between two ranks copies through chunk queues at every size.
+Two processes make three calls with messages of several sizes: a gather, an exchange in both directions, and an
+allreduce. Launches with single copy and without alternate. The fastest launch counts for each size. Single copy pays
+from the smallest size above which it is never slower. The processes run without the accelerator, which uses chunk
+queues between two ranks at every size.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from aiocoll.work import Work
 
 __all__ = ["SIZES", "measure_single_copy", "paying", "use", "without_accelerator"]
 
-#: Bytes of an array: in steps of 4 times, up to what no cache holds.
+#: Array sizes in bytes: each 4 times the one before, up to a size that exceeds all caches.
 SIZES = tuple(LEAST_BY_REFERENCE << 2 * step for step in range(5))
-#: Bytes moved per size and launch, at least so many times.
+#: Bytes to move per size and launch, and the least number of repetitions.
 _NBYTES, _TIMES = 64 << 20, 4
 _HUNG = 60.0
 
-#: Seconds by size, of each call in the order of the fields of `SingleCopy`.
+#: Seconds per call, in the order of the fields of `SingleCopy`, by size.
 _Seconds = dict[int, list[float]]
 
 
 async def measure_single_copy(launches: int) -> SingleCopy | None:
-    """Measure with pairs of processes; None where no process can read another one.
+    """Measure with pairs of processes; return None if processes cannot read the memory of other processes.
 
     Args:
-        launches: with single copy, and as many without.
+        launches: number of launches with single copy, and of launches without.
     """
     if can_read() is not None:
         return None
@@ -69,7 +69,7 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
 
 @contextmanager
 def without_accelerator() -> Iterator[None]:
-    """Start processes that run in pure Python."""
+    """Let processes that are started within run in pure Python."""
     before = os.environ.get("AIOCOLL_NATIVE")
     os.environ["AIOCOLL_NATIVE"] = "0"
     try:
@@ -106,7 +106,7 @@ async def _lower_quartile(pg: ProcessGroup, call: Callable[[], Work[Any]], times
 
 
 def paying(ratios: Mapping[int, float]) -> float:
-    """Return the smallest size from which on no ratio is above 1; inf if the largest has one."""
+    """Return the smallest size from which no ratio exceeds 1; inf if the ratio of the largest size does."""
     least = inf
     for size in sorted(ratios, reverse=True):
         if ratios[size] > 1:

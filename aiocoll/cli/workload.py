@@ -1,10 +1,10 @@
-"""The workload of a benchmark: the arrays of a collective, and their expected contents afterwards.
+"""Workloads of benchmarks: the arrays of a collective, and their expected contents after the call.
 
-Sizes are those of nccl-tests: bytes of the array of a rank (allreduce, broadcast, reduce, scan), or of all blocks
+Sizes are defined as in nccl-tests: bytes of the array of a rank (allreduce, broadcast, reduce, scan), or of all blocks
 together (allgather, reduce_scatter, alltoall, gather, scatter). Elements are small whole numbers that repeat with a
-prime period, so that every sum is exact and a block at the wrong place shows.
+prime period. So every sum is exact, and a block at the wrong place is detected.
 
-Nothing here needs more than NumPy: the benchmarks of other libraries use it too.
+This module needs only NumPy, because the benchmarks of other libraries use it too.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ KINDS = (
 OPS = ("sum", "avg", "min", "max", "product")
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int16", "int32", "int64")
 
-#: Of the elements: a prime, so that no boundary of a block falls on it, and small enough for int8.
+#: Period of the elements: a prime, so that block boundaries do not coincide with it, and small enough for int8.
 PERIOD = 113
-#: How far the patterns of two blocks are shifted against each other.
+#: Shift between the patterns of two blocks, in elements.
 SHIFT = 7
-#: Elements compared at once: the comparison stays in cache, and its result takes little memory.
+#: Number of elements per comparison, so that it stays in cache and its result takes little memory.
 CHUNK = PERIOD * 4096
-#: Of collectives that have one.
+#: The root of collectives that have one.
 ROOT = 0
-#: Calls between two checks, at the most: what is found then is not too old.
+#: Largest number of calls between two checks, so that errors are found soon.
 ROUNDS = 48
 
 
@@ -56,7 +56,7 @@ def bus_factor(kind: str, world_size: int) -> float:
 
 
 class Case(NamedTuple):
-    """What is measured: a call of a collective, of `nbytes` bytes."""
+    """A benchmark case: a collective, its size in bytes, element type and reduction."""
 
     kind: str
     nbytes: int
@@ -64,7 +64,7 @@ class Case(NamedTuple):
     op: str = "sum"
 
     def count(self, world_size: int) -> int:
-        """Return the elements that this is on so many ranks: one at least, and of blocks one each, all alike."""
+        """Return the number of elements on `world_size` ranks: at least 1, or at least 1 per block, in equal blocks."""
         spec = spec_of(self.kind)
         if spec.input is None:
             return 0
@@ -72,13 +72,13 @@ class Case(NamedTuple):
         return max(1, count // world_size) * world_size if spec.in_blocks else max(1, count)
 
     def size(self, world_size: int) -> int:
-        """Return the bytes that this is on so many ranks."""
+        """Return the number of bytes on `world_size` ranks."""
         return self.count(world_size) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(slots=True)
 class _Block:
-    """A part of an array, and which pattern belongs there before a call and after it (None: anything)."""
+    """A part of an array, with its expected patterns before and after a call; None allows any content."""
 
     array: Array
     before: Array | None
@@ -89,14 +89,14 @@ class Workload:
     """The arrays of one rank for one call.
 
     Args:
-        case: what is called.
+        case: the collective, its size, element type and reduction.
         rank: this rank.
         world_size: number of ranks.
 
     Attributes:
         inplace: the array of a call that works in place, else None.
-        inputs: the blocks that a rank contributes, one after the other in one array; None if it contributes none.
-        outputs: where the result goes, likewise.
+        inputs: the blocks that a rank contributes, one after another in one array; None if it contributes none.
+        outputs: the blocks that a rank receives, one after another in one array; None if it receives none.
     """
 
     def __init__(self, case: Case, rank: int, world_size: int) -> None:
@@ -117,12 +117,12 @@ class Workload:
 
     @property
     def rounds(self) -> int:
-        """Calls after which the arrays must start again: two at least."""
+        """Return the number of calls after which the arrays must be filled again, at least 2."""
         return min(ROUNDS, self._exact) if self._grows else ROUNDS
 
     @property
     def _exact(self) -> int:
-        """How often ones can be summed in place until the sum is no longer exact."""
+        """Return the largest number of exact calls that sum arrays of ones in place."""
         info = np.finfo(self._dtype)
         # Powers of two are exact up to the largest exponent, other numbers as long as they fit into the mantissa.
         bits = info.maxexp - 1 if self.world_size & (self.world_size - 1) == 0 else info.nmant + 1
@@ -130,28 +130,28 @@ class Workload:
 
     @property
     def _grows(self) -> bool:
-        """Whether ones are summed in place again and again; others are measured on zeros, or not in place."""
+        """Return whether repeated calls sum ones in place. Other cases work on zeros, or not in place."""
         case = self.case
         summed = case.kind == "allreduce" and case.op == "sum" and self._dtype.kind == "f"
         return summed and self.world_size > 1 and self._exact > 1
 
     def fresh(self) -> None:
-        """Fill the arrays with what a first call is checked on."""
+        """Fill the arrays with the patterns for a checked call."""
         for block in self._blocks:
             _fill(block.array, block.before)
 
     def wrong(self) -> int:
-        """Return how many elements are not what one call on fresh arrays makes."""
+        """Count the elements that differ from the result of one call on fresh arrays."""
         return sum(_wrong(block.array, block.after) for block in self._blocks if block.after is not None)
 
     def steady(self) -> None:
-        """Fill the arrays with what may be called again and again."""
+        """Fill the arrays with values on which calls can be repeated."""
         self.fresh()
         if self.inplace is not None and self._spec.reduces:
             self.inplace.fill(1 if self._grows else 0)
 
     def wrong_after(self, rounds: int) -> int:
-        """Return how many elements are not what so many calls on steady arrays make."""
+        """Count the elements that differ from the result of `rounds` calls on steady arrays."""
         if self.inplace is None or not self._spec.reduces:
             return self.wrong()
         expected = float(self.world_size) ** rounds if self._grows else 0
@@ -185,12 +185,12 @@ class Workload:
         return self._numbers(number).astype(self._dtype)
 
     def _numbers(self, number: int) -> npt.NDArray[np.int64]:
-        """Return one period of a pattern; what is multiplied is so small that a product of many ranks is exact."""
+        """Return one period of a pattern. For products it has only 1 and 2: products of many ranks stay exact."""
         row = (np.arange(PERIOD) + SHIFT * number) % PERIOD
         return 1 + row % 2 if self.case.op == "product" and self._spec.reduces else row
 
     def _reduced(self, numbers: range) -> Array:
-        """Return one period of what the patterns are reduced to; whole numbers wrap as they do on the ranks."""
+        """Return one period of the reduced patterns; whole numbers wrap as they do on the ranks."""
         rows = np.array([self._numbers(number) for number in numbers])
         is_float = self._dtype.kind == "f"
         if self.case.op == "avg":
@@ -207,7 +207,7 @@ def _cut(array: Array, count: int) -> list[Array]:
 
 
 def _fill(array: Array, row: Array | None) -> None:
-    """Repeat `row` in `array`; zeros where there is none, so that nothing old is taken for a result."""
+    """Repeat `row` in `array`. Without a row, fill it with zeros, so that no old data passes for a result."""
     if row is None:
         array.fill(0)
         return
@@ -217,7 +217,7 @@ def _fill(array: Array, row: Array | None) -> None:
 
 
 def _wrong(array: Array, row: Array) -> int:
-    """Return how many elements of `array` are not those of `row`, repeated."""
+    """Count the elements of `array` that differ from the repeated `row`."""
     wrong = 0
     for start in range(0, array.size, CHUNK):
         part = array[start : start + CHUNK]

@@ -316,7 +316,7 @@ def test_failure_before_ctrl_c_keeps_its_traceback(launch: Launch, tmp_path: Pat
     """
     os.mkfifo(tmp_path / "fifo")
     job = launch("-n", 1, script=script, args=[tmp_path / "fifo"])
-    assert job.process.stderr.readline() == "aiocoll run: failed, but not at an end yet: rank 0\n"
+    assert job.process.stderr.readline() == "aiocoll run: failed, but still running: rank 0\n"
     job.process.send_signal(signal.SIGINT)
     (tmp_path / "fifo").write_text(".")
     done = job.finish()
@@ -457,7 +457,7 @@ def test_a_rank_that_has_failed_and_does_not_end_is_told_of(launch: Launch) -> N
     os.mkfifo(launch.path / "fifo")
     job = launch("-n", 1, script=script, args=[launch.path / "fifo"])
     said = [job.process.stderr.readline() for _ in range(5)]
-    assert said[0] == "aiocoll run: failed, but not at an end yet: rank 0\n"
+    assert said[0] == "aiocoll run: failed, but still running: rank 0\n"
     assert said[-1] == "[0] ValueError: no data\n"
     (launch.path / "fifo").write_text(".")
     done = job.finish()

@@ -147,8 +147,8 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
         ),
         (
             {"PMI_FD": "1", "PMI_RANK": "0", "PMI_SIZE": "2"},
-            "PMI-1 (PMI_FD): rank 0 of 2; the store is where rank 0 tells the launcher; the job key comes from the "
-            "launcher",
+            "PMI-1 (PMI_FD): rank 0 of 2; the store is where rank 0 reports it to the launcher; the job key "
+            "comes from the launcher",
             "",
             True,
         ),
@@ -396,7 +396,7 @@ def test_ports_and_an_address_that_others_are_told(monkeypatch: pytest.MonkeyPat
     assert not finding.fine
     assert "AIOCOLL_PORT_RANGE" in finding.advice
     monkeypatch.setenv("AIOCOLL_ADVERTISE", "203.0.113.5")
-    assert found("told to other hosts").value == "203.0.113.5"
+    assert found("address for other hosts").value == "203.0.113.5"
     monkeypatch.setenv("AIOCOLL_CONNECTIONS", "1")
     assert found("connections for data").value == "at most 1 to a rank on another host"
 
@@ -430,7 +430,7 @@ def test_a_certificate_of_the_users_ca(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("AIOCOLL_JOB_ID", "train")
     assert found("between hosts").fine
     monkeypatch.setenv("AIOCOLL_JOB_ID", "other")
-    assert "it names nothing of this job: expected was aiocoll://other/..." in found("between hosts").advice
+    assert "no name in it belongs to this job: expected aiocoll://other/..." in found("between hosts").advice
     authority.make("aiocoll://other/rank/*", days=(-1, 1.5))
     finding = found("between hosts")
     assert (finding.fine, finding.advice[:29]) == (True, "a group keeps its certificate")
@@ -510,7 +510,7 @@ def test_reason_why_small_collectives_run_in_python(
     monkeypatch.setenv(*variable.split("="))
     finding = found("small collectives")
     assert (finding.advice, finding.fine) == (advice, True)
-    assert finding.value == (f"in Python: {variable}" if advice else "in C where everything is plain (docs/native.md)")
+    assert finding.value == (f"in Python: {variable}" if advice else "in C where the call allows it (docs/native.md)")
 
 
 def test_missing_accelerator_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

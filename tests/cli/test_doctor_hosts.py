@@ -36,7 +36,7 @@ from ..ranks import until
 KEY = b"of this test and no other"
 LIMIT = 60
 #: A host that nothing is to be learned of but that it has come.
-FACTS = ["elsewhere", "1 cores", "auto", "", "", "it has not told where it listens: see what it prints"]
+FACTS = ["elsewhere", "1 cores", "auto", "", "", "it has not reported its address; see its output"]
 
 Meet = Callable[..., Awaitable[HostsMet]]
 
@@ -168,7 +168,7 @@ async def test_a_store_of_something_else(meet: Meet, limits: Limits, port: int) 
     limits(doctor_slack=0.1)
     async with serving(port):
         with pytest.raises(
-            RendezvousError, match=r"host 0 has a store, and did not go on within 0\.2 s: is it `aiocoll"
+            RendezvousError, match=r"host 0 has a store, but has not ended the round within 0\.2 s: check that `aiocoll"
         ):
             await meet(1, 2, timeout=0.1)
 
@@ -179,7 +179,7 @@ async def test_two_hosts_of_one_number(meet: Meet) -> None:
     assert advice(first) == {}
     (error,) = (each for each in (one, other) if isinstance(each, Exception))
     assert isinstance(error, RendezvousError)
-    assert re.match(r"host 1 is .* \(process \d+\) already: give each host a --node-rank of its own", str(error))
+    assert re.match(r"host 1 is .* \(process \d+\) already: give each host its own --node-rank", str(error))
 
 
 async def test_another_number_of_hosts(meet: Meet, limits: Limits) -> None:
@@ -187,13 +187,15 @@ async def test_another_number_of_hosts(meet: Meet, limits: Limits) -> None:
     first, second = await asyncio.gather(meet(0, 2), meet(1, 3), return_exceptions=True)
     assert str(second) == "--nnodes 3: host 0 was given --nnodes 2"
     assert isinstance(first, HostsMet)
-    assert advice(first)["host 1"].endswith("cannot be dialled: it has not told where it listens: see what it prints")
+    assert advice(first)["host 1"].endswith("cannot be dialled: it has not reported its address; see its output")
 
 
 async def test_a_host_that_comes_too_late(meet: Meet, port: int) -> None:
     async with serving(port), elsewhere(port) as store:
         await store.set("came", told({0: told({"nnodes": 2})}))
-        with pytest.raises(RendezvousError, match="host 1 came too late: the others have begun without it; start all"):
+        with pytest.raises(
+            RendezvousError, match="host 1 came too late: the other hosts have started without it; run the command"
+        ):
             await meet(1, 2)
 
 
@@ -221,8 +223,8 @@ def listening(port: int) -> Any:
 @pytest.mark.parametrize(
     ("rounds", "name", "text"),
     [
-        (1, "host 1", "host 1 (elsewhere) cannot be dialled: it has not told where it listens: see what it prints"),
-        (2, "from 1", "host 1 (elsewhere) has not told whom it reaches: see what it prints"),
+        (1, "host 1", "host 1 (elsewhere) cannot be dialled: it has not reported its address; see its output"),
+        (2, "from 1", "host 1 (elsewhere) has not reported which hosts it reaches; see its output"),
     ],
 )
 async def test_a_host_that_stops(meet: Meet, limits: Limits, port: int, rounds: int, name: str, text: str) -> None:
@@ -239,7 +241,7 @@ async def test_a_connection_that_is_refused(meet: Meet, limits: Limits, port: in
     (text,) = advice(met).values()
     assert re.fullmatch(
         rf"host 0 \(.*\) cannot reach host 1 \(elsewhere\) at 127\.0\.0\.1 port {nobody}, which other hosts cannot "
-        r"reach: Connection refused \(tried for [\d.]+ s\); a job does without that: it is host 1 that dials host 0",
+        r"reach: Connection refused \(tried for [\d.]+ s\); a job does not need this connection: host 1 dials host 0",
         text,
     )
     assert [each.value for each in findings(met) if each.name == "0 to 1"] == ["refused"]

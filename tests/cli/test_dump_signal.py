@@ -70,7 +70,7 @@ def test_the_launcher_has_its_ranks_tell_and_goes_on(launch: Launch, tmp_path: P
     pids = ready(job, ranks)
     for _ in range(2):
         job.process.send_signal(signal.SIGUSR2)
-        asked = [f"aiocoll run: rank {rank}, process {pid}: asked for a dump" for rank, pid in pids.items()]
+        asked = [f"aiocoll run: rank {rank}, process {pid}: dump requested" for rank, pid in pids.items()]
         told = [
             rf"\[{rank}\] group 'world:0', rank {rank} of {ranks}, process {pid}, open" for rank, pid in pids.items()
         ]
@@ -101,7 +101,7 @@ def test_with_a_directory_it_is_written_there(launch: Launch, tmp_path: Path) ->
     job = launch("-n", 2, script=SCRIPT, args=[tmp_path / "fifo"], env={"AIOCOLL_DUMP_DIR": str(tmp_path / "dumps")})
     ready(job, 2)
     job.process.send_signal(signal.SIGUSR2)
-    read_until(job, "rank 0, .*asked", "rank 1, .*asked")
+    read_until(job, "rank 0, .*dump requested", "rank 1, .*dump requested")
     (tmp_path / "fifo").write_bytes(b".")
     done = job.finish()
     assert (done.returncode, done.stderr) == (0, "")
@@ -140,7 +140,12 @@ def test_a_rank_that_became_another_program_is_not_ended(launch: Launch) -> None
     job = launch("-n", 2, script=script, args=fifos)
     with open(fifos[0], "wb"), open(fifos[1], "wb"):  # both read
         job.process.send_signal(signal.SIGUSR2)
-        read_until(job, "rank 0, .*has no handler for SIGUSR2 now, not asked", "rank 1, .*asked", r"\[1\] SIGUSR2: ")
+        read_until(
+            job,
+            "rank 0, .*no dump requested: it has no handler for SIGUSR2",
+            "rank 1, .*dump requested",
+            r"\[1\] SIGUSR2: ",
+        )
     done = job.finish()
     assert done.returncode == 0, done.stderr
 

@@ -79,8 +79,8 @@ def test_a_host_that_cannot_reach_the_first() -> None:
         "1 to 0": (
             False,
             "host 1 (node1) cannot reach host 0 (node0) at 10.0.0.0 port 31000: it does not answer (tried for 5.0 s); "
-            "let firewalls pass TCP from host 1 to any port (AIOCOLL_PORT_RANGE there says which) of host 0; if "
-            "another address leads to host 0, name it there: AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE",
+            "let firewalls pass TCP from host 1 to any port (limit them there with AIOCOLL_PORT_RANGE) of host 0; if "
+            "another address leads to host 0, set AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE there",
         )
     }
 
@@ -92,17 +92,19 @@ def test_two_hosts_of_which_none_reaches_the_other() -> None:
     assert (
         "let firewalls pass TCP from host 1 to ports 31000 to 31001 of host 2, or back from host 2 to host 1;" in first
     )
-    assert "from host 2 to any port (AIOCOLL_PORT_RANGE there says which) of host 1, or back from host 1 to" in second
+    assert (
+        "from host 2 to any port (limit them there with AIOCOLL_PORT_RANGE) of host 1, or back from host 1 to" in second
+    )
 
 
 def test_one_way_is_enough() -> None:
     said = {name: text.partition("; ")[2] for name, (_, text) in advice(hosts_met([(0, 1), (1, 2)])).items()}
     assert said == {
-        "0 to 1": "a job does without that: it is host 1 that dials host 0",
-        "1 to 2": "a job does without that: it is host 2 that dials host 1",
+        "0 to 1": "a job does not need this connection: host 1 dials host 0",
+        "1 to 2": "a job does not need this connection: host 2 dials host 1",
     }
     ((_, text),) = advice(hosts_met([(2, 1)])).values()
-    assert text.endswith("; a job does without that as long as host 0 runs: it is host 1 that dials host 2")
+    assert text.endswith("; a job does not need this connection as long as host 0 runs: host 1 dials host 2")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_reasons(reason: str, short: str, unanswered: bool) -> None:
     assert (finding.name, finding.value, finding.fine) == ("1 to 0", short, False)
     assert finding.advice.startswith(f"host 1 (node1) cannot reach host 0 (node0): {reason}; ")
     assert ("firewalls" in finding.advice) == unanswered
-    assert ("does that address lead to host 0, and the port to the one" in finding.advice) != unanswered
+    assert ("check that this address leads to host 0, and the port to its" in finding.advice) != unanswered
     assert next(each.value for each in findings(met) if each.name == "from 1").split("  ")[0] == short
 
 
@@ -132,8 +134,9 @@ def test_hosts_that_have_not_come() -> None:
     assert advice(met) == {
         "missing": (
             False,
-            "host(s) 2, 3 of 4 did not come within 30 s: does `aiocoll doctor --nnodes 4 --node-rank 2` run there, "
-            "with the same --master-addr? It says why it cannot use the store, which listens on 10.0.0.0 port 29500",
+            "host(s) 2, 3 of 4 did not come within 30 s: check that `aiocoll doctor --nnodes 4 --node-rank 2` runs "
+            "there, with the same --master-addr. It prints the reason if it cannot use the store, which listens on "
+            "10.0.0.0 port 29500",
         )
     }
     assert verdict(met) == "would not meet on these hosts"
@@ -151,8 +154,8 @@ def test_hosts_that_encrypt_and_others_that_do_not() -> None:
     assert advice(met) == {
         "encryption": (
             False,
-            "host(s) 1 have encryption='none' (AIOCOLL_ENCRYPTION), and host(s) 0, 2 have not: connections are plain "
-            "only where every host says so",
+            "host(s) 1 have encryption='none' (AIOCOLL_ENCRYPTION), and host(s) 0, 2 have not: set the same on "
+            "every host",
         )
     }
     values = [each.value for each in findings(met)]
@@ -175,6 +178,6 @@ def test_a_host_that_has_gone_meanwhile() -> None:
     met = hosts_met()
     met = met._replace(rows={0: met.rows[0], 2: met.rows[2]})
     assert advice(met) == {
-        "from 1": (False, "host 1 (node1) has not told whom it reaches: see what it prints"),
+        "from 1": (False, "host 1 (node1) has not reported which hosts it reaches; see its output"),
     }
-    assert CheckResult("between hosts", "from 1", "not told    -           not told") in findings(met)
+    assert CheckResult("between hosts", "from 1", "no report   -           no report") in findings(met)

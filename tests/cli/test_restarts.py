@@ -1,4 +1,4 @@
-"""`aiocoll run --max-restarts` on one host: lost ranks are replaced, or all ranks are started anew."""
+"""`aiocoll run --max-restarts` on one host: lost ranks are replaced, or all ranks are started again."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_where_nobody_is_left_all_begin_anew(launch: Launch, tmp_path: Path) -> 
     done = job.finish()
     assert done.returncode == 0, done.stderr
     check_sums("".join(f"[{rank}] {said}\n" for rank, said in ranks.lines) + done.stdout)
-    assert done.stderr.splitlines()[-1] == "aiocoll run: all ranks are started anew (restart 1 of 1)"
+    assert done.stderr.splitlines()[-1] == "aiocoll run: all ranks are started again (restart 1 of 1)"
     assert sorted(ranks.started[SIZE:]) == [(rank, [str(rank), str(rank), None, "1"]) for rank in range(SIZE)]
 
 
@@ -132,7 +132,7 @@ def test_where_nobody_is_left_but_newcomers_all_begin_anew(launch: Launch, tmp_p
     check_sums(done.stdout, 2)
     lines = done.stderr.splitlines()
     assert lines[0] == killed(1, 1, 2)
-    assert lines[-1] == "aiocoll run: all ranks are started anew (restart 2 of 2)"
+    assert lines[-1] == "aiocoll run: all ranks are started again (restart 2 of 2)"
 
 
 def test_when_the_restarts_are_used_up_a_failure_ends_the_job(launch: Launch, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_newcomer_for_whom_nobody_waits_is_sent_home(launch: Launch) -> None:
     done = job.finish()
     assert (done.returncode, done.stderr.splitlines()) == (
         0,
-        [killed(1, 1, 3), "aiocoll run: the others have ended well: rank 1 cannot join them any more, stopped"],
+        [killed(1, 1, 3), "aiocoll run: stopped rank 1: the other ranks have ended, so it cannot join them any more"],
     )
 
 
@@ -236,7 +236,7 @@ def test_a_dump_can_be_asked_of_newcomers(launch: Launch, tmp_path: Path) -> Non
         line = job.process.stderr.readline()
         assert line, said
         said += line
-    assert f"aiocoll run: rank 1, process {ranks.pids[1]}: asked for a dump" in said
+    assert f"aiocoll run: rank 1, process {ranks.pids[1]}: dump requested" in said
     enough(tmp_path).touch()
     assert job.finish().returncode == 0
 
@@ -261,7 +261,7 @@ def test_all_ranks_of_another_program_begin_anew(launch: Launch, fault: str) -> 
     assert sorted(starts) == sorted(f"[{rank}] start {count}" for rank in range(2) for count in range(3))
     assert done.stdout.splitlines().count("[1] well") == 1
     anew = [line for line in done.stderr.splitlines() if "anew" in line]
-    assert anew == [f"aiocoll run: all ranks are started anew (restart {number} of 3)" for number in (1, 2)]
+    assert anew == [f"aiocoll run: all ranks are started again (restart {number} of 3)" for number in (1, 2)]
 
 
 def test_a_program_that_cannot_start_is_tried_as_often_as_was_said(launch: Launch) -> None:
@@ -442,7 +442,7 @@ def test_only_the_rank_itself_can_say_that_its_group_mends_itself(launch: Launch
                 sys.exit(os.environ["AIOCOLL_RESTART_COUNT"] == "0")
     """
     done = launch("-n", 2, "--max-restarts", 1, script=script).finish()
-    assert done.stderr.splitlines()[-1] == "aiocoll run: all ranks are started anew (restart 1 of 1)"
+    assert done.stderr.splitlines()[-1] == "aiocoll run: all ranks are started again (restart 1 of 1)"
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 4)
 
 

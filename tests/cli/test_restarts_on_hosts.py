@@ -79,7 +79,7 @@ def test_all_ranks_of_all_hosts_begin_anew(start: Start, rank: int, fault: str) 
         by = "" if host == rank // 2 else rf"host {rank // 2}: rank {rank} {failure}; "
         anew = [line for line in done.stderr.splitlines() if "anew" in line]
         for number, line in enumerate(anew, 1):
-            expected = rf"aiocoll run: {by}all ranks are started anew \(restart {number} of 2\)"
+            expected = rf"aiocoll run: {by}all ranks are started again \(restart {number} of 2\)"
             assert re.fullmatch(expected, line), (expected, line)
         assert len(anew) == 2
 
@@ -111,7 +111,7 @@ def test_a_host_that_has_ended_well_starts_anew_as_well(start: Start, tmp_path: 
     assert (zero.returncode, one.returncode) == (0, 0)
     assert (zero.stdout, one.stdout) == ("[0] start 0\n[0] start 1\n", "[1] start 0\n[1] start 1\n")
     assert zero.stderr == (
-        "aiocoll run: host 1: rank 1 exited with code 3; all ranks are started anew (restart 1 of 1)\n"
+        "aiocoll run: host 1: rank 1 exited with code 3; all ranks are started again (restart 1 of 1)\n"
     )
 
 
@@ -137,11 +137,11 @@ def test_ranks_of_other_hosts_are_stopped_whatever_they_do(start: Start, tmp_pat
     failed = f"rank {rank} exited with code 3"
     assert done[rank].stderr.splitlines() == [
         f"aiocoll run: {failed}",
-        "aiocoll run: all ranks are started anew (restart 1 of 1)",
+        "aiocoll run: all ranks are started again (restart 1 of 1)",
     ]
     assert done[1 - rank].stderr.splitlines() == [
         f"aiocoll run: rank {1 - rank} was ended by the launcher (SIGTERM)",
-        f"aiocoll run: host {rank}: {failed}; all ranks are started anew (restart 1 of 1)",
+        f"aiocoll run: host {rank}: {failed}; all ranks are started again (restart 1 of 1)",
     ]
 
 
@@ -205,7 +205,7 @@ def test_where_nobody_is_left_on_any_host_all_begin_anew(start: Start, tmp_path:
     enough(tmp_path).touch()
     done = [job.finish() for job in jobs]
     assert [each.returncode for each in done] == [0, 0], done
-    assert all("all ranks are started anew" in each.stderr.splitlines()[-1] for each in done)
+    assert all("all ranks are started again" in each.stderr.splitlines()[-1] for each in done)
     found = states(done[0].stdout + done[1].stdout)
     assert [state["sum"] for state in found] == [found[0]["steps"] * 3] * 2
 
@@ -268,9 +268,7 @@ def test_a_launcher_that_dies_ends_the_job_on_the_other_hosts(start: Start, host
     stopped, why = done.stderr.splitlines()
     assert stopped == f"aiocoll run: rank {1 - host} was ended by the launcher (SIGTERM)"
     reason = (
-        "its launcher has not been heard of for 6 s"
-        if host
-        else r"no store at 127\.0\.0\.1:\d+: nothing listens there.*"
+        "its launcher has not reported for 6 s" if host else r"no store at 127\.0\.0\.1:\d+: nothing listens there.*"
     )
     assert re.fullmatch(rf"aiocoll run: host {host} is lost: {reason}", why)
     jobs[host].process.wait()
@@ -279,9 +277,9 @@ def test_a_launcher_that_dies_ends_the_job_on_the_other_hosts(start: Start, host
 
 WRONG = [
     (("-n", 2, "--max-restarts", 3), "host 1 was started with --nproc-list 2,2 --max-restarts 3, another host with "
-     "--nproc-list 1,1 --max-restarts 3: give all the same"),
+     "--nproc-list 1,1 --max-restarts 3: use the same on all hosts"),
     (("-n", 1, "--max-restarts", 2), "host 1 was started with --nproc-list 1,1 --max-restarts 2, another host with "
-     "--nproc-list 1,1 --max-restarts 3: give all the same"),
+     "--nproc-list 1,1 --max-restarts 3: use the same on all hosts"),
 ]  # fmt: skip
 
 
@@ -302,7 +300,7 @@ def test_a_host_has_one_launcher(start: Start) -> None:
     ready(second)
     done = start(1, "-n", 1, "--max-restarts", 3, script=WAITS).finish()
     assert done.returncode == 1
-    said = rf"aiocoll run: host 1 is \S+ \(process {second.process.pid}\) already: give each host a --node-rank .*\n"
+    said = rf"aiocoll run: host 1 is \S+ \(process {second.process.pid}\) already: give each host its own --node-rank\n"
     assert re.fullmatch(said, done.stderr)
     first.process.terminate()
     assert (first.finish().returncode, second.finish().returncode) == (143, 1)

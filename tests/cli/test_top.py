@@ -228,7 +228,7 @@ def test_outcome_of_a_job_can_be_read_after_its_folder_is_gone(env: Mapping[str,
 def test_which_job(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
     nothing = top(tmp_path, env, "--once")
     assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert nothing.stderr.startswith("aiocoll top: aiocoll run has started no job of this user that still runs here")
+    assert nothing.stderr.startswith("aiocoll top: no job that this user has started with aiocoll run is running here")
     script = "import os, sys\nprint('ready', flush=True)\nos.read(os.open(sys.argv[1], os.O_RDWR), 1)\n"
     os.mkfifo(tmp_path / "fifo")
     both = [launch("-n", 1, script=script, args=[tmp_path / "fifo"], env=env) for _ in range(2)]

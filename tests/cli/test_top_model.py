@@ -344,4 +344,4 @@ def test_text_of_a_job_that_has_ended_has_exit_code_cause_and_last_state() -> No
 
 def test_host_line_names_load_and_cores() -> None:
     assert words.host_line(HostLoad(0.5, 1)) == "host: load 0.5 on 1 core"
-    assert words.host_line(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; the ranks have to wait for a core"
+    assert words.host_line(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; ranks wait for a free core"

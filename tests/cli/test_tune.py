@@ -85,7 +85,7 @@ def test_single_copy_that_is_not_to_be_had(
     replaced(monkeypatch, tune_single_copy=measure_single_copy)
     assert tune.run(ARGS) == 0
     assert load(None, {"XDG_CACHE_HOME": str(path.parents[1])}) == Tuning(tcp=QUIET, unix=QUIET)
-    assert "single copy: no process of this host can read another one's memory\n" in capsys.readouterr().out
+    assert "single copy: processes of this host cannot read the memory of other processes\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", [None, "1"])

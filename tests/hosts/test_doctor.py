@@ -21,7 +21,7 @@ MEETS, DOES_NOT = "would meet on these hosts", "would not meet on these hosts"
 SILENT = r"it does not answer \(tried for 5\.\d s\)"
 #: What the kernel says if it finds nobody with the address.
 NO_ROUTE = r"No route to host \(tried for 5\.\d s\)"
-NAME_IT = "name it there: AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE"
+NAME_IT = "set AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE there"
 
 
 class Said(NamedTuple):
@@ -111,7 +111,7 @@ async def test_doctor_accepts_a_one_way_firewall(network: Callable[[int], Networ
         ["ok", "-", "no"],
         ["ok", "ok", "-"],
     ]
-    does_without = "a job does without that: it is host {} that dials host {}"
+    does_without = "a job does not need this connection: host {} dials host {}"
     assert all_match(
         [cannot(a, b, SILENT, does_without.format(b, a)) for a, b in ((0, 1), (0, 2), (1, 2))], found.hints
     )
@@ -127,7 +127,9 @@ async def test_doctor_reports_a_firewall_in_front_of_the_first_host(
     net.refuse_dials(1, 0, "tcp dport != 29500")
     found = await examined(net, ranks)
     assert [cell[:9] for cell in found.table[1]] == ["no answer", "-"]
-    firewall = r"let firewalls pass TCP from host 1 to any port \(AIOCOLL_PORT_RANGE there says which\) of host 0; "
+    firewall = (
+        r"let firewalls pass TCP from host 1 to any port \(limit them there with AIOCOLL_PORT_RANGE\) of host 0; "
+    )
     advice = f"{firewall}if another address leads to host 0, {NAME_IT}"
     assert all_match([cannot(1, 0, SILENT, advice)], found.problems)
     assert (found.hints, found.verdict) == ([], DOES_NOT)
@@ -141,7 +143,9 @@ async def test_doctor_reports_two_hosts_without_a_connection(
     net = network(3)
     net.separate(1, 2, lost)
     found = await examined(net, ranks)
-    firewall = r"let firewalls pass TCP from host {0} to any port \(AIOCOLL_PORT_RANGE there says which\) of host {1}, "
+    firewall = (
+        r"let firewalls pass TCP from host {0} to any port \(limit them there with AIOCOLL_PORT_RANGE\) of host {1}, "
+    )
     advice = firewall + "or back from host {1} to host {0}; if another address leads to host {1}, " + NAME_IT
     assert all_match([cannot(a, b, why, advice.format(a, b)) for a, b in ((1, 2), (2, 1))], found.problems)
     named = re.sub(rf"\b{NAME}\b", "node0", found.text)
@@ -197,8 +201,8 @@ async def test_doctor_reports_a_missing_host(network: Callable[[int], Network], 
     assert first.text == other.text
     assert [[cell[:2] for cell in row] for row in first.table] == [["-", "ok"], ["ok", "-"]]
     assert first.problems == [
-        "host(s) 1 of 3 did not come within 6 s: does `aiocoll doctor --nnodes 3 --node-rank 1` run there, with the "
-        "same --master-addr? It says why it cannot use the store, which listens on 10.77.0.1 port 29500"
+        "host(s) 1 of 3 did not come within 6 s: check that `aiocoll doctor --nnodes 3 --node-rank 1` runs there, with "
+        "the same --master-addr. It prints the reason if it cannot use the store, which listens on 10.77.0.1 port 29500"
     ]
     assert first.verdict == DOES_NOT
 

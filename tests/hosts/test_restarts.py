@@ -63,7 +63,7 @@ async def test_restart_starts_all_hosts_again(network: Callable[[int], Network],
     assert said == [f"[{rank}] start {count} 15" for rank in range(4) for count in range(2)]
     for host, (_, _, complaints) in enumerate(ends):
         by = "" if host == 2 else "host 2: rank 3 was killed by SIGKILL; "
-        assert complaints.splitlines()[-1] == f"aiocoll run: {by}all ranks are started anew (restart 1 of 2)"
+        assert complaints.splitlines()[-1] == f"aiocoll run: {by}all ranks are started again (restart 1 of 2)"
 
 
 @pytest.mark.parametrize("victim", ["0", pytest.param("2", marks=pytest.mark.soak), "5"])
@@ -103,5 +103,5 @@ async def test_host_that_is_cut_off_is_lost(network: Callable[[int], Network], r
     for host, (_, _, complaints) in enumerate(ends):
         stopped, why = complaints.splitlines()
         assert stopped == f"aiocoll run: rank {host} was ended by the launcher (SIGTERM)"
-        lost = "host 0 is lost: .*" if host == 2 else "host 2 is lost: its launcher has not been heard of for 6 s"
+        lost = "host 0 is lost: .*" if host == 2 else "host 2 is lost: its launcher has not reported for 6 s"
         assert re.fullmatch(f"aiocoll run: {lost}", why), why

@@ -22,7 +22,7 @@ from aiocoll.top.viewer import Viewer
 
 __all__ = ["Watch", "configure"]
 
-#: Seconds between two requests, and for their answers.
+#: Seconds between two requests, and seconds to wait for the answers.
 INTERVAL: Final = 1.0
 PATIENCE: Final = 0.4
 
@@ -31,10 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `top`; see `aiocoll.plugins.Command`."""
     describe_command(
         parser,
-        codes={0: "the job has ended, or Ctrl-C has ended this", 2: "wrong arguments, or there is no such job"},
-        description="Show once a second what the ranks of a running job on this host do: operations and bytes per "
-        "second, how long they take, who is waited for, what is pending, and which ranks are slow or lost. Ctrl-C ends "
-        "it. The job does not notice: a rank that cannot answer at once is shown as it is.",
+        codes={0: "the job or Ctrl-C has ended the command", 2: "wrong arguments, or there is no such job"},
+        description="Show once a second the activity of a job's ranks on this host: operations and bytes per second, "
+        "times, waits for ranks, pending calls, and slow or lost ranks. Ctrl-C ends the command. The job is not "
+        "disturbed: a rank that cannot answer at once is shown with its last state.",
         epilog="Without JOB: the one job of this user that aiocoll run has started here, or that of AIOCOLL_TOP_DIR. "
         "The live table needs rich: pip install 'aiocoll[top]'.",
     )
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print a line of JSON per second")
     how.add_argument("--web", action="store_true", help="serve a page on this host alone, and print its address")
-    parser.add_argument("--once", action="store_true", help="show it once, as text or with --json, and end")
+    parser.add_argument("--once", action="store_true", help="show the state once, as text or with --json, and end")
     parser.set_defaults(command=lambda args: _top(args, parser))
 
 
@@ -137,7 +137,7 @@ def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         write_stderr([f"aiocoll top: {error}"])
         return 2
     except (AiocollError, OSError) as error:
-        reason = getattr(error, "strerror", None) or error  # the text of an OSError names the folder again
+        reason = getattr(error, "strerror", None) or error  # str() of an OSError would name the folder again
         write_stderr([f"aiocoll top: {args.job or 'the folder of the job'}: {reason}"])
         return 2
     try:
@@ -160,7 +160,7 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
         serve(title, watch.news, lambda address: print(address, flush=True))
         return 0
     if not sys.stdout.isatty():
-        write_stderr(["aiocoll top: this is no terminal: --once shows it as text, --json as data"])
+        write_stderr(["aiocoll top: standard output is no terminal; use --once for text, or --json for data"])
         return 2
     from aiocoll.cli.top import terminal
 
@@ -203,8 +203,8 @@ def _find(job: str | None) -> tuple[str, str]:
         return f"job {found[0].number}: {found[0].command}", found[0].folder
     if not running:
         raise _NoJob(
-            "aiocoll run has started no job of this user that still runs here; for ranks that something else has "
-            "started, set AIOCOLL_TOP_DIR for them, and give that folder"
+            "no job that this user has started with aiocoll run is running here; for ranks that something else "
+            "has started, set AIOCOLL_TOP_DIR for them, and pass that folder as JOB"
         )
     if job is None:
         raise _NoJob(f"several jobs run here; give the number of one:{_listed(running)}")

@@ -161,7 +161,7 @@ def _read(parent: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 
 def _is_over(about: Mapping[str, Any], file: TextIO) -> bool:
-    """Return whether the launcher has ended. In another container only its lock shows that, if it holds one."""
+    """Return whether the launcher has ended. If it is in another container, only its lock shows that it runs."""
     found = state(ProcessId._make(about["process"]))
     if found != UNKNOWN:
         return found == GONE
@@ -169,7 +169,7 @@ def _is_over(about: Mapping[str, Any], file: TextIO) -> bool:
 
 
 def _lock(file: TextIO, operation: int) -> bool:
-    """Return whether the lock could be taken: some file systems have none."""
+    """Take a lock; return whether that succeeded. Some file systems have no locks."""
     try:
         fcntl.flock(file, operation)
     except OSError:

@@ -35,24 +35,25 @@ _Histogram = dict[float, int]
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """One rank in one group; rates are None until there are two answers.
+    """The view of a rank in a group. Rates are None until there are two answers.
 
     Attributes:
-        rank: in the group.
-        process: its number; None if it is on another host.
-        state: "ok"; "late": pending collectives of others miss it; "blocked", "stopped", "silent": it lives and does
-            nothing; "slow": others say that it does not answer; "gone", "lost": it is dead, or taken for dead; "left",
-            "closed": it has closed the group; "revoked": the group has failed; "remote": on another host; "unknown".
-        detail: more about the state, for people.
-        ops: operations that have ended, per second.
+        rank: number of the rank in the group.
+        process: process id; None if the rank is on another host.
+        state: "ok"; "late": others wait for it in a collective; "blocked", "stopped", "silent": its process lives, but
+            does not progress; "slow": other ranks report that it does not answer; "gone", "lost": its process is dead,
+            or declared dead; "left", "closed": it has left the group; "revoked": the group has failed; "remote": on
+            another host; "unknown": it has not answered yet.
+        detail: more about the state, as text.
+        ops: finished operations per second.
         nbytes: bytes of these, per second.
-        p50: seconds that half of these took at most.
-        p99: seconds that 99 of 100 took at most.
-        waited_for: seconds for which the others have waited for it, per second and other rank that counts.
-        waits: seconds for which it has waited for others, per second.
-        missing: pending collectives of others in which it is known to be missing.
-        pending: operations in flight.
-        oldest: seconds for which the oldest of these has been.
+        p50: median of their times in seconds.
+        p99: 99th percentile of their times in seconds.
+        waited_for: share of the time in which others waited for it, averaged over the other ranks that count.
+        waits: share of the time in which it waited for others.
+        missing: number of pending collectives that others have entered and this rank has not.
+        pending: number of operations in flight.
+        oldest: age of the oldest of these in seconds.
     """
 
     rank: int
@@ -72,7 +73,7 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class KindView:
-    """Operations of one kind in a group: per second and rank, and how long they took."""
+    """The operations of one kind in a group: rates per second of the rank with most, and percentiles of times."""
 
     op: str
     algorithm: str | None
@@ -88,11 +89,11 @@ class PendingView:
     """Operations in flight that are the same on several ranks.
 
     Attributes:
-        op: what they are.
-        ranks: which have entered.
-        seconds: for which the oldest has been in flight.
-        missing: ranks that are known to be missing.
-        site: where the program has called one of them.
+        op: name of the operation.
+        ranks: ranks that have entered it.
+        seconds: age of the oldest of them.
+        missing: ranks that are known not to have entered it.
+        site: the line of the program that called one of them.
     """
 
     op: str
@@ -104,19 +105,19 @@ class PendingView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """A group.
+    """The view of a group.
 
     Attributes:
-        name: of the group.
+        name: name of the group.
         size: number of ranks.
         state: "open", "revoked" or "closed".
-        cause: why it was revoked.
-        counted: whether its ranks count.
-        ops: operations per second, of the rank with most.
-        nbytes: bytes per second, likewise.
-        ranks: sorted by who is waited for.
-        kinds: of operations, those first that take longest.
-        pending: the oldest.
+        cause: the cause if it was revoked, else None.
+        counted: whether its ranks count their operations.
+        ops: operations per second of the rank with most.
+        nbytes: bytes per second of the rank with most.
+        ranks: its ranks; first those that others wait for most.
+        kinds: kinds of operations; first those that take most time.
+        pending: the oldest pending operations.
         verdict: the state of the group in one sentence.
         culprits: the ranks that the verdict blames.
         history: operations per second in the last rounds, oldest first.
@@ -162,20 +163,20 @@ class _Report:
     process: Process
     now: dict[str, Any]
     before: dict[str, Any] | None = None
-    #: For whom it has waited in between, seconds per second, and together; None if that is not known.
+    #: Shares of the time between the reports in which it waited: for each rank, and for all. None if unknown.
     waited: dict[int, float] | None = None
     waits: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Between both."""
+        """Return the seconds between the two reports."""
         return 0.0 if self.before is None else self.now["time"] - self.before["time"]
 
 
 @dataclass(slots=True)
 class _Group:
     reports: dict[int, _Report] = field(default_factory=dict)
-    #: Of each rank: see `_measure_waits`.
+    #: Waits that are counted in advance, by waiting rank; see `_measure_waits`.
     ahead: dict[int, dict[int, float]] = field(default_factory=dict)
     seen: float = 0.0
     has_news: bool = False
@@ -183,7 +184,7 @@ class _Group:
 
 
 class Model:
-    """The last answers of all ranks."""
+    """The last answers of all ranks, by group."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], _Group] = {}
@@ -222,7 +223,7 @@ class Model:
 
 
 def _shows(key: tuple[str, int], report: _Report) -> bool:
-    """Whether a process that lives is in the group."""
+    """Return whether the rank of a report is still in the group, and its process is alive."""
     process = report.process
     if process.state in (State.GONE, State.CLOSED):
         return False
@@ -316,13 +317,13 @@ def _waiters(waited: PendingView) -> str:
     return f"{number} rank{'s have' if number > 1 else ' has'} waited {waited.seconds:.1f} s in {waited.op}"
 
 
-# -- who is waited for
+# -- waits
 
 
 def _others_wait(reports: Sequence[_Report]) -> tuple[dict[int, float] | None, dict[int, int]]:
-    """Return the seconds waited for each rank, per second and other rank, and the number of calls that miss it.
+    """Return, by rank, the average share of the time in which others waited for it, and its number of missed calls.
 
-    The seconds are None before there are two answers.
+    The shares are None before there are two answers.
     """
     waited: dict[int, float] = {}
     missing: dict[int, int] = {}
@@ -338,14 +339,15 @@ def _others_wait(reports: Sequence[_Report]) -> tuple[dict[int, float] | None, d
 
 
 def _measure_waits(report: _Report, ahead: dict[int, float]) -> None:
-    """Find out for whom a rank has waited since its answer before.
+    """Set `waited` and `waits` of a report: the waits of a rank since its previous answer.
 
-    What has ended is counted by the rank itself, from its start on. So that a wait of ten seconds is 100 % for ten
-    seconds, and not 1000 % in the one in which it ends, what is still in flight counts already, and is taken off later.
+    The rank itself counts a wait only when the call ends. A wait of ten seconds would then appear as 1000 % in its last
+    second. Instead it appears as 100 % in each of the ten seconds: waits in flight are counted in advance, and
+    subtracted when the rank counts them.
 
     Args:
-        report: of the rank.
-        ahead: seconds that were counted before they were over, by the rank that was waited for.
+        report: the report of the rank.
+        ahead: seconds counted in advance, by the rank that this rank waits for. This function updates them.
     """
     if report.before is None or not report.now["counted"]:
         return
@@ -370,7 +372,7 @@ def _measure_waits(report: _Report, ahead: dict[int, float]) -> None:
 
 
 class _States:
-    """What is known of ranks besides what they say themselves."""
+    """The states of the ranks of a group, from all reports and the states of their processes."""
 
     def __init__(
         self,
@@ -381,7 +383,7 @@ class _States:
         processes: Mapping[int, Process],
     ) -> None:
         self._key = key
-        #: Of each rank; None on another host.
+        #: Process id of each rank; None for a rank on another host.
         self._numbers = numbers
         self._processes = processes
         self._missing = {rank for each in alive for rank, _, _, missing in each.now["peers"] if missing}
@@ -390,11 +392,11 @@ class _States:
         self._left = {rank for each in reports.values() for rank in each.now["left"]}
 
     def process(self, rank: int, report: _Report | None) -> int | None:
-        """Return the number of a rank's process."""
+        """Return the process id of a rank; None if it is on another host."""
         return self._numbers[rank] if report is None else report.process.number
 
     def of(self, rank: int, report: _Report | None, now: float) -> tuple[str, str]:
-        """Return the state of a rank, and more about it."""
+        """Return the state of a rank, and its details as text."""
         number = self._numbers[rank]
         process = report.process if report is not None else None if number is None else self._processes.get(number)
         if process is not None:
@@ -462,11 +464,11 @@ def _rank_view(
     )
 
 
-# -- what they do
+# -- operations
 
 
 def _between(report: _Report) -> dict[_Kind, tuple[_Histogram, float]]:
-    """Return the histogram and the bytes of what has ended between the two answers, by kind."""
+    """Return, by kind, the histogram and the bytes of operations that ended between the two answers."""
     found: dict[_Kind, tuple[_Histogram, float]] = {}
     assert report.before is not None
     before = {tuple(row[:3]): row for row in report.before["operations"]}
@@ -508,7 +510,7 @@ def _kinds(reports: Sequence[_Report]) -> list[KindView]:
 
 
 def _pending(reports: Sequence[_Report]) -> list[PendingView]:
-    """Return the oldest operations in flight; what is younger than a quarter of a second is not worth a line."""
+    """Return the oldest operations in flight that are at least a quarter of a second old."""
     found: dict[tuple[str, int | None], list[tuple[int, dict[str, Any]]]] = {}
     for report in reports:
         for each in report.now["in_flight"]:

@@ -27,7 +27,7 @@ try:
     from rich.text import Text
 except ImportError as error:
     raise BackendUnavailableError(
-        "the live table needs rich: pip install 'aiocoll[top]'; --once, --json and --web do not"
+        "the live table needs rich: pip install 'aiocoll[top]', or use --once, --json or --web"
     ) from error
 
 __all__ = ["render", "watch"]
@@ -58,7 +58,7 @@ def watch(
 def render(
     title: str, groups: Sequence[GroupView], width: int, height: int, load: HostLoad | None = None
 ) -> RenderableType:
-    """Return the content of the screen, with as many ranks as leave room for the lines below them."""
+    """Return the content of the screen, with as many ranks as fit above the other lines."""
     most = max(LEAST, height // max(1, len(groups)) - AROUND)
     about = " · ".join(filter(None, (title, host_line(load))))
     parts: list[RenderableType] = [Text(about, style="dim", overflow="ellipsis", no_wrap=True)]

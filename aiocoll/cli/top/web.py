@@ -1,4 +1,4 @@
-"""A page on loopback that shows the table in a browser and requests updates once a second.
+"""A web page on the loopback interface that shows the table and requests updates once a second.
 
 Each request needs the token of the printed address. The page has it in its query; update requests have it in a header,
 which no other page can make a browser send. Requests must name this server as their host, against DNS rebinding. The
@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 __all__ = ["Page", "serve"]
 
 HOST: Final = "127.0.0.1"
-#: Largest request head in bytes; browsers send some hundred.
+#: Largest size of a request head in bytes; browsers send a few hundred.
 LONGEST: Final = 8192
 #: Seconds to receive a request and to send the answer.
 PATIENCE: Final = 5.0
@@ -46,7 +46,7 @@ _POLICY: Final = (
 
 
 class _Refused(Exception):
-    """A request that is refused."""
+    """An error in a request, with the HTTP status of the response."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -108,14 +108,14 @@ class Page:
         try:
             path, query, headers = _parse(head)
             if headers.get("host") != f"{HOST}:{self.port}":
-                raise _Refused(HTTPStatus.FORBIDDEN, f"open it as http://{HOST}:{self.port}, by no other name")
+                raise _Refused(HTTPStatus.FORBIDDEN, f"open the page as http://{HOST}:{self.port}, by no other name")
             if path == "/":
                 self._check(query.get("token", [""])[0])
                 return self._show()
             if path == "/news":
                 self._check(headers.get("authorization", "").removeprefix("Bearer "))
                 return _response(HTTPStatus.OK, await self._newest(), "application/json")
-            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing here")
+            raise _Refused(HTTPStatus.NOT_FOUND, "no page has this address")
         except _Refused as refused:
             return _response(refused.status, f"{refused}\n".encode())
 
@@ -157,20 +157,20 @@ def _parse(head: bytes) -> tuple[str, dict[str, list[str]], dict[str, str]]:
     first, *lines = head.decode("latin-1").split("\r\n")[:-2]
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise _Refused(HTTPStatus.BAD_REQUEST, "that is not HTTP/1.1")
+        raise _Refused(HTTPStatus.BAD_REQUEST, "the request is not HTTP/1.x")
     if words[0] != "GET":
-        raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered")
+        raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is supported")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or name.strip() != name or name.lower() in headers:
-            raise _Refused(HTTPStatus.BAD_REQUEST, "a header is wrong, or there twice")
+            raise _Refused(HTTPStatus.BAD_REQUEST, "a header is malformed, or occurs twice")
         headers[name.lower()] = value.strip()
     try:
         url = urlsplit(words[1])
         return url.path, parse_qs(url.query), headers
     except ValueError:
-        raise _Refused(HTTPStatus.BAD_REQUEST, "the address cannot be read") from None
+        raise _Refused(HTTPStatus.BAD_REQUEST, "the address is malformed") from None
 
 
 def _response(
@@ -182,5 +182,5 @@ def _response(
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a string literal for a script, which it cannot end."""
+    """Return a text as a string literal that cannot end the script around it."""
     return json.dumps(text).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -43,11 +43,11 @@ def host_line(load: HostLoad | None) -> str:
     if load is None:
         return ""
     words = f"host: load {load.average:.1f} on {load.cores} core{'s' * (load.cores != 1)}"
-    return words + "; the ranks have to wait for a core" * load.is_high
+    return words + "; ranks wait for a free core" * load.is_high
 
 
 def history(group: GroupView) -> str:
-    """Return the operations per second of the last rounds as a line of bars; "" if there are only a few rounds."""
+    """Return the operations per second of the last rounds as a line of bars; "" if there are too few rounds."""
     if len(group.history) < ROUNDS:
         return ""
     most = max(group.history) or 1.0
