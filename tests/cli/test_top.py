@@ -331,7 +331,7 @@ def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "aiocoll.cli.top.terminal", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'aiocoll\[top\]'; --once, --json and --web do not"):
+    with pytest.raises(ImportError, match=r"pip install 'aiocoll\[top\]', or use --once, --json or --web"):
         import aiocoll.cli.top.terminal  # noqa: F401
 
 
