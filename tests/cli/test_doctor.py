@@ -135,7 +135,7 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
             SLURM,
             "Slurm (SLURM_STEP_ID): rank 1 of 3, 1 of 2 on this host; the store is at n01:31000; the job key comes "
             "from nowhere",
-            "ranks on several hosts need one: name a file that only you can read by AIOCOLL_JOB_KEY_FILE",
+            "ranks on several hosts need one: set AIOCOLL_JOB_KEY_FILE to the path of a file that only you can read",
             False,
         ),
         (
