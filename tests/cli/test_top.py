@@ -242,7 +242,7 @@ def test_which_job(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> No
     one = top(tmp_path, env, "--once", str(first))
     assert (one.returncode, one.stdout) == (0, "no rank has an open group\n")
     assert "no job 1 of this user runs here; these do:" in top(tmp_path, env, "--once", "1").stderr
-    assert "--once shows it as text" in top(tmp_path, env, str(first)).stderr
+    assert "use --once for text" in top(tmp_path, env, str(first)).stderr
     both[0].process.kill()  # so it removes nothing; the next launcher does
     both[0].process.wait()
     assert [job.number for job in jobs(env)] == [second]

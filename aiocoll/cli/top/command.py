@@ -32,9 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     describe_command(
         parser,
         codes={0: "the job or Ctrl-C has ended the command", 2: "wrong arguments, or there is no such job"},
-        description="Show once a second the activity of a job's ranks on this host: operations and bytes per second, "
-        "times, waits for ranks, pending calls, and slow or lost ranks. Ctrl-C ends the command. The job is not "
-        "disturbed: a rank that cannot answer at once is shown with its last state.",
+        description="Show once a second the activity of the ranks of a job on this host: operations and bytes per "
+        "second, times, waits for ranks, pending calls, and slow or lost ranks. Ctrl-C ends the command. The job is "
+        "not disturbed: a rank that cannot answer at once is shown with its last state.",
         epilog="Without JOB: the one job of this user that aiocoll run has started here, or that of AIOCOLL_TOP_DIR. "
         "The live table needs rich: pip install 'aiocoll[top]'.",
     )
