@@ -260,7 +260,7 @@ def test_all_ranks_of_another_program_begin_anew(launch: Launch, fault: str) -> 
     starts = [line for line in done.stdout.splitlines() if "start" in line]
     assert sorted(starts) == sorted(f"[{rank}] start {count}" for rank in range(2) for count in range(3))
     assert done.stdout.splitlines().count("[1] well") == 1
-    anew = [line for line in done.stderr.splitlines() if "anew" in line]
+    anew = [line for line in done.stderr.splitlines() if "started again" in line]
     assert anew == [f"aiocoll run: all ranks are started again (restart {number} of 3)" for number in (1, 2)]
 
 
@@ -349,17 +349,17 @@ def test_a_signal_to_the_launcher_starts_nothing_anew(launch: Launch, tmp_path: 
     job.process.send_signal(number)
     done = job.finish()
     assert (done.returncode, done.stderr.splitlines()[-1]) == (128 + number, f"aiocoll run: stopped by {number.name}")
-    assert "anew" not in done.stderr
+    assert "started again" not in done.stderr
     assert "started" not in done.stdout
     assert not [pid for pid in ranks.pids.values() if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("moment", ["anew", "start"])
+@pytest.mark.parametrize("moment", ["started again", "start"])
 def test_ctrl_c_while_ranks_are_started_anew_ends_the_job(launch: Launch, moment: str) -> None:
     """When the launcher has said so, or a rank has begun."""
     script = 'import os\nprint("start", os.getpid(), flush=True)\nraise SystemExit(os.environ["RANK"] == "0")'
     job = launch("-n", 2, "--max-restarts", 1000, script=script)
-    pipe = job.process.stderr if moment == "anew" else job.process.stdout
+    pipe = job.process.stderr if moment == "started again" else job.process.stdout
     seen = 0
     while seen < 6:
         line = pipe.readline()

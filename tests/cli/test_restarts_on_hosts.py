@@ -77,7 +77,7 @@ def test_all_ranks_of_all_hosts_begin_anew(start: Start, rank: int, fault: str) 
     failure = "failed: ValueError: no data .*" if "raise" in fault else "was killed by SIGKILL"
     for host, done in enumerate((zero, one)):
         by = "" if host == rank // 2 else rf"host {rank // 2}: rank {rank} {failure}; "
-        anew = [line for line in done.stderr.splitlines() if "anew" in line]
+        anew = [line for line in done.stderr.splitlines() if "started again" in line]
         for number, line in enumerate(anew, 1):
             expected = rf"aiocoll run: {by}all ranks are started again \(restart {number} of 2\)"
             assert re.fullmatch(expected, line), (expected, line)
