@@ -104,7 +104,7 @@ __all__ += errors.__all__
 #: Modules of public names, and of public modules (None), that are loaded on first use.
 _LATER: dict[str, str | None] = {
     "BlockingGroup": "aiocoll.blocking",
-    "RedisStore": "aiocoll.redis.store",
+    "RedisStore": "aiocoll.store",
     "elastic": "aiocoll.elastic_groups",
     "loops": None,
     "plugins": None,

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-__all__ = ["MAX_LOAD", "LoadMeter", "MachineLoad", "show_cores", "show_quota", "show_share", "usable_cores"]
+__all__ = [
+    "MAX_LOAD", "LoadMeter", "MachineLoad", "load_average", "show_cores", "show_quota", "show_share", "usable_cores",
+]  # fmt: skip
 
 #: Load in cores above which timings cannot be trusted.
 MAX_LOAD = 0.3
@@ -201,6 +203,13 @@ def _rate(seconds: float | None, passed: float | None) -> float | None:
 def _ticks() -> int:
     """Return the number of clock ticks per second in /proc."""
     return os.sysconf("SC_CLK_TCK")
+
+
+def load_average() -> float | None:
+    """Return the load average of the last minute; None where the system does not report it."""
+    with suppress(AttributeError, OSError):
+        return os.getloadavg()[0]
+    return None
 
 
 def usable_cores() -> set[int]:

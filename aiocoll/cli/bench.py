@@ -15,13 +15,13 @@ from contextlib import suppress
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli import tune
 from aiocoll.cli.arguments import describe_command, positive
-from aiocoll.cli.bench_files import as_json, load_average, try_csv, write_csv
+from aiocoll.cli.bench_files import as_json, try_csv, write_csv
 from aiocoll.cli.measure import Effort
 from aiocoll.cli.sweep import HEADING, sweep
 from aiocoll.cli.terminal import complain, styled
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case
 from aiocoll.errors import AiocollError
-from aiocoll.machine_load import MAX_LOAD, LoadMeter, MachineLoad, usable_cores
+from aiocoll.machine_load import MAX_LOAD, LoadMeter, MachineLoad, load_average, usable_cores
 from aiocoll.native import IMPLEMENTATION
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions

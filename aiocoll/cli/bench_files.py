@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import platform
 from collections.abc import Sequence
 from math import inf
@@ -47,14 +46,9 @@ from aiocoll.cli.workload import Case
 from aiocoll.machine_load import MachineLoad, usable_cores
 from aiocoll.native import core
 
-__all__ = ["as_json", "load_average", "try_csv", "write_csv"]
+__all__ = ["as_json", "try_csv", "write_csv"]
 
 FORMAT, VERSION = "aiocoll bench", 1
-
-
-def load_average() -> float | None:
-    """Return the load average of the last minute; None where the system has none."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def as_json(

@@ -141,9 +141,15 @@ def lateness(group: GroupDumps) -> Lateness | None:
 # -- the verdict
 
 
-def diagnose(group: GroupDumps) -> Finding:
-    """Return the verdict: the rank at fault, its place in the program, and how long the others waited for it."""
-    found, cause = divergence(group), group.cause
+def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None) -> Finding:
+    """Return the verdict: the rank at fault, its place in the program, and how long the others waited for it.
+
+    Args:
+        group: the dumps.
+        found: the result of `divergence`.
+        late: the result of `lateness`.
+    """
+    cause = group.cause
     if found is not None and (found.words is not None or not found.missing):
         return _diagnose_mismatch(found.call)
     call = _last_unfinished(group) if found is None else found.call
@@ -157,7 +163,6 @@ def diagnose(group: GroupDumps) -> Finding:
         return _diagnose_cause(group, cause, call)
     if group.silent:
         return Finding(f"no failure recorded, but {_ranks(group.silent)} gave no dump", tuple(group.silent), "no dump")
-    late = lateness(group)
     if late is None or late.seconds < LATE:
         return Finding("no failure: no collective diverged")
     return Finding(
@@ -277,9 +282,10 @@ def _line(entry: Entry) -> str:
 
 def report(group: GroupDumps) -> tuple[list[str], bool]:
     """Return the lines of a group's report, and whether no problem was found."""
+    found, late = divergence(group), lateness(group)
     ranks = f"{group.world_size} rank{'s' * (group.world_size != 1)}"
     lines = [f"group {group.name!r}: {ranks}, {len(group.calls)} collectives remembered"]
-    lines.append(f"  verdict: {diagnose(group).text}")
+    lines.append(f"  verdict: {diagnose(group, found, late).text}")
     if group.silent:
         lines.append(f"  no dump of {_ranks(group.silent)}: killed, blocked, or not given here")
     seen = {rank: _seen_by_peers(group, rank) for rank in group.silent}
@@ -287,10 +293,8 @@ def report(group: GroupDumps) -> tuple[list[str], bool]:
     cause = group.cause
     if cause is not None:
         lines.append(f"  failed: {cause.get('kind')}: {cause.get('text')}")
-    found = divergence(group)
     lines += ["  no collective diverged"] if found is None else _told(group, found)
     lines += _unfinished(group)
-    late = lateness(group)
     if late is not None:
         lines.append(
             f"  last to arrive on average: rank {late.rank}, {_time(late.seconds)} after the first; it was the last in "

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from aiocoll.cli.divergence import Finding, diagnose
+from aiocoll.cli.divergence import Finding, diagnose, divergence, lateness
 from aiocoll.cli.merge import Entry, GroupDumps, MergedCall, Unusable
 from aiocoll.dump.timeline import lanes, named
 
@@ -60,7 +60,7 @@ def draw(groups: Sequence[GroupDumps], path: str) -> None:
 
 def make_pictures(group: GroupDumps) -> Iterator[_Picture]:
     """Yield the pictures of a group: one with all calls, or an overview and a part if there are many calls."""
-    finding = diagnose(group)
+    finding = diagnose(group, divergence(group), lateness(group))
     verdict = textwrap.fill(f"{group.name}: {finding.text}", COLUMNS)
     starts = [entry["entered"] + group.shifts[rank] for rank in group.ranks for entry in group.dumps[rank]["entries"]]
     ends = [_end(group, rank, entry) for rank in group.ranks for entry in group.dumps[rank]["entries"]]

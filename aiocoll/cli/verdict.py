@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from aiocoll.cli.rank import Exit, Report
-from aiocoll.cli.top.words import name_ranks
+from aiocoll.cli.top.words import rank_numbers
 
 __all__ = ["RankOutcome", "culprit", "final_lines", "headline", "interrupted", "replaced", "tracebacks"]
 
@@ -170,8 +170,7 @@ def _grouped(ends: Mapping[int, str]) -> Iterator[str]:
         if len(found) == 1:
             yield f"aiocoll run: rank {found[0]} {end}"
         else:
-            numbers = name_ranks(found).removeprefix("rank ")
-            yield f"aiocoll run: ranks {numbers} {f'were {end[4:]}' if end.startswith('was ') else end}"
+            yield f"aiocoll run: ranks {rank_numbers(found)} {f'were {end[4:]}' if end.startswith('was ') else end}"
 
 
 def _interruption(outcome: RankOutcome) -> str:

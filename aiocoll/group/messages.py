@@ -24,6 +24,7 @@ from aiocoll.engine.matching.to_self import MessageToSelf
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.group.collectives import check_sparse
+from aiocoll.group.dispatch.devices import receive_in_memory
 from aiocoll.group.dispatch.dispatcher import PROC_NULL, Dispatcher, Timeout
 from aiocoll.group.objects import Objects
 from aiocoll.group.prepared_call import MessageCall
@@ -237,14 +238,10 @@ class Messages:
         d = self._dispatcher
         limit = d.limit(timeout)
         array: Any = buffer.array
-        code, matching, arrays = buffer.dtype.code, d.comm.matching, None
-
-        def posted(_: int, completion: Completion) -> PostedReceive:
-            return PostedReceive(matching, src, tag, content, completion)
-
-        make: Make = posted
+        code, arrays = buffer.dtype.code, None
+        make: Make
         if type(array) is _ndarray:
-            content = Content(code, byte_view(array))
+            make = receive_in_memory(d.comm, byte_view(array), src, tag, code)
         else:
             arrays = [array]
             make = _make_no_operation if d.dry else d.on_device(arrays).receiving(array, src, tag, code)

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from aiocoll import PeerLostError, ProcessGroup
-from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.job.context import Context
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import comm_of
+from ..internals import comm_of, spied
 
 #: Seconds a frame takes at least and at most. Each link is first in, first out, and knows nothing of the others: half
 #: of all goodbyes on a control link are there before what was sent on the data link.
@@ -118,13 +117,7 @@ def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, worl
 def test_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The notice that the rank ends takes its place."""
     sent: list[str] = []
-    original = ControlPlane.tell
-
-    def send(plane: ControlPlane, rank: int, message: Any) -> None:
-        sent.append(message["t"])
-        original(plane, rank, message)
-
-    monkeypatch.setattr(ControlPlane, "tell", send)
+    spied(monkeypatch, control_said=lambda _, message: sent.append(message["t"]))
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -143,7 +136,7 @@ def test_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pyt
     assert sent
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(2)
 async def test_background_task_runs_until_its_context_stops(pg: ProcessGroup) -> None:
     """The event loop keeps only weak references to tasks."""
     context = Context(comm_of(pg).runtime, comm_of(pg).endpoint.context.transport, 0, 1)

@@ -18,6 +18,7 @@ from aiocoll.cli.top import words
 from aiocoll.cli.top.jobs import End, Job, jobs, open_description, read_end
 from aiocoll.cli.top.model import GroupView, HostLoad, Model
 from aiocoll.errors import AiocollError
+from aiocoll.machine_load import load_average, usable_cores
 from aiocoll.top.viewer import Viewer
 
 __all__ = ["Watch", "configure"]
@@ -121,10 +122,8 @@ def _is_running(group: GroupView) -> bool:
 
 
 def _read_load() -> HostLoad | None:
-    try:
-        return HostLoad(os.getloadavg()[0], len(os.sched_getaffinity(0)))
-    except (AttributeError, OSError):
-        return None
+    average = load_average()
+    return None if average is None else HostLoad(average, len(usable_cores()))
 
 
 def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

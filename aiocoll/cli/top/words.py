@@ -10,7 +10,7 @@ from aiocoll.cli.top.model import GroupView, HostLoad, PendingView, RankView
 
 __all__ = [
     "BAD", "LIMITED", "duration", "ended", "headline", "history", "host_line", "kind_table", "name_ranks", "notes",
-    "plain", "rank_table", "size",
+    "plain", "rank_numbers", "rank_table", "size",
 ]  # fmt: skip
 
 #: States in which a rank delays the others.
@@ -161,7 +161,12 @@ def _in_flight(each: PendingView) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return a list of ranks as text, with ranges for consecutive ranks."""
+    """Return a list of ranks as text, such as "rank 0-2, 5"."""
+    return f"rank {rank_numbers(ranks)}"
+
+
+def rank_numbers(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks as text, with ranges for consecutive ranks."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][1] + 1:
@@ -169,7 +174,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
         else:
             parts.append([rank, rank])
     shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in parts[:8]]
-    return f"rank {', '.join(shown)}{', …' if len(parts) > 8 else ''}"
+    return f"{', '.join(shown)}{', …' if len(parts) > 8 else ''}"
 
 
 def _count(value: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 
 from aiocoll.elements.ops import ReduceOp
 
-__all__ = ["Copies", "check_device", "check_devices", "flat", "only", "reduce_op", "seconds"]
+__all__ = ["Copies", "check_device", "check_devices", "flat", "only", "reduce_op", "seconds", "to_timedelta"]
 
+#: Seconds of the longest timeout that torch takes.
+_LONGEST = 1e8
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _OPS: dict[Any, ReduceOp] = {getattr(dist.ReduceOp.RedOpType, name): getattr(ReduceOp, name) for name in _NAMES}
 
@@ -35,6 +38,11 @@ def seconds(timeout: Any) -> float | None:
         return None
     found: float = timeout.total_seconds()
     return found if found >= 0 else None
+
+
+def to_timedelta(timeout: float) -> timedelta:
+    """Return a timeout in seconds as torch takes it; aiocoll may have none."""
+    return timedelta(seconds=min(timeout, _LONGEST))
 
 
 def only(tensors: Any) -> torch.Tensor:

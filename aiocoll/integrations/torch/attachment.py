@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -14,14 +13,12 @@ from aiocoll.engine.control.causes import failure_by
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.torch.aio_group import NAME, AioGroup
+from aiocoll.integrations.torch.arguments import to_timedelta
 from aiocoll.integrations.torch.group_store import GroupStore
 from aiocoll.integrations.torch.running_loop import RunningLoop
 from aiocoll.integrations.torch.world import attached
 
 __all__ = ["attach"]
-
-#: Seconds of the longest timeout that torch takes; aiocoll may have none.
-_LONGEST = 1e8
 
 
 @contextlib.asynccontextmanager
@@ -76,7 +73,7 @@ def _check_default_group(pg: ProcessGroup) -> None:
 
 
 def _make_torch_group(pg: ProcessGroup, thread: RunningLoop, store: GroupStore) -> Any:
-    timeout = timedelta(seconds=min(pg.timeout, _LONGEST))
+    timeout = to_timedelta(pg.timeout)
     token = attached.set((pg, thread))
     try:
         if dist.is_initialized():

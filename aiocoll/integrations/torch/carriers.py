@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from aiocoll.integrations.torch.arguments import to_timedelta
 
 __all__ = ["BACKEND", "Carriers", "alias", "routed"]
 
@@ -75,7 +76,7 @@ class Carriers:
             names = set(others.values())
             self._others = dist.new_group(
                 dist.get_process_group_ranks(group),
-                timedelta(seconds=min(group.pg.timeout, 1e8)),
+                to_timedelta(group.pg.timeout),
                 names.pop() if len(names) == 1 else ",".join(f"{kind}:{name}" for kind, name in others.items()),
                 use_local_synchronization=True,
                 sort_ranks=False,

@@ -34,9 +34,5 @@ class RunningLoop(LoopThread):
         """Return whether the loop was closed."""
         return self._running.is_closed()
 
-    def is_ending(self) -> bool:
-        """Return whether the loop was closed."""
-        return self._running.is_closed()
-
     def close(self) -> None:
         """Do nothing: the program owns the loop."""

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .ranks import run_launched
 
 pytest.importorskip("torch", reason="needs torch")
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[3]
 SIZE = 2
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the results of each rank of `attached.py`."""
-    folder: Path = tmp_path_factory.mktemp("attached")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
-    program = str(Path(__file__).with_name("attached.py"))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "aiocoll", "run", "-n", str(SIZE), program, str(folder)],
-        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+    launcher = ["-m", "aiocoll", "run", "-n", str(SIZE)]
+    return run_launched(launcher, "attached.py", SIZE, tmp_path_factory.mktemp("attached"))
 
 
 def test_ddp_trains_in_a_thread_while_the_loop_makes_calls(results: list[dict[str, Any]]) -> None:

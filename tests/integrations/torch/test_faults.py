@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .ranks import run_ranks
+from .ranks import last_json, run_ranks
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -19,11 +18,7 @@ SIZE = 2
 
 def outcomes(case: str, folder: Path) -> list[dict[str, Any]]:
     """Return what each rank says of its error; nothing of one that was killed."""
-    found = []
-    for printed in run_ranks("faults", case, SIZE, folder):
-        lines = [line for line in printed.splitlines() if line.startswith("{")]
-        found.append(json.loads(lines[-1]) if lines else {})
-    return found
+    return [last_json(printed) for printed in run_ranks("faults", case, SIZE, folder)]
 
 
 def test_rank_killed_during_ddp_training_is_named_within_a_second(tmp_path: Path) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .ranks import run_launched
 
 pytest.importorskip("torch", reason="needs torch")
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[3]
-PROGRAM = Path(__file__).with_name("groups.py")
 SIZE = 3
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE)],
@@ -27,18 +22,7 @@ LAUNCHERS = {
 @pytest.fixture(scope="module", params=sorted(LAUNCHERS))
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the results of each rank."""
-    folder: Path = tmp_path_factory.mktemp("groups")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *LAUNCHERS[request.param], str(PROGRAM), str(folder)],
-        cwd=folder,
-        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+    return run_launched(LAUNCHERS[request.param], "groups.py", SIZE, tmp_path_factory.mktemp("groups"))
 
 
 def test_subgroup_is_made_by_its_members_alone_in_the_order_given(results: list[dict[str, Any]]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .ranks import run_ranks
+from .ranks import last_json, run_ranks
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -25,9 +24,9 @@ NEW_NAMES = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_
 def outcomes(backends: str, folder: Path) -> list[dict[str, Any]]:
     """Return the results of each rank of a group with some backends."""
     printed = run_ranks("mixed", backends, SIZE, folder)
-    lines = [[line for line in each.splitlines() if line.startswith("{")] for each in printed]
-    assert all(lines), "\n".join(printed)
-    return [json.loads(each[-1]) for each in lines]
+    found = [last_json(each) for each in printed]
+    assert all(found), "\n".join(printed)
+    return found
 
 
 def test_each_backend_carries_the_tensors_of_its_device(tmp_path: Path) -> None:
