@@ -119,7 +119,7 @@ def test_chosen_algorithm_is_predicted_to_be_nearly_the_fastest(kind: str, machi
 
 
 @each("kind", RULES)
-def test_limits_grow_with_n_half(kind: str) -> None:
+def test_limits_grow_with_the_speed_of_the_machine(kind: str) -> None:
     """On a machine with the same latency and four times the speed, all limits are four times as large."""
     slow = Machine(40e-6, 10e-6, 1 / 1e9, 0.1e-9)
     fast = Machine(40e-6, 10e-6, 1 / 4e9, 0.025e-9)

@@ -72,7 +72,7 @@ def whole(buffers: tuple[int, ...], memory: list[list[Any]]) -> set[tuple[int, i
     return {(buffer, number) for buffer in buffers for number in range(len(memory[buffer]))}
 
 
-def test_kind_with_rules_has_a_row() -> None:
+def test_table_has_a_row_for_every_kind_with_rules() -> None:
     assert list(SPECS) == [spec.kind for spec in SPECS.values()]
     assert {spec.kind for spec in PROGRAMS} == set(RULES) == {kind for kind, _ in ALGORITHMS}
     assert {kind for kind, spec in SPECS.items() if spec.method is Method.PROGRAM} == set(RULES)

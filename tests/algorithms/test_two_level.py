@@ -246,7 +246,7 @@ def test_two_level_choices_match_the_table(kind: str, nbytes: int, expected: str
     assert choose(kind, nbytes, 4, hosts=hosts) == expected
 
 
-def test_additional_leaders_send_less_each() -> None:
+def test_limit_of_leaders_falls_with_the_number_of_hosts() -> None:
     hosts = (0, 0, 1, 2, 3, 4)
     assert choose("allreduce", 16 * KIB, 6, hosts=hosts) == "leaders"
     assert choose("allreduce", 16 * KIB + 4, 6, hosts=hosts) == "lanes"
@@ -266,7 +266,7 @@ def test_limits_follow_the_network() -> None:
     assert choose("allreduce", 2560 * KIB + 4, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "lanes"
 
 
-def test_additional_lanes_are_used_for_more_bytes() -> None:
+def test_limit_of_lanes_grows_with_the_number_of_lanes() -> None:
     for lanes in (2, 4, 8):
         hosts = (0,) * lanes + (1,) * lanes
         assert choose("allreduce", lanes * 512 * KIB, 2 * lanes, hosts=hosts) == "lanes"
@@ -305,7 +305,7 @@ def test_hosts_are_numbered_by_their_lowest_ranks() -> None:
     assert two_level.has_two_levels((0, 1, 1))
 
 
-def test_team_and_lane_of_each_rank_are_right() -> None:
+def test_teams_and_lanes_match_the_hosts() -> None:
     hosts = Hosts((0, 1, 0, 1, 0, 0, 1))
     assert hosts.teams == ((0, 2, 4, 5), (1, 3, 6))
     assert hosts.place == (0, 0, 1, 1, 2, 3, 2)

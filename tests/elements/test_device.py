@@ -339,7 +339,7 @@ def test_dlpack_without_a_library_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         view(SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (7, 0)), name="x")
 
 
-def test_rocm_array_is_refused_with_that_name(torch: Torch) -> None:
+def test_error_for_a_rocm_array_names_rocm(torch: Torch) -> None:
     torch.version.hip = "6.3"
     with pytest.raises(TypeError, match=r"x is a torch tensor on a ROCm device, and ROCm is not supported; .*x.cpu"):
         view(torch.Tensor(np.ones(2), "float64"), name="x")
@@ -411,7 +411,7 @@ def test_arrays_on_different_devices_are_refused(cupy: Cupy) -> None:
             same_place(a, "a", b, "b", rank)
 
 
-def test_new_device_array_is_like_its_model(cupy: Cupy, torch: Torch) -> None:
+def test_new_device_array_has_the_shape_and_dtype_of_its_model(cupy: Cupy, torch: Torch) -> None:
     made = empty_like(view(np.ones((2, 3), "float16")))
     assert (made.shape, made.dtype) == ((2, 3), "float16")
     made = empty_like(view(cupy.ndarray(np.ones((2, 3), "float16"), 1)))

@@ -42,7 +42,7 @@ def test_arrays_are_shared(cupy: Any, name: str) -> None:
     assert buffer.finish() is x
 
 
-def test_parts_are_shared(cupy: Any) -> None:
+def test_parts_of_cupy_arrays_are_shared(cupy: Any) -> None:
     host = np.zeros((4, 6), "int16")
     x = device_array(cupy, host)
     upper, lower = view(x[:2]), view(x[2:])

@@ -86,7 +86,7 @@ def test_other_layouts_are_written_back(torch: Any, streams: list[int], name: st
 
 
 @pytest.mark.parametrize("turn", ["conj", "neg"])
-def test_lazy_signs_are_resolved(torch: Any, turn: str) -> None:
+def test_conjugated_and_negated_views_are_resolved(torch: Any, turn: str) -> None:
     base = torch.tensor([1 + 2j, 3 - 4j])
     tensor = base.conj() if turn == "conj" else base.conj().imag
     array = device_view(torch, tensor)
@@ -111,7 +111,7 @@ def test_sparse_tensors_are_refused(torch: Any) -> None:
         device_view(torch, torch.eye(3).to_sparse())
 
 
-def test_new_tensor_is_like_its_model(torch: Any) -> None:
+def test_new_tensor_has_the_shape_and_dtype_of_its_model(torch: Any) -> None:
     tensor = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True).detach().T.requires_grad_()
     made = TORCH.empty_like(tensor)
     assert (made.shape, made.dtype, made.is_contiguous(), made.requires_grad) == ((2, 3), torch.bfloat16, True, False)

@@ -119,7 +119,7 @@ def test_element_type_has_one_instance() -> None:
     assert copy.deepcopy(dtype) is dtype
 
 
-def test_array_dtype_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_dtype_of_bfloat16_requires_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> object:
         raise ModuleNotFoundError(name)
 

@@ -20,7 +20,8 @@ UNSIGNED = ["uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float32", "float64"]
 HALF = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 COMPLEX = ["complex64", "complex128"]
-# No element, one, an odd number, and for most dtypes more than a piece of a fold: 256 KiB, or 64 Ki half elements.
+# No element, one, an odd number, and for most dtypes more than one piece of a fold. A piece has 256 KiB, or 64 Ki
+# elements of a half type.
 COUNTS = [0, 1, 7, 70_001]
 PAIRS = [
     (name, dtype)

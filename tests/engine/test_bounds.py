@@ -28,7 +28,7 @@ MIB = 1 << 20
 UNMADE = 77
 DATA, READY, GRANT, CONTROL = FrameKind.DATA, FrameKind.READY, FrameKind.GRANT, FrameKind.CONTROL
 
-#: Sends the item with this number of a flood.
+#: Sends one item of a flood, given the link, the group and the number of the item.
 Flood = Callable[[Link, ProcessGroup, int], None]
 
 

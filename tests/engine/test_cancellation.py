@@ -237,7 +237,7 @@ def test_cancelled_object_and_batch_receives_are_withdrawn(run: Runner) -> None:
 @pytest.mark.parametrize("steps", range(8))
 @RUNNERS
 def test_cancelled_incoming_loses_no_message(run: Runner, steps: int) -> None:
-    """A task receives a thousand messages of two lengths, and is cancelled and restarted all the time."""
+    """A task receives a thousand messages of two lengths, and is repeatedly cancelled and restarted."""
 
     async def rank(pg: ProcessGroup, seconds: float) -> None:
         if pg.rank() == 0:

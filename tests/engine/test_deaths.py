@@ -1,4 +1,4 @@
-"""Deaths reach every group of the dead rank on every other rank, with or without a link to it."""
+"""Reports of a death to all groups of the dead rank, on ranks with and without a link to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None
                 if rank != victim
             ]
             if pg.rank() == victim:
-                # A rank that waits for longer opens a link of its own.
+                # The victim dies early, because a receiver that waits for longer opens a link of its own.
                 await asyncio.sleep(0.1)
                 job.kill(victim)
                 await asyncio.get_running_loop().create_future()

@@ -52,7 +52,7 @@ SLEEP = ["sleep", "3600"]
 
 
 class Fault:
-    """A call that fails, either once or at every use from some use on."""
+    """A call that fails once, or at every use from its first failure on."""
 
     def __init__(self, chance: random.Random) -> None:
         self.call = chance.choice((*CALLS, *INSIDE))
@@ -72,7 +72,7 @@ class Fault:
             raise OSError(self.number, os.strerror(self.number))
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that fails when this fault strikes."""
+        """Return a function that calls `original`, unless this fault is due."""
 
         def call(*args: Any, **named: Any) -> Any:
             self.fail_if_due(self.call)

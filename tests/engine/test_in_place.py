@@ -99,7 +99,7 @@ CALLS: dict[str, Call] = {
 
 
 def prefer_reading_in_place(pg: ProcessGroup, way: str = "in place") -> None:
-    """Make this rank read all arrays in place that are too large for slots; "through queues" keeps the accelerator."""
+    """Make this rank read large arrays in place; for `way="through queues"`, keep the accelerator."""
     comm = comm_of(pg)
     if way != "through queues":
         without_accelerator(pg)
@@ -128,7 +128,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_reading_in_place_gives_the_closed_form_results(
     kind: str, world_size: int, count: int, references: list[int]
 ) -> None:
-    """Covers single calls, concurrent calls and calls of a subgroup."""
+    """Make single calls, concurrent calls and calls of a subgroup."""
 
     async def rank(pg: ProcessGroup) -> None:
         prefer_reading_in_place(pg)
@@ -302,7 +302,7 @@ async def test_message_below_the_limit_uses_no_reference(kind: str, references: 
 # -- aborted, late and mismatched calls
 
 PATTERN = -7.0
-#: Paths of large arrays: read in place, or through chunk queues, as if all ranks have the accelerator.
+#: Paths of large arrays: read in place, or through chunk queues if all ranks have the accelerator.
 WAYS = ("in place", "through queues")
 
 

@@ -38,7 +38,7 @@ MARK = 0x7E
 SOON = 1.0
 
 Call = Callable[[ProcessGroup, "Memory"], Work[Any] | list[Work[Any]]]
-#: Returns until which time a rank handles no messages, given the rank and the present time; None if it handles them.
+#: Returns the end of a period in which a rank handles no messages, given the rank and the time; None outside of one.
 Silent = Callable[[int, float], float | None]
 
 

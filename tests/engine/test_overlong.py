@@ -15,7 +15,7 @@ from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 from ..internals import comm_of, without_accelerator
 from ..ranks import LINKS, run_ranks
 
-#: Bytes too many: two elements.
+#: Surplus bytes: two elements.
 EXTRA = 16
 #: Elements of messages: in one frame, in one frame received directly into the array, and in several frames.
 COUNTS = (5, 20_000, 2 * SEGMENT // 8 + 7)

@@ -25,6 +25,7 @@ from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 from ..internals import comm_of, failing, group_of, spied, unmade_groups
 from ..ranks import LINKS, options, over, run_ranks, until
 
+#: Sends a malformed message, given the group of all ranks and the group of ranks 0 and 1.
 Misuse = Callable[[ProcessGroup, ProcessGroup], Any]
 
 CAUSE = {"kind": "GroupError", "text": "x", "op": None, "seq": None, "group": None, "ranks": [], "how": None}
@@ -43,13 +44,13 @@ def data_link(pg: ProcessGroup, rank: int) -> Link:
     return link
 
 
-def frame(link: Link, *header: int, payload: bytes = b"") -> None:
+def send_frame(link: Link, *header: int, payload: bytes = b"") -> None:
     link.write(HEADER.pack(*header, len(payload), len(payload)), memoryview(payload) if payload else None)
 
 
 def send_control_message(link: Link, what: Any) -> None:
     body = what if isinstance(what, bytes) else msgpack.packb(what)
-    frame(link, FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, payload=body)
+    send_frame(link, FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, payload=body)
 
 
 def control_message(**what: Any) -> Misuse:
@@ -73,22 +74,22 @@ def send_future_revocation(pg: ProcessGroup, pair: ProcessGroup) -> None:
 
 
 MISUSES: dict[str, Misuse] = {
-    "a message of an unknown dtype": lambda pg, _: frame(
+    "a message of an unknown dtype": lambda pg, _: send_frame(
         data_link(pg, 0), FrameKind.DATA, EAGER, 0, comm_of(pg).id, P2P | 5 << 32 | 1, 200, 0, payload=b"x"
     ),
-    "a message of half an element": lambda pg, _: frame(
+    "a message of half an element": lambda pg, _: send_frame(
         data_link(pg, 0), FrameKind.DATA, EAGER, 0, comm_of(pg).id, P2P | 5 << 32 | 1, 11, 0, payload=b"xyz"
     ),
-    "more window bytes returned than sent": lambda pg, _: frame(
+    "more window bytes returned than sent": lambda pg, _: send_frame(
         data_link(pg, 0), FrameKind.WINDOW, 0, 0, 0, 0, 0, 1 << 30
     ),
-    "bytes without a grant": lambda pg, _: frame(
+    "bytes without a grant": lambda pg, _: send_frame(
         data_link(pg, 0), FrameKind.DATA, 0, 0, comm_of(pg).id, 1000, 0, 0, payload=b"x"
     ),
-    "a frame other than CONTROL on a control link": lambda pg, _: frame(
+    "a frame other than CONTROL on a control link": lambda pg, _: send_frame(
         control_link(pg, 0), FrameKind.GRANT, 0, 0, comm_of(pg).id, 1, 0, 0
     ),
-    "a frame of an unknown kind": lambda pg, _: frame(control_link(pg, 0), 9, 0, 0, 0, 0, 0, 0),
+    "a frame of an unknown kind": lambda pg, _: send_frame(control_link(pg, 0), 9, 0, 0, 0, 0, 0, 0),
     "an invalid control message on a data link": lambda pg, _: send_control_message(data_link(pg, 0), b"\xc1"),
     "an invalid control message on a control link": lambda pg, _: send_control_message(control_link(pg, 0), b"\xc1"),
     "a control message that is a number": lambda pg, _: send_control_message(control_link(pg, 0), 3),
@@ -172,7 +173,7 @@ async def test_group_ignores_frames_of_ranks_outside_it(transport: str) -> None:
         await pg.barrier()
         if pg.rank() == 2:
             identity = group_id(f"{comm_of(pg).id}\0split\0{(comm_of(pg).id, 0, None, (0, 1))}")
-            frame(data_link(pg, 0), FrameKind.DATA, EAGER, 0, identity, 1, 0, 0, payload=b"x")
+            send_frame(data_link(pg, 0), FrameKind.DATA, EAGER, 0, identity, 1, 0, 0, payload=b"x")
             for message in ({"t": "revoke"}, {"t": "bye", "linked": False}):
                 send_control_message(control_link(pg, 0), {**message, "g": identity, "cause": CAUSE})
         await pg.barrier()

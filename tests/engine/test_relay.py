@@ -35,7 +35,7 @@ def _no_stall_reports(limits: Limits) -> None:
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("steps", range(2, 9))
-def test_relay_schedule_has_each_piece_once_after_its_dependencies(steps: int, pieces: int) -> None:
+def test_relay_schedule_has_each_chunk_once_after_its_dependencies(steps: int, pieces: int) -> None:
     found = order(steps, pieces)
     assert sorted(each[:2] for each in found) == [(step, piece) for step in range(steps) for piece in range(pieces)]
     for number, (step, piece, before) in enumerate(found):
@@ -47,7 +47,7 @@ def test_relay_schedule_has_each_piece_once_after_its_dependencies(steps: int, p
     for step in range(steps):
         order_of_step = [piece for each, piece, _ in found if each == step]
         assert all(one < other for one, other in pairwise(order_of_step))
-    # The order has no argument for the rank, so all ranks have the same. The cache of the function does not change it.
+    # Without an argument for the rank, all ranks have the same order. Without its cache, the function returns the same.
     assert order.__wrapped__(steps, pieces) == found
 
 
@@ -253,7 +253,7 @@ async def check_free_queue(pgs: list[ProcessGroup]) -> None:
         await check(calls, len(pgs))
 
 
-async def test_next_ordered_call_puts_its_pieces_behind_unread_ones() -> None:
+async def test_next_ordered_call_puts_its_chunks_behind_unread_ones() -> None:
     async with jobs(2) as (pgs,):
         for pg in pgs:
             make_pure(pg)

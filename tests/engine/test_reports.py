@@ -160,13 +160,13 @@ async def test_long_reason_of_a_death_report_is_truncated(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_death_report_does_nothing_after_the_end(pg: ProcessGroup) -> None:
+async def test_death_report_does_nothing_after_the_shutdown(pg: ProcessGroup) -> None:
     await pg.shutdown()
     pg.report_death(1 - pg.rank(), REASON)
 
 
 @pytest.mark.ranks(3)
-async def test_new_group_with_a_reported_rank_fails(pg: ProcessGroup) -> None:
+async def test_group_with_a_reported_rank_is_revoked(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         pg.report_death(1, REASON)
     await pg.wait_revoked()

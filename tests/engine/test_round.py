@@ -1,4 +1,4 @@
-"""Rounds: schedules of one round, sorted into contributions, takes and folds."""
+"""Schedules of one round, sorted into contributions, takes and folds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_round_of_every_slot_program_pairs_each_contribution_with_a_take(
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), IN_SLOTS)
-def test_two_ranks_use_the_lanes_for_one_reader(kind: str, algorithm: str) -> None:
+def test_group_of_two_ranks_does_not_use_the_common_lane(kind: str, algorithm: str) -> None:
     """Two groups of two ranks that share a rank thus never wait for each other's slots."""
     for each in rounds(kind, algorithm, 2):
         assert not any(part.is_common for part in (*each.first, *each.last, *each.takes))

@@ -139,7 +139,7 @@ async def recover(pg: ProcessGroup) -> tuple[int, ...]:
         ([], [], [], False),
     ],
 )
-def test_quorum_is_all_living_ranks_a_majority_or_half_with_the_lowest_rank(
+def test_quorum_is_a_majority_half_with_the_lowest_rank_or_all_living_ranks(
     ranks: list[int], group: list[int], away: list[int], decide: bool
 ) -> None:
     assert decides(ranks, group, away) is decide
@@ -349,7 +349,7 @@ def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
             return None
         start = now()
         small = await pg.shrink(exclude=[0])
-        assert 8 <= now() - start < 8.5  # two seconds without an answer of rank 1, and six without the vote of rank 1
+        assert 8 <= now() - start < 8.5  # two seconds for an answer of the silent coordinator, and six for its vote
         return await check_group(small)
 
     wrapped(monkeypatch, vote_heard=ignore_on_rank_1)
@@ -408,7 +408,7 @@ def test_rank_that_has_left_the_group_has_no_vote() -> None:
 
 
 @pytest.mark.parametrize("lost", [{2, 3}, {0, 1}])
-def test_unreachable_ranks_are_retried_and_count(lost: set[int]) -> None:
+def test_unreachable_ranks_are_retried_and_count_in_the_quorum(lost: set[int]) -> None:
     """Half of the ranks are lost without proof of death: the others need a quorum of all ranks, or `assume_dead`."""
     job = Job()
 

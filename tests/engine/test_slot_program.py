@@ -115,7 +115,7 @@ def overwrite_freed_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_slots_carry_what_fits(world_size: int, count: int) -> None:
+async def test_contributions_that_fit_use_slots(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]
@@ -285,7 +285,7 @@ async def test_barrier_waits_for_all_ranks(world_size: int) -> None:
             await asyncio.gather(*(work.join() for work in works))
 
 
-async def test_a_barrier_received_in_frames_frees_no_slot() -> None:
+async def test_barrier_received_in_frames_frees_no_slot() -> None:
     """The slot of its number is in use by a gather, which the root reads later."""
     async with jobs(2) as (pgs,):
         root, peer = pgs

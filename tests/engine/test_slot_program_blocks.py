@@ -53,7 +53,7 @@ CALLS = pytest.mark.parametrize("call", [start_allgather, start_reduce_scatter])
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_slots_carry_what_fits(call: Call, world_size: int, count: int) -> None:
+async def test_contributions_that_fit_use_slots(call: Call, world_size: int, count: int) -> None:
     counts = [count] * world_size
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]

@@ -64,7 +64,7 @@ async def test_contributions_go_in_frames_when_slots_are_in_use() -> None:
         held = [call(a[0])]
         held += [call(pg) for pg in a[2:]]
         pending = comm_of(a[0]).in_flight.pending
-        assert pending, "rank 1 is missing"
+        assert pending, "the call of rank 0 has completed without rank 1"
         first = [call(pg) for pg in b]
         await check(first, 5)
         held.append(call(a[1]))

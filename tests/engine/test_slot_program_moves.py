@@ -151,7 +151,7 @@ async def test_gather_root_without_counts_does_not_read_a_freed_slot(monkeypatch
 
 
 async def test_peer_that_has_posted_is_not_awaited() -> None:
-    """Covers a schedule with larger blocks, and a gather without known lengths."""
+    """Check a schedule with larger blocks, and a gather without known lengths."""
     async with jobs(3) as (pgs,):
         for start in (
             lambda pg: alltoall(pg, lambda a, b: 3 if 2 in (a, b) else LARGE, 0),

@@ -154,7 +154,7 @@ async def test_long_calculation_is_not_blamed_on_other_ranks() -> None:
     await run_ranks(2, one)
 
 
-async def test_waiting_later_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_later_step_that_waits_for_long_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     held = threading.Event()
 
     def is_logged() -> bool:

@@ -215,7 +215,7 @@ async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -
 @pytest.mark.parametrize("fate", ["received", "aborted", "never made"])
 @pytest.mark.parametrize("sort", ["collectives", "messages"])
 async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: ProcessGroup, sort: str, fate: str) -> None:
-    """Rank 0 sends three quarters of the window for a group that rank 1 makes later or never, twice."""
+    """Twice, rank 0 sends three quarters of the window for a group that rank 1 makes later or never."""
     count, nbytes = 12, LINK_WINDOW // 16
 
     def call(group: ProcessGroup) -> Work[Any]:
@@ -249,7 +249,7 @@ async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: Proces
 
 
 def test_data_for_a_closed_group_is_returned_to_the_window() -> None:
-    """Rank 1 has left the group when frames of rank 0 arrive, which does not know it yet."""
+    """Rank 1 leaves the group while rank 0, which does not know it yet, still sends frames."""
 
     async def rank(pg: ProcessGroup) -> None:
         for number in range(3):
