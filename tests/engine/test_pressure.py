@@ -81,17 +81,17 @@ async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transp
 
     async def rank(rank: int) -> None:
         async with (
-            new_group(store=store, rank=rank, world_size=2, options=over) as reduce_number,
+            new_group(store=store, rank=rank, world_size=2, options=over) as one,
             new_group(store=store, rank=rank, world_size=2, options=over) as two,
         ):
             mine, room = np.full(64 * MIB, rank, "uint8"), np.full(64 * MIB, 9, "uint8")
             sending = two.send(mine, 1 - rank)
-            giants = [(reduce_number, 64 * MIB, "ab"), (two, 8 * MIB, "cd")]
+            giants = [(one, 64 * MIB, "ab"), (two, 8 * MIB, "cd")]
             if rank:
-                giants = [(two, 8 * MIB, "dc"), (reduce_number, 64 * MIB, "ba")]
+                giants = [(two, 8 * MIB, "dc"), (one, 64 * MIB, "ba")]
             running = [asyncio.create_task(exchange(*giant, tasks)) for giant in giants]
             for number in range(50):
-                assert await reduce_number.allreduce(number) == 2 * number
+                assert await one.allreduce(number) == 2 * number
             # The receive comes last: the message waits for it, and no other call waits for the message.
             await two.recv(room, 1 - rank)
             await sending
@@ -141,26 +141,26 @@ async def test_data_for_groups_not_made_yet_counts_in_the_window(transport: str)
     count, nbytes = 100, 100_000
 
     async def rank(rank: int) -> None:
-        async with new_group(store=store, rank=rank, world_size=2, options=over) as reduce_number:
+        async with new_group(store=store, rank=rank, world_size=2, options=over) as one:
             works = []
             if rank == 0:
                 two = await new_group(store=store, rank=0, world_size=2, options=over)
                 for number in range(count):
                     data = np.full(nbytes, number, "uint8")
-                    works += [two.broadcast(data, 0), two.send(data, 1), reduce_number.send(data, 1, 5)]
-            await reduce_number.barrier()
+                    works += [two.broadcast(data, 0), two.send(data, 1), one.send(data, 1, 5)]
+            await one.barrier()
             if rank == 1:
-                await until(lambda: jobs.unclaimed_bytes(reduce_number) > LINK_WINDOW - 2 * nbytes)
-                assert jobs.unclaimed_bytes(reduce_number) <= LINK_WINDOW
+                await until(lambda: jobs.unclaimed_bytes(one) > LINK_WINDOW - 2 * nbytes)
+                assert jobs.unclaimed_bytes(one) <= LINK_WINDOW
                 two = await new_group(store=store, rank=1, world_size=2, options=over)
                 for number in range(count):
                     for work in (
                         two.broadcast(np.zeros(nbytes, "uint8"), 0),
                         two.recv(np.zeros(nbytes, "uint8"), 0),
-                        reduce_number.recv(np.zeros(nbytes, "uint8"), 0, 5),
+                        one.recv(np.zeros(nbytes, "uint8"), 0, 5),
                     ):
                         assert (await work == number).all()
-                assert jobs.unclaimed_bytes(reduce_number) == jobs.unclaimed_bytes(two) == 0
+                assert jobs.unclaimed_bytes(one) == jobs.unclaimed_bytes(two) == 0
             for work in works:
                 await work
             await two.shutdown()
