@@ -52,8 +52,8 @@ async def flood(pg: ProcessGroup, seconds: float) -> Usage:
 
     async def send_until_end(way: int) -> None:
         buffer = buffers[way]
-        while (going := asyncio.get_running_loop().time() < end) or buffer[0]:
-            buffer[0] = going
+        while (continues := asyncio.get_running_loop().time() < end) or buffer[0]:
+            buffer[0] = continues
             await (pg.send(buffer, 1, way) if way < 2 else pg.broadcast(buffer, 0, key=str(way)))
 
     async def receive_until_end(way: int) -> None:

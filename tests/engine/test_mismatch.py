@@ -244,8 +244,8 @@ def check(case: Case, odd: int, world_size: int, reports: list[Told]) -> None:
     assert odd in ranks
     one, two = sorted(ranks)
     assert re.match(rf"Collectives differ in the following: {case.fields}[a-z, ]*\. Group ", text), text
-    shown = r"(shape=\[[\d, ]*\], dtype=\w+, device=\w+, |shape=\[\], device=cpu, )"
-    call = rf"[A-Z_]+\({shown}[^;]*SequenceNumber=\d+(, key=k)?\)"
+    arguments = r"(shape=\[[\d, ]*\], dtype=\w+, device=\w+, |shape=\[\], device=cpu, )"
+    call = rf"[A-Z_]+\({arguments}[^;]*SequenceNumber=\d+(, key=k)?\)"
     assert re.search(rf": rank {one} called {call}; rank {two} called {call}$", text), text
     assert max(each.heard for each in reports) <= max(each.called for each in reports) + SOON
     assert world_size > max(ranks)

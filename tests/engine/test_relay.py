@@ -61,16 +61,16 @@ def test_relay_schedule_does_not_deadlock_with_the_chunks_of_a_queue(world_size:
     while moved:
         moved = False
         for rank in range(world_size):
-            going = True
-            while going:
-                going = False
+            progressed = True
+            while progressed:
+                progressed = False
                 free = put[rank] - taken[(rank + 1) % world_size] < CHUNKS
                 if put[rank] < len(found) and found[put[rank]][2] < taken[rank] and free:
                     put[rank] += 1
-                    going = moved = True
+                    progressed = moved = True
                 if taken[rank] < put[rank - 1]:
                     taken[rank] += 1
-                    going = moved = True
+                    progressed = moved = True
     assert put == taken == [len(found)] * world_size
 
 
