@@ -1,4 +1,4 @@
-"""Every collective as the tests see it: sizes to try, what the buffers hold before, and what they must hold after."""
+"""Test cases of all collectives: sizes, buffers before the call, and checks of the buffers after it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ IN_RANK_ORDER = frozenset({"oneround", "oneshot", "central", "bruck", "pairwise"
 REPEATED = frozenset({"exchange", "oneround", "oneshot", "bruck"})
 
 
-def possible(algorithm: str, world_size: int) -> int:
-    """Return a world size that `algorithm` is for: `world_size`, unless it is for two ranks alone."""
+def supported_world_size(algorithm: str, world_size: int) -> int:
+    """Return `world_size`, or 2 if `algorithm` supports only two ranks."""
     return 2 if algorithm == "exchange" else world_size
 
 
 @dataclass(frozen=True)
 class Case:
-    """One collective with its sizes: a count, counts per rank, or (alltoall) a matrix of counts."""
+    """A collective with its sizes: a count, counts per rank, or a matrix of counts for alltoall."""
 
     kind: str
     algorithm: str
@@ -36,7 +36,7 @@ class Case:
     hosts: tuple[int, ...] = ()
 
     def programs(self) -> list[Program]:
-        """Build the programs of all ranks."""
+        """Return the programs of all ranks."""
         return [
             build(
                 self.kind, self.algorithm, rank, self.world_size, *self._sizes(rank), root=self.root, hosts=self.hosts
@@ -52,7 +52,7 @@ class Case:
         return (self.counts,) if self.kind in PER_RANK else (self.count,)
 
     def memory(self) -> list[list[list]]:
-        """Return the user's buffers of all ranks; inputs hold their own names, outputs None."""
+        """Return the user's buffers of all ranks: inputs hold unique numbers, outputs hold None."""
         return [self._buffers(rank) for rank in range(self.world_size)]
 
     def _buffers(self, rank: int) -> list[list]:
@@ -61,11 +61,11 @@ class Case:
             return [_names(rank, 0, self.count)]
         if self.kind in ("allgather", "gather"):
             mine = _names(rank, self.world_size, self.counts[rank])
-            there = self.kind == "allgather" or rank == self.root
-            return [*([None] * self.counts[peer] if there else [] for peer in world), mine]
+            has_buffers = self.kind == "allgather" or rank == self.root
+            return [*([None] * self.counts[peer] if has_buffers else [] for peer in world), mine]
         if self.kind in ("scatter", "reduce_scatter"):
-            there = self.kind == "reduce_scatter" or rank == self.root
-            inputs = [_names(rank, peer, self.counts[peer]) if there else [] for peer in world]
+            has_buffers = self.kind == "reduce_scatter" or rank == self.root
+            inputs = [_names(rank, peer, self.counts[peer]) if has_buffers else [] for peer in world]
             return [*inputs, [None] * self.counts[rank]]
         if self.kind == "alltoall":
             inputs = [_names(rank, peer, self.matrix[rank][peer]) for peer in world]
@@ -73,15 +73,15 @@ class Case:
         return []
 
     def check(self, after: list[list[list]]) -> None:
-        """Check all buffers of all ranks."""
+        """Check all buffers of all ranks after the collective."""
         for rank, buffers in enumerate(after):
             if self.kind in REDUCING:
                 self._check_reduction(rank, buffers, after)
             else:
-                assert buffers == self._moved(rank)
+                assert buffers == self._moved_buffers(rank)
 
-    def _moved(self, rank: int) -> list[list]:
-        """Buffers after a collective that only moves data."""
+    def _moved_buffers(self, rank: int) -> list[list]:
+        """Return the buffers after a collective that only moves data."""
         world, before = range(self.world_size), self.memory()
         if self.kind == "broadcast":
             return before[self.root]
@@ -106,10 +106,10 @@ class Case:
         elif self.kind == "exscan":
             contributions = contributions[:rank]
         if (self.kind == "reduce" and rank != self.root) or not contributions:
-            assert buffers == before[rank], "a tensor was written that must stay as it is"
+            assert buffers == before[rank], "a tensor that must not change was written"
             return
         if self.kind == "allreduce":
-            assert buffers == after[0], "ranks differ"
+            assert buffers == after[0], "the ranks have different results"
         for value, *inputs in zip(buffers[-1], *contributions, strict=True):
             self._check_value(value, inputs)
 
@@ -132,8 +132,8 @@ def _names(rank: int, buffer: int, count: int) -> list[int]:
 
 
 def cases(kind: str, algorithm: str, world_size: int) -> Iterator[Case]:
-    """Yield what to try: everything with every root up to 6 ranks; above, each count and each root at least once."""
-    world_size = possible(algorithm, world_size)
+    """Yield all counts and roots for up to 6 ranks; for more ranks, each count and each root at least once."""
+    world_size = supported_world_size(algorithm, world_size)
     counts = sorted({0, 1, max(world_size - 1, 0), world_size, world_size + 1, 97})
     if kind in BARRIERS:
         counts = [0]

@@ -1,8 +1,8 @@
-"""Runs programs on a machine of known speed, message by message: what `predict` says in a formula, the long way.
+"""A simulation of programs on a machine of known speed, message by message, to check the formulas of `predict`.
 
 Every rank has one processor and a link with two directions. A message takes the sender's processor for the overhead,
 its link for beta per byte, travels, takes the receiver's link and processor, and is reduced there at gamma per byte.
-Whoever is ready first is served first.
+A processor or link serves pieces in the order in which they become ready.
 """
 
 from collections import defaultdict
@@ -13,17 +13,17 @@ from aiocoll.algorithms.program import Action, Program, Verb
 
 from .proof import RECEIVES
 
-#: An action's place: its rank and index, and the number of the piece.
+#: A piece of an action: the rank, the index of the action, and the number of the piece.
 Place = tuple[int, int, int]
 
 
 class Clockwork:
-    """The programs of all ranks; elements are bytes. `seconds` is when the last action is complete."""
+    """A simulated run of all ranks, whose elements are bytes. `seconds` is the end of the last action."""
 
     def __init__(self, programs: list[Program], machine: Machine) -> None:
         self.programs = programs
         self.machine = machine
-        self.free: dict[tuple[str, int], float] = defaultdict(float)  # when a processor or a direction of a link is
+        self.free: dict[tuple[str, int], float] = defaultdict(float)  # end of work on a processor or link direction
         self.waits: dict[Place, int] = {}
         self.ready: dict[Place, float] = defaultdict(float)
         self.followers: dict[Place, list[Place]] = defaultdict(list)
@@ -72,7 +72,7 @@ class Clockwork:
                 heappush(self.queue, (self.ready[other], other))
 
     def _serve(self, at: float, place: Place) -> float:
-        """Return when the piece is through."""
+        """Return the time at which the piece is complete."""
         rank, index, piece = place
         action = self.programs[rank].actions[index]
         nbytes = min(action.region.count - piece * PIECE, PIECE)
@@ -82,7 +82,7 @@ class Clockwork:
             return self._use("out", rank, at, nbytes * self.machine.beta)
         work = nbytes * max(len(action.sources) - (action.verb is Verb.FOLD), 1) * self.machine.gamma
         if action.verb in RECEIVES:
-            # The bytes come in while they go out, unless others come in at the same time.
+            # Bytes arrive while they are sent, unless other bytes occupy the link of the receiver.
             start = max(at - nbytes * self.machine.beta, self.free["in", rank])
             at = self.free["in", rank] = max(start + nbytes * self.machine.beta, at)
             work = overhead + (work if action.verb is Verb.COMBINE else 0.0)

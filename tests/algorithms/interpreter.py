@@ -1,7 +1,7 @@
-"""Runs the programs of all ranks on symbolic values, in any order the rules of `schedule.py` permit.
+"""An interpreter of programs on symbolic values, in any order that the rules of `program.py` permit.
 
-Reducing a and b gives the pair (a, b), and the last touch wraps a value as ("!", value), scaling as ("*", value): so
-a result tells which inputs were reduced, in which order, and what else was done to them.
+A reduction of a and b gives the pair (a, b). The final action wraps a value as ("!", value), scaling as ("*", value).
+A result thus shows which inputs were reduced in which order, and whether they were scaled and finished.
 """
 
 from collections import deque
@@ -14,13 +14,13 @@ SCALED = "*"
 
 
 class Interpreter:
-    """All ranks of one collective.
+    """The simulated ranks of one collective.
 
     Args:
-        programs: one per rank.
-        memory: per rank the user's buffers, as lists of values; written in place.
-        seed: of the order in which pieces of actions run and messages are delivered.
-        rendezvous: nothing is sent before the receiving action may start (a transport without any buffering).
+        programs: the program of each rank.
+        memory: the user's buffers of each rank, as lists of values; written in place.
+        seed: seed of the order in which pieces of actions run and messages are delivered.
+        rendezvous: whether a send waits until its receive may start, as on a transport without buffering.
     """
 
     def __init__(self, programs: list[Program], memory: list[list[list]], seed: int, rendezvous: bool) -> None:
@@ -53,7 +53,7 @@ class Interpreter:
         self.dependents.append(dependents)
 
     def run(self) -> None:
-        """Run until nothing can go on; fail unless everything is complete."""
+        """Run until no action can continue; fail unless all actions are complete."""
         ready: list[tuple[int, ...]] = [
             (rank, index) for rank, program in enumerate(self.programs) for index in range(len(program.actions))
         ]
@@ -78,7 +78,7 @@ class Interpreter:
         return all(self.done[rank][earlier] for earlier in self.programs[rank].actions[index].after)
 
     def _advance(self, rank: int, index: int) -> list[tuple[int, ...]]:
-        """Run a piece of an action if possible and return what may be able to go on because of it."""
+        """Run a piece of an action if possible; return the actions and deliveries that may be possible now."""
         action = self.programs[rank].actions[index]
         if self.done[rank][index] or not self._startable(rank, index):
             return []
@@ -138,7 +138,7 @@ class Interpreter:
             values = [(FINAL, value) for value in values]
         target = buffers[action.region.buffer]
         assert len(values) == high - low
-        assert action.region.start + high <= len(target), "writes beyond the end of its buffer"
+        assert action.region.start + high <= len(target), "an action writes beyond the end of its buffer"
         target[action.region.start + low : action.region.start + high] = values
 
 
@@ -151,7 +151,7 @@ def execute(programs: list[Program], memory: list[list[list]], seed: int, rendez
 
 
 def leaves(value: object) -> list:
-    """Return the inputs and last touches in a value, from left to right."""
+    """Return the inputs and marks in a value, from left to right."""
     found, pending = [], [value]
     while pending:
         item = pending.pop()
@@ -163,7 +163,7 @@ def leaves(value: object) -> list:
 
 
 def folded(values: list) -> object:
-    """Return the fold of the values from left to right, without the last touch."""
+    """Return the fold of the values from left to right, without the mark `FINAL`."""
     result = values[0]
     for value in values[1:]:
         result = (result, value)

@@ -1,9 +1,9 @@
-"""Proves that the programs of all ranks fit together, whatever the order in which they run.
+"""A proof that the programs of all ranks fit together, in any order of execution.
 
-Every receive has its send, of the same length; there is no cycle; and any two actions of a rank that touch the same
-elements, one of them writing, are ordered as in the program. Order comes from `after` (all of one before all of the
-other), from `follow` (element by element), and from messages (element by element): an action may also be ordered
-behind an own earlier one because the data it receives could not exist otherwise.
+Every receive has a send of the same length, and no actions wait in a cycle. If two actions of a rank access the same
+elements and one of them writes, they have the order of the program. This order comes from `after` (all of one action
+before all of the other), from `follow` (element by element), and from messages (element by element). Messages can also
+order two actions of one rank, if the received data depends on the earlier one.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ RECEIVES = (Verb.RECV, Verb.COMBINE)
 
 
 class Proof:
-    """Checks on construction; `steps` is the number of messages on the longest dependent path."""
+    """The proof, checked on construction. `steps` is the number of messages on the longest dependent path."""
 
     def __init__(self, programs: list[Program]) -> None:
         self.programs = programs
@@ -31,8 +31,8 @@ class Proof:
         for rank in range(len(programs)):
             self._check_races(rank)
 
-    def heard(self, rank: int) -> set[int]:
-        """Ranks that have done something before `rank` is through, whatever the order of events."""
+    def predecessors(self, rank: int) -> set[int]:
+        """Return the ranks that act before `rank` finishes, in any order of events."""
         before = 0
         for number in range(self.base[rank], self.base[rank + 1]):
             before |= self.whole[number] | self.aligned[number]
@@ -45,12 +45,12 @@ class Proof:
                 for other in (*action.sources, *(program.actions[earlier].region for earlier in action.follow)):
                     assert other.count == action.region.count, f"unequal lengths in {action}"
                 for source in action.sources:
-                    apart = (
+                    is_separate = (
                         source.buffer != action.region.buffer
                         or source.stop <= action.region.start
                         or action.region.stop <= source.start
                     )
-                    assert source == action.region or apart, f"partial overlap in {action}"
+                    assert source == action.region or is_separate, f"partial overlap in {action}"
 
     def _match(self) -> dict[int, int]:
         sends: dict[tuple[int, int, int], int] = {}

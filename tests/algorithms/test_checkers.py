@@ -1,4 +1,4 @@
-"""The checks of the other tests find what they are there to find."""
+"""The checkers of programs, and the faults that they must find."""
 
 import pytest
 
@@ -12,7 +12,7 @@ TENSOR, SCRATCH = Region(0, 0, 4), Region(1, 0, 4)
 
 
 def exchange(peer: int, fold_after: tuple[int, ...], step: int = 0, count: int = 4) -> Program:
-    """Two tensors exchanged and folded; rank order is not kept."""
+    """Return a program that exchanges two tensors and folds them, not in rank order."""
     actions = (
         Action(Verb.SEND, Region(0, 0, count), peer, step),
         Action(Verb.RECV, SCRATCH, peer),

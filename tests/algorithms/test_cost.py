@@ -1,4 +1,4 @@
-"""The costs are those of the programs, and a prediction is the sum of its parts."""
+"""Costs of algorithms, compared with their programs, and predicted times."""
 
 import math
 
@@ -11,13 +11,13 @@ from aiocoll.algorithms.select import ALGORITHMS
 from aiocoll.transport.frame import SEGMENT
 
 from ..each import each
-from .cases import BARRIERS, Case, possible
+from .cases import BARRIERS, Case, supported_world_size
 from .clockwork import Clockwork
 from .proof import RECEIVES, Proof
 
 
 def worked(action: Action) -> int:
-    """Return the elements of input that an action reduces into something, or copies."""
+    """Return the number of input elements that an action reduces or copies."""
     if action.verb is Verb.SEND or action.verb is Verb.RECV:
         return 0
     return action.region.count * max(len(action.sources) - (action.verb is Verb.FOLD), 1)
@@ -26,7 +26,7 @@ def worked(action: Action) -> int:
 @each("world_size", [1, 2, 3, 4, 5, 6, 8, 9, 16, 17])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
 def test_costs_equal_those_of_the_programs(kind: str, algorithm: str, world_size: int) -> None:
-    world_size = possible(algorithm, world_size)
+    world_size = supported_world_size(algorithm, world_size)
     block = 3 if world_size > 1 else 0
     counts, matrix = (block,) * world_size, ((block,) * world_size,) * world_size
     case = Case(kind, algorithm, world_size, 0, count=block * world_size, counts=counts, matrix=matrix)
@@ -39,7 +39,7 @@ def test_costs_equal_those_of_the_programs(kind: str, algorithm: str, world_size
     assert load.received == max(sum(action.region.count for action in rank) for rank in receives)
     assert load.worked == max(sum(map(worked, program.actions)) for program in programs)
     messages = max(len(rank) + len(receives[number]) for number, rank in enumerate(sends))
-    # How many runs of blocks wrap around the end depends on the rank; on average it is one less.
+    # The number of block runs that wrap around the end depends on the rank. The average is one less.
     spare = 2 if (kind, algorithm) == ("allreduce", "circulant") else 0
     assert messages - spare <= load.sends + load.receives <= messages
 
@@ -66,21 +66,21 @@ A, V, B, G = 1000.0, 100.0, 0.5, 0.25
         ("dissemination", "barrier", 0, 5, 3 * A),
         ("ring", "allreduce", 0, 4, 0),
         ("exchange", "allreduce", 64, 2, A + 64 * B + 64 * G),
-        # What arrives unasked is reduced as soon as the own part is sent; the rest only begins to arrive then.
+        # Eager data is reduced as soon as the rank's own part is sent. The rest begins to arrive only then.
         ("exchange", "allreduce", 2 * PIECE, 2, A + 2 * PIECE * B + 2 * PIECE * G + PIECE * B),
-        # Three messages out and three in, one of each in the step: they take longer than their bytes, or not.
+        # Three messages out and three in: the overhead of messages dominates for 64 bytes, the bytes for 6400.
         ("oneround", "allreduce", 64, 4, A + 4 * V + 192 * G),
         ("oneround", "allreduce", 6400, 4, A + 19200 * B + 19200 * G),
         ("linear", "broadcast", 64, 4, A + 2 * V),
         ("linear", "broadcast", 6400, 4, A + 19200 * B),
-        # Node 4 passes it on to the last three.
+        # Rank 4 passes the message on to the last three ranks.
         ("knomial", "broadcast", 64, 8, 2 * A + 2 * V),
         ("circulant", "allreduce", 64, 4, 4 * A + 2 * V + 48 * G),
-        # Short chunks arrive before they are passed on; of long ones, all but the first piece travels meanwhile.
+        # Short chunks arrive before they are passed on. Long chunks are passed on piece by piece.
         ("ring", "allreduce", 64, 4, 6 * (A + 16 * B) + 48 * G),
         ("ring", "allgather", 4 * (PIECE + 1), 4, 3 * (A + PIECE * B) + (PIECE + 1) * G),
         ("ring", "allgather", 4 * 4 * PIECE, 4, 3 * 4 * PIECE * B + 4 * PIECE * G),
-        # Two inner ranks wait for a piece each.
+        # Each of the two inner ranks waits for one piece.
         ("chain", "broadcast", 64, 4, 3 * A + 64 * B + 2 * 64 * B),
         ("chain", "reduce", 4 * PIECE, 4, 3 * A + 4 * PIECE * (B + G) + 2 * PIECE * (B + G)),
     ],
@@ -94,13 +94,13 @@ def test_prediction_is_the_sum_of_its_parts(
 @each("medium", ["tcp", "shm"])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
 def test_predictions_approximate_the_simulated_times(kind: str, algorithm: str, medium: Medium) -> None:
-    """Within a quarter, except for what is not worth a formula.
+    """Predictions are within a quarter of the simulated times, with two exceptions.
 
-    Predictions are higher where a processor reduces while its link is busy, and lower for monitored barriers.
+    They are higher if a processor reduces while its link is busy, and lower for monitored barriers.
     """
     machine = Tuning().over(medium).machine
     for world_size in (2, 3, 5, 8, 17):
-        world_size = possible(algorithm, world_size)
+        world_size = supported_world_size(algorithm, world_size)
         for nbytes in (0,) if kind in BARRIERS else (64, 4096, 16 * 1024, 64 * 1024, 256 * 1024, 1024 * 1024):
             block = nbytes // world_size
             counts, matrix = (block,) * world_size, ((block,) * world_size,) * world_size

@@ -1,4 +1,4 @@
-"""Every algorithm gives the right result, the same on all ranks, for every world size and order of events."""
+"""Programs of all algorithms: results for all world sizes and orders of events, and properties of their actions."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from aiocoll.algorithms.program import Verb
 from aiocoll.algorithms.select import ALGORITHMS, IN_SLOTS, build
 
 from ..each import each
-from .cases import BARRIERS, IN_RANK_ORDER, REDUCING, REPEATED, Case, cases, possible
+from .cases import BARRIERS, IN_RANK_ORDER, REDUCING, REPEATED, Case, cases, supported_world_size
 from .interpreter import execute
 from .proof import Proof
 
@@ -15,13 +15,13 @@ ONE_PLACE = [(kind, name) for kind, name in ALL if kind in ("allreduce", "reduce
 LOGARITHMIC = ("circulant", "dissemination", "binomial", "knomial", "linear", "chain")
 
 
-def in_any_order(kind: str, algorithm: str, world_size: int) -> None:
+def check_in_any_order(kind: str, algorithm: str, world_size: int) -> None:
     for number, case in enumerate(cases(kind, algorithm, world_size)):
         programs = case.programs()
         Proof(programs)
         eager = execute(programs, case.memory(), seed=number, rendezvous=False)
         case.check(eager)
-        # An exchange is for messages that fit the eager window: each rank's send must not wait for the other's receive.
+        # "exchange" requires eager messages: without them, each send would wait for the receive of the peer.
         if number % 3 == 0 and algorithm != "exchange":
             assert execute(programs, case.memory(), seed=number + 1, rendezvous=True) == eager
 
@@ -29,7 +29,7 @@ def in_any_order(kind: str, algorithm: str, world_size: int) -> None:
 @each("world_size", range(1, 10))
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
 def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str, world_size: int) -> None:
-    in_any_order(kind, algorithm, world_size)
+    check_in_any_order(kind, algorithm, world_size)
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str
 def test_result_of_more_ranks_does_not_depend_on_the_order_of_events(
     kind: str, algorithm: str, world_size: int
 ) -> None:
-    in_any_order(kind, algorithm, world_size)
+    check_in_any_order(kind, algorithm, world_size)
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_programs_of_many_ranks_give_the_closed_form(kind: str, algorithm: str, 
 @each("world_size", [1, 2, 3, 8, 13])
 @each(("kind", "algorithm"), ONE_PLACE)
 def test_element_is_completed_once_or_on_every_rank(kind: str, algorithm: str, world_size: int) -> None:
-    world_size = possible(algorithm, world_size)
+    world_size = supported_world_size(algorithm, world_size)
     count = 3 * world_size + 1
     counts = tuple(3 + (rank == 0) for rank in range(world_size))
     case = Case(kind, algorithm, world_size, root=world_size - 1, count=count, counts=counts)
@@ -104,7 +104,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(kind: str) -> None:
     for world_size in range(2, 34):
         proof = Proof([build(kind, BARRIERS[kind], rank, world_size) for rank in range(world_size)])
         for rank in range(world_size):
-            assert proof.heard(rank) | {rank} == set(range(world_size))
+            assert proof.predecessors(rank) | {rank} == set(range(world_size))
 
 
 def test_ring_streams_and_needs_no_scratch() -> None:

@@ -1,4 +1,4 @@
-"""Scaling comes before everything else, once for each input, and leaves inputs that are not outputs alone."""
+"""Scaled programs: each input is scaled once before its use, and inputs that are no outputs never change."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from aiocoll.algorithms.scale import scaled
 from aiocoll.algorithms.select import ALGORITHMS
 
 from ..each import each
-from .cases import Case, possible
+from .cases import Case, supported_world_size
 from .interpreter import FINAL, SCALED, execute, leaves
 from .proof import Proof
 
@@ -16,7 +16,7 @@ KINDS = ("allreduce", "reduce", "reduce_scatter")
 @each("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(pair for pair in ALGORITHMS if pair[0] in KINDS))
 def test_input_is_scaled_once_before_it_is_used(kind: str, algorithm: str, world_size: int) -> None:
-    world_size = possible(algorithm, world_size)
+    world_size = supported_world_size(algorithm, world_size)
     root = world_size // 2
     case = Case(kind, algorithm, world_size, root, count=11, counts=tuple(range(2, world_size + 2)))
     before = case.memory()

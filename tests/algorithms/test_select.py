@@ -1,4 +1,4 @@
-"""The table covers everything, keeps what ops need, and chooses what is predicted to be fast."""
+"""The choice of algorithms: complete, valid for each op, and fast by prediction."""
 
 from math import inf
 
@@ -10,7 +10,7 @@ from aiocoll.algorithms.machine import Machine, Medium, Tuning
 from aiocoll.algorithms.select import ALGORITHMS, RULES
 
 from ..each import each
-from .cases import IN_RANK_ORDER, REDUCING, REPEATED, possible
+from .cases import IN_RANK_ORDER, REDUCING, REPEATED, supported_world_size
 
 KIB, MIB = 1024, 1024 * 1024
 SIZES = [0, 1, 8, KIB, 8 * KIB, 32 * KIB, 32 * KIB + 1, 64 * KIB, 256 * KIB, 256 * KIB + 1, MIB, 16 * MIB, 2**33]
@@ -78,23 +78,23 @@ MACHINES = {
     "10 gigabit between hosts": Tuning(tcp=Machine(60e-6, 12e-6, 1 / 1.1e9, 0.1e-9)),
     "twice as fast": Tuning(tcp=Machine(12e-6, 5e-6, 1 / 4e9, 0.05e-9)),
 }
-#: By how much the prediction for what is chosen may exceed that for the best. The model itself is not better: it knows
-#: neither links that slow each other down nor what it costs that several messages arrive at once. For scans it may be
-#: more: folding moves p/2 times the bytes of a line in all, and where four ranks shared two cores the line was measured
-#: to be the faster one as early as from 8 KiB.
+#: The limit for the predicted time of the chosen algorithm, in units of the best predicted time. The model is no more
+#: accurate: it ignores links that slow each other down, and the cost of simultaneous arrivals. Scans have a higher
+#: limit: a fold moves p/2 times the bytes of a line in total. On two cores, the line of four ranks was measured to be
+#: faster from 8 KiB on.
 FACTOR, SCAN_FACTOR = 1.6, 2.6
-#: Predicted to be up to twice as fast for a few hundred KiB as what reduces on arrival; measured to be 1.1 to 2 times
-#: as slow. Chosen for ops that must be folded in rank order, and for few ranks.
+#: For a few hundred KiB, these are predicted to be up to twice as fast as algorithms that reduce on arrival, but were
+#: measured to be 1.1 to 2 times as slow. They are chosen for ops that need rank order, and for few ranks.
 AVOIDED = {("reduce", "pairwise"), ("reduce_scatter", "pairwise"), ("allreduce", "pairwise")}
 
 
 def usable(kind: str, world_size: int, ordered: bool, portable: bool) -> list[str]:
-    """Return the algorithms that may be chosen."""
+    """Return the algorithms that are valid for a call."""
     return [
         name
         for of_kind, name in ALGORITHMS
         if of_kind == kind
-        and possible(name, world_size) == world_size
+        and supported_world_size(name, world_size) == world_size
         and (portable or kind != "allreduce" or name not in REPEATED)
         and (not ordered or kind not in REDUCING or name in IN_RANK_ORDER)
     ]
@@ -119,14 +119,14 @@ def test_chosen_algorithm_is_predicted_to_be_nearly_the_fastest(kind: str, machi
 
 
 @each("kind", RULES)
-def test_limits_grow_with_n_half(kind: str) -> None:
-    """With everything but the start of messages four times as fast, four times the bytes are treated alike."""
+def test_limits_grow_with_the_speed_of_the_machine(kind: str) -> None:
+    """On a machine with the same latency and four times the speed, all limits are four times as large."""
     slow = Machine(40e-6, 10e-6, 1 / 1e9, 0.1e-9)
     fast = Machine(40e-6, 10e-6, 1 / 4e9, 0.025e-9)
     for nbytes in SIZES:
         for world_size in range(1, 18):
             if any(rule.max_stages < inf and rule.min_world <= world_size <= rule.max_world for rule in RULES[kind]):
-                continue  # the piece that is passed on is the same for both machines
+                continue  # limits of pipelined algorithms depend on the piece, which is the same on both machines
             assert choose(kind, nbytes, world_size, tuning=Tuning(tcp=slow)) == choose(
                 kind, 4 * nbytes, world_size, tuning=Tuning(tcp=fast)
             )
@@ -142,8 +142,8 @@ def test_allgather_choices_match_the_table(nbytes: int, world_size: int, medium:
 
 
 def test_medium_has_its_own_limits() -> None:
-    dear = Machine(1e-3, 1e-4, 1e-9, 1e-10)
-    tuning = Tuning(unix=dear)
+    expensive = Machine(1e-3, 1e-4, 1e-9, 1e-10)
+    tuning = Tuning(unix=expensive)
     assert choose("allreduce", MIB, 4, tuning=tuning) == "circulant"
     assert choose("allreduce", MIB, 4, tuning=tuning.over("unix")) == "oneround"
     assert tuning.over("unix").over("tcp") == tuning

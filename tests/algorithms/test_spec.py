@@ -1,4 +1,4 @@
-"""The table of collectives, held against the programs, against lists of its own, and for what it does not know."""
+"""The table of collectives, compared with the programs and with independent lists, and unknown kinds."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -22,16 +22,16 @@ from aiocoll.group.dispatch.planner import Planner
 from aiocoll.group.interceptors.fuse import Fuser
 
 from ..each import each
-from .cases import BARRIERS, PER_RANK, REDUCING, ROOTED, Case, possible
+from .cases import BARRIERS, PER_RANK, REDUCING, ROOTED, Case, supported_world_size
 
 WORLDS = (1, 2, 3, 4, 7)
 PRIVATE = {"gather", "scatter", "alltoall"}
 
 
 def cases(kind: str, algorithm: str) -> Iterator[Case]:
-    """Yield a case for every world and root, with counts that tell ranks apart; two levels need three ranks."""
+    """Yield a case for every world size and root, with different counts on all ranks; two levels need three ranks."""
     levels = (kind, algorithm) in two_level.ALGORITHMS
-    for world_size in dict.fromkeys(possible(algorithm, size) for size in WORLDS if size > 2 or not levels):
+    for world_size in dict.fromkeys(supported_world_size(algorithm, size) for size in WORLDS if size > 2 or not levels):
         world = range(world_size)
         counts = tuple(5 + rank for rank in world)
         matrix = tuple(tuple(1 + world_size * rank + peer for peer in world) for rank in world)
@@ -41,7 +41,7 @@ def cases(kind: str, algorithm: str) -> Iterator[Case]:
 
 
 def sizes(case: Case, rank: int) -> tuple[Any, ...]:
-    """Return what a rank knows of the sizes: where counts are private, 0 for what does not concern it."""
+    """Return the sizes that a rank knows: if counts are private, 0 for blocks of other ranks."""
     given = case._sizes(rank)
     if case.kind in ("gather", "scatter") and rank != case.root:
         return (tuple(count if each == rank else 0 for each, count in enumerate(given[0])),)
@@ -49,7 +49,7 @@ def sizes(case: Case, rank: int) -> tuple[Any, ...]:
 
 
 def touched(program: Program, buffers: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Return which elements of the caller's buffers a program reads as they were, and which it writes."""
+    """Return the elements of the caller's buffers that a program reads before any write, and those that it writes."""
     read: set[tuple[int, int]] = set()
     written: set[tuple[int, int]] = set()
 
@@ -72,7 +72,7 @@ def whole(buffers: tuple[int, ...], memory: list[list[Any]]) -> set[tuple[int, i
     return {(buffer, number) for buffer in buffers for number in range(len(memory[buffer]))}
 
 
-def test_kind_with_rules_has_a_row() -> None:
+def test_table_has_a_row_for_every_kind_with_rules() -> None:
     assert list(SPECS) == [spec.kind for spec in SPECS.values()]
     assert {spec.kind for spec in PROGRAMS} == set(RULES) == {kind for kind, _ in ALGORITHMS}
     assert {kind for kind, spec in SPECS.items() if spec.method is Method.PROGRAM} == set(RULES)
@@ -80,14 +80,14 @@ def test_kind_with_rules_has_a_row() -> None:
 
 
 def test_rows_match_the_definitions_of_the_collectives() -> None:
-    def those(tells: Callable[[Spec], object]) -> set[str]:
-        return {spec.kind for spec in PROGRAMS if tells(spec)}
+    def kinds(condition: Callable[[Spec], object]) -> set[str]:
+        return {spec.kind for spec in PROGRAMS if condition(spec)}
 
-    assert those(lambda spec: spec.reduces) == REDUCING
-    assert those(lambda spec: spec.rooted) == ROOTED
-    assert those(lambda spec: spec.private) == PRIVATE
-    assert those(lambda spec: spec.in_blocks) == PER_RANK | {"alltoall"}
-    assert those(lambda spec: spec.input is None) == those(lambda spec: spec.output is None) == set(BARRIERS)
+    assert kinds(lambda spec: spec.reduces) == REDUCING
+    assert kinds(lambda spec: spec.rooted) == ROOTED
+    assert kinds(lambda spec: spec.private) == PRIVATE
+    assert kinds(lambda spec: spec.in_blocks) == PER_RANK | {"alltoall"}
+    assert kinds(lambda spec: spec.input is None) == kinds(lambda spec: spec.output is None) == set(BARRIERS)
     shaped = {kind for kind in RULES if kind.upper() in SHAPED}
     assert shaped == {"allreduce", "reduce", "broadcast", "scan", "exscan"}
 
@@ -113,7 +113,7 @@ def test_programs_read_inputs_and_write_outputs(kind: str, algorithm: str) -> No
             read, written = touched(program, len(memory[rank]))
             assert read <= whole(inputs, memory[rank])
             assert written <= whole(outputs, memory[rank])
-            # A rank alone has nothing to do; what the last one puts into an exscan goes nowhere.
+            # A single rank has nothing to do, and no rank uses the input of the last rank of an exscan.
             if size > 1:
                 assert written == whole(outputs, memory[rank])
                 if (kind, rank) != ("exscan", size - 1):
@@ -177,7 +177,7 @@ READERS: dict[str, Callable[[], object]] = {
     "planning": lambda: Planner(MEMBER, dry=False).plan("rotate", None, (4,)),
     "fusing one": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(),)),
     "fusing several": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(), unknown())),
-    "the way on a device": lambda: way_of(unknown(), False),
+    "the call on a device": lambda: way_of(unknown(), False),
     "a device": lambda: enqueuing(unknown(), PACKED),
     "a benchmark's sizes": lambda: Benchmark("rotate", 4).count(2),
     "a benchmark's arrays": lambda: Workload(Benchmark("rotate", 4), 0, 2),

@@ -1,4 +1,4 @@
-"""Two levels: right for every split of the ranks over hosts, in any order of events, and sparing between hosts."""
+"""Two-level algorithms: results for all splits of the ranks over hosts, and messages between hosts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .proof import Proof
 ALL = sorted(two_level.ALGORITHMS)
 TCP = Tuning().tcp
 KIB, MIB = 1024, 1024 * 1024
-#: Splits that are named in the design: even, uneven, many small and one large, alternating.
+#: Splits of ranks over hosts: even, uneven, several small hosts and a large one, alternating.
 SPLITS = [
     (0, 0, 1, 1),
     (0, 0, 0, 1),
@@ -53,12 +53,12 @@ def random_split(world_size: int, random: Random) -> tuple[int, ...]:
             return host_numbers(names)
 
 
-def prove(case: Case, seed: int) -> None:
+def check_case(case: Case, seed: int) -> None:
     programs = case.programs()
     proof = Proof(programs)
     if case.kind == "barrier":
         world = set(range(case.world_size))
-        assert all(proof.heard(rank) | {rank} == world for rank in world)
+        assert all(proof.predecessors(rank) | {rank} == world for rank in world)
     after = execute(programs, case.memory(), seed=seed, rendezvous=False)
     case.check(after)
     for rank, program in enumerate(programs):
@@ -68,7 +68,7 @@ def prove(case: Case, seed: int) -> None:
 
 
 def crossing(case: Case) -> list[int]:
-    """Return the elements of each message between hosts."""
+    """Return the number of elements of each message between hosts."""
     return [
         action.region.count
         for rank, program in enumerate(case.programs())
@@ -77,8 +77,8 @@ def crossing(case: Case) -> list[int]:
     ]
 
 
-def rendezvous(case: Case) -> bool:
-    """Whether it works without any buffering; an exchange is for messages that fit the eager window."""
+def works_without_buffering(case: Case) -> bool:
+    """Return whether a case works without buffering. The exchange of leaders needs eager messages."""
     return (case.kind, case.algorithm) != ("allreduce", "leaders")
 
 
@@ -93,8 +93,8 @@ def whole(kind: str, algorithm: str, hosts: tuple[int, ...], block: int = 3) -> 
 def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str, hosts: tuple[int, ...]) -> None:
     for number, case in enumerate(cases(kind, algorithm, len(hosts))):
         placed = replace(case, hosts=hosts)
-        prove(placed, number)
-        if number % 3 == 0 and rendezvous(placed):
+        check_case(placed, number)
+        if number % 3 == 0 and works_without_buffering(placed):
             placed.check(execute(placed.programs(), placed.memory(), seed=number, rendezvous=True))
 
 
@@ -105,7 +105,7 @@ def test_two_level_result_is_right_for_every_split_of_a_few_ranks(kind: str, alg
     sized = list(cases(kind, algorithm, world_size))
     for number, hosts in enumerate(splits(world_size)):
         for case in random.sample(sized, min(len(sized), 8)):
-            prove(replace(case, hosts=hosts), number)
+            check_case(replace(case, hosts=hosts), number)
 
 
 @pytest.mark.slow
@@ -114,13 +114,13 @@ def test_two_level_result_is_right_for_every_split_of_a_few_ranks(kind: str, alg
 def test_two_level_result_is_right_for_random_splits(kind: str, algorithm: str, world_size: int) -> None:
     random = Random(world_size)
     for number, case in enumerate(cases(kind, algorithm, world_size)):
-        prove(replace(case, hosts=random_split(world_size, random)), number)
+        check_case(replace(case, hosts=random_split(world_size, random)), number)
 
 
 @each("hosts", [*SPLITS, (0, 1) * 8, (0, 1, 2, 2) * 4])
 @each(("kind", "algorithm"), ALL)
 def test_bytes_between_hosts_depend_on_the_hosts_alone(kind: str, algorithm: str, hosts: tuple[int, ...]) -> None:
-    block = 60  # whatever the lanes and hosts, nothing is rounded
+    block = 60  # divisible by all numbers of lanes and hosts
     for root in (0, len(hosts) - 1):
         sizes = crossing(replace(whole(kind, algorithm, hosts, block), root=root))
         nbytes = 0 if kind == "barrier" else block * len(hosts)
@@ -128,7 +128,7 @@ def test_bytes_between_hosts_depend_on_the_hosts_alone(kind: str, algorithm: str
 
 
 def test_allreduce_sends_twice_its_share_of_hosts_and_each_lane_its_part() -> None:
-    """Every host sends 2n(h-1)/h, in equal parts by its ranks."""
+    """Every host sends 2n(h-1)/h elements, in equal parts by its ranks."""
     number, per_host, count = 4, 3, 4 * 3 * 10
     hosts = tuple(rank % number for rank in range(number * per_host))
     for algorithm in ("lanes", "lines"):
@@ -150,11 +150,11 @@ def test_messages_between_hosts_do_not_grow_with_their_ranks(number: int, per_ho
     assert len(crossing(whole("reduce", "leaders", hosts))) == number - 1
     assert len(crossing(whole("broadcast", "leaders", hosts))) == number - 1
     assert len(crossing(whole("allgather", "leaders", hosts))) == number * (number - 1 if number <= 4 else rounds)
-    # One message of each lane.
+    # One message per lane.
     assert len(crossing(whole("allreduce", "lines", hosts))) == 2 * number * (number - 1) * per_host
     assert len(crossing(whole("broadcast", "lanes", hosts))) == (number - 1) * per_host
     assert len(crossing(whole("reduce", "lines", hosts))) == (number - 1) * per_host
-    # One of each rank's block.
+    # One message per block of a rank.
     assert len(crossing(whole("allgather", "lanes", hosts))) == (number - 1) * number * per_host
     assert len(crossing(whole("reduce_scatter", "lines", hosts))) == (number - 1) * number * per_host
 
@@ -187,7 +187,7 @@ def test_cost_of_an_empty_call_is_zero() -> None:
 @each("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2, 2)])
 @each("kind", sorted({kind for kind, _ in ALL}))
 def test_predictions_approximate_the_simulated_times(kind: str, hosts: tuple[int, ...]) -> None:
-    """Within a factor of about two."""
+    """Predictions are within a factor of about two of the simulated times."""
     for nbytes in (0,) if kind == "barrier" else (64, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
         algorithm = two_level.choose(kind, nbytes, hosts, ordered=False, portable=True, machine=TCP)
         if algorithm is not None:
@@ -203,7 +203,7 @@ def test_two_level_chains_stream_without_scratch() -> None:
         assert not any(action.after for action in program.actions)
 
 
-# -- which
+# -- the choice of the algorithm
 
 
 @each("kind", sorted({kind for kind, _ in FLAT}))
@@ -246,7 +246,7 @@ def test_two_level_choices_match_the_table(kind: str, nbytes: int, expected: str
     assert choose(kind, nbytes, 4, hosts=hosts) == expected
 
 
-def test_additional_leaders_send_less_each() -> None:
+def test_limit_of_leaders_falls_with_the_number_of_hosts() -> None:
     hosts = (0, 0, 1, 2, 3, 4)
     assert choose("allreduce", 16 * KIB, 6, hosts=hosts) == "leaders"
     assert choose("allreduce", 16 * KIB + 4, 6, hosts=hosts) == "lanes"
@@ -254,19 +254,19 @@ def test_additional_leaders_send_less_each() -> None:
 
 @each("kind", ["reduce_scatter", "monitored_barrier", "gather", "scatter", "alltoall", "scan"])
 def test_one_level_is_used_where_two_save_nothing(kind: str) -> None:
-    """Of a reduce_scatter that is the latency of small ones."""
+    """For a reduce_scatter, two levels save no latency of small calls."""
     for nbytes in (0, 4, 4 * KIB) if kind == "reduce_scatter" else (0, 4 * KIB, 16 * MIB):
         assert choose(kind, nbytes, 4, hosts=(0, 0, 1, 1)) == choose(kind, nbytes, 4)
 
 
 def test_limits_follow_the_network() -> None:
-    """With a latency ten times higher, and of nothing that the hosts have inside."""
+    """Limits are ten times as large with ten times the latency of TCP, and do not depend on shared memory."""
     tuning = Tuning(tcp=Machine(TCP.alpha * 10, TCP.overhead, TCP.beta, TCP.gamma), medium="shm")
     assert choose("allreduce", 2560 * KIB, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "leaders"
     assert choose("allreduce", 2560 * KIB + 4, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "lanes"
 
 
-def test_additional_lanes_are_used_for_more_bytes() -> None:
+def test_limit_of_lanes_grows_with_the_number_of_lanes() -> None:
     for lanes in (2, 4, 8):
         hosts = (0,) * lanes + (1,) * lanes
         assert choose("allreduce", lanes * 512 * KIB, 2 * lanes, hosts=hosts) == "lanes"
@@ -305,7 +305,7 @@ def test_hosts_are_numbered_by_their_lowest_ranks() -> None:
     assert two_level.has_two_levels((0, 1, 1))
 
 
-def test_team_and_lane_of_each_rank_are_right() -> None:
+def test_teams_and_lanes_match_the_hosts() -> None:
     hosts = Hosts((0, 1, 0, 1, 0, 0, 1))
     assert hosts.teams == ((0, 2, 4, 5), (1, 3, 6))
     assert hosts.place == (0, 0, 1, 1, 2, 3, 2)

@@ -1,4 +1,4 @@
-"""Time to decode keys with the same hash: bounded per byte, whatever the keys are."""
+"""Decoding time of keys with the same hash: bounded per byte for all kinds of keys."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from aiocoll.codec import dumps, loads
 from aiocoll.errors import SerializationError
 
 P = sys.hash_info.modulus
-#: The hash of all keys here; powers of two of a period of 61 have it, too.
+#: The hash of all keys. Powers of two whose exponents differ by 61 also share a hash.
 CODE = 2
-#: In the hour that comes twice, times of different zones are never equal, though they have one hash.
+#: In the hour that a clock change repeats, times of different zones are never equal, but share a hash.
 ZONES = ("Berlin", "Paris", "Rome", "Madrid", "Vienna", "Brussels", "Oslo", "Prague", "Warsaw", "Zurich", "Amsterdam")
-#: How much longer a byte of a key may take than a byte of small tuples in a list: half of it is seen, and what is
-#: quadratic takes hundreds of times as long.
+#: The limit for the time per byte of a key, in units of the time per byte of small tuples in a list. Measured times are
+#: half of it, and quadratic algorithms take hundreds of times as long.
 RATIO = 60.0
-#: How many keys of two kinds, and of how many bytes: the longest ones; as many as there may be; those in between.
+#: Numbers of keys of two kinds, and bytes per key: the longest keys, the largest numbers of keys, and some between.
 MIXES = [(1, 1, 300_000), (1, 127, 1000), (64, 64, 200), (7, 16, 1000), (4, 4, 20_000)]
 
-#: By kind: the key with a number, of about so many bytes where that can be; None where there are no more.
+#: For each kind, the key with a given number, of about a given size if the kind allows it; None after the last key.
 KINDS: dict[str, Callable[[int, int], Hashable | None]] = {
     "int": lambda n, size: CODE + (P << 8 * size) + n * P,
     "small int": lambda n, size: CODE + n * P if n < 4 else None,
@@ -56,7 +56,7 @@ KINDS: dict[str, Callable[[int, int], Hashable | None]] = {
 
 
 def long_decimal(n: int, size: int) -> Decimal:
-    """Return a number of `size` digits whose last ones give it the hash `CODE`."""
+    """Return a decimal with `size` digits, and further digits that give it the hash `CODE`."""
     digits = "1" * size
     rest = (CODE - hash(Decimal(digits + "0" * 45))) % P
     return Decimal(f"{digits}{rest + n * P:045d}")
@@ -68,15 +68,15 @@ def keys(kind: str, count: int, size: int) -> list[Any]:
 
 
 def packed(keys: Sequence[Any]) -> bytes:
-    """Return a dict with these keys, which `dumps` would refuse."""
+    """Return the bytes of a dict with these keys, which `dumps` would refuse."""
     with pytest.MonkeyPatch.context() as uncounted:
-        uncounted.setattr("aiocoll.codec.encode.check_keys", lambda keys, alike: None)
+        uncounted.setattr("aiocoll.codec.encode.check_keys", lambda keys, hashes: None)
         pairs = b"".join(dumps({key: 0})[1:] for key in keys)
     return b"\xde" + len(keys).to_bytes(2, "big") + pairs
 
 
-def seconds(data: bytes) -> float:
-    """Return the CPU time that it takes to decode or refuse `data`, per byte."""
+def seconds_per_byte(data: bytes) -> float:
+    """Return the CPU time per byte to decode or refuse `data`."""
     start = time.thread_time()
     with suppress(SerializationError):
         loads(data)
@@ -84,45 +84,47 @@ def seconds(data: bytes) -> float:
 
 
 @cache
-def unit() -> float:
+def unit_seconds() -> float:
     data = dumps([(number, number) for number in range(2000)])
-    return min(seconds(data) for _ in range(5))
+    return min(seconds_per_byte(data) for _ in range(5))
 
 
-def check(keys: Sequence[Any]) -> None:
+def check_time(keys: Sequence[Any]) -> None:
     data = packed(keys)
-    assert any(seconds(data) < RATIO * unit() for _ in range(3)), f"{len(keys)} keys in {len(data)} bytes"
+    assert any(seconds_per_byte(data) < RATIO * unit_seconds() for _ in range(3)), (
+        f"{len(keys)} keys in {len(data)} bytes"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_of_two_kinds_with_one_hash_are_limited(kind: str) -> None:
-    """Whichever comes first."""
+    """Either kind may come first."""
     for other in KINDS:
-        for mine, theirs, size in MIXES:
-            mixed = [*keys(kind, mine, size), *keys(other, theirs, size)][:255]
+        for some, others, size in MIXES:
+            mixed = [*keys(kind, some, size), *keys(other, others, size)][:255]
             assert set(map(hash, mixed)) == {CODE}
-            check(mixed)
+            check_time(mixed)
 
 
 @pytest.mark.parametrize("wrapped", [lambda key: (0, key), lambda key: ((key,), key), lambda key: frozenset({key})])
 def test_numbers_inside_keys_are_limited(wrapped: Callable[[Any], Hashable]) -> None:
     for one, other in combinations(KINDS, 2):
-        check([wrapped(key) for key in (*keys(one, 1, 100_000), *keys(other, 1, 100_000))])
+        check_time([wrapped(key) for key in (*keys(one, 1, 100_000), *keys(other, 1, 100_000))])
 
 
 def test_numbers_of_two_types_in_two_frozensets_are_limited() -> None:
-    """Their types are the same ones, but those with one hash differ."""
+    """Both sets have elements of the same types, but the elements with the same hash differ in type."""
     large, other = CODE + (P << 1_600_000), CODE + 2 + (P << 1_600_000)
     pair = [frozenset({Decimal(CODE), other}), frozenset({large, Decimal(CODE + 2)})]
     assert hash(pair[0]) == hash(pair[1])
-    check(pair)
+    check_time(pair)
     with pytest.raises(SerializationError, match="more than 1 keys with the same hash that are slow to compare"):
         loads(packed(pair))
 
 
 @pytest.mark.parametrize(("depth", "count"), [(1, 100), (2, 4)])
 def test_frozensets_of_elements_with_one_hash_are_limited(depth: int, count: int) -> None:
-    """To compare two takes 128 comparisons for each element, and so on, for each element of these."""
+    """A comparison of two frozensets takes 128 comparisons per element, at each level of nesting."""
 
     def frozensets(depth: int, count: int) -> list[Any]:
         if depth == 0:
@@ -132,15 +134,15 @@ def test_frozensets_of_elements_with_one_hash_are_limited(depth: int, count: int
 
     made = frozensets(depth, count)
     assert (len(set(map(hash, made))), len(made), len(made[0])) == (1, count, 128)
-    check(made)
+    check_time(made)
     with pytest.raises(SerializationError, match="more than 1 keys with the same hash that are slow to compare"):
         loads(packed(made[:2]))
 
 
-@pytest.mark.parametrize(("alike", "most"), [(1, 128), (2, 64), (3, 42), (64, 2), (65, 1)])
-def test_frozensets_are_limited_by_their_elements_with_one_hash(alike: int, most: int) -> None:
+@pytest.mark.parametrize(("equal_hashes", "most"), [(1, 128), (2, 64), (3, 42), (64, 2), (65, 1)])
+def test_frozensets_are_limited_by_their_elements_with_one_hash(equal_hashes: int, most: int) -> None:
     common, last = keys("int", 64, 10), keys("int", 64 + 200, 10)[64:]
-    made = [frozenset({*common[: alike - 1], number}) for number in last]
+    made = [frozenset({*common[: equal_hashes - 1], number}) for number in last]
     assert loads(dumps(set(made[:most]))) == set(made[:most])
     with pytest.raises(SerializationError, match=f"more than {most} keys with the same hash"):
         dumps(set(made[: most + 1]))
@@ -150,13 +152,13 @@ def test_times_that_are_never_equal_are_limited() -> None:
     when = dt.datetime(2020, 10, 25, 2, 30)
     times = [when.replace(tzinfo=zoneinfo.ZoneInfo(f"Europe/{zone}")) for zone in ZONES]
     assert (len(set(times)), len(set(map(hash, times)))) == (len(ZONES), 1)
-    check(times)
+    check_time(times)
     with pytest.raises(SerializationError, match="more than 8 keys with the same hash that are slow to compare"):
         loads(packed(times))
     assert loads(packed(times[:8])) == dict.fromkeys(times[:8], 0)
 
 
-HONEST: dict[str, list[Any]] = {
+ORDINARY: dict[str, list[Any]] = {
     "bit masks": [1 << bit for bit in range(7000)],
     "moduli": [(1 << 8192) - number for number in range(200)],
     "long numbers": [10**300_000 + number for number in range(3)],
@@ -176,9 +178,9 @@ HONEST: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HONEST)
-def test_keys_of_programs_are_accepted(name: str) -> None:
-    keys = HONEST[name]
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_keys_are_accepted(name: str) -> None:
+    keys = ORDINARY[name]
     assert loads(dumps(dict.fromkeys(keys, 0))) == dict.fromkeys(keys, 0)
     assert loads(dumps(set(keys))) == set(keys)
     assert loads(dumps(frozenset(keys))) == frozenset(keys)
@@ -196,7 +198,7 @@ def test_large_numbers_of_two_types_are_refused_by_both_ends() -> None:
 
 
 def test_floats_count_among_slow_keys() -> None:
-    """They are plain values. The eighth and ninth keys with the same hash are of another kind."""
+    """Floats are plain values, but count together with keys of another kind that have the same hash."""
     mixed = [*keys("float", 7, 0), *keys("Decimal", 2, 0)]
     assert dumps(set(mixed[:8]))
     with pytest.raises(SerializationError, match="more than 8 keys with the same hash"):

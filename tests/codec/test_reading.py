@@ -1,4 +1,4 @@
-"""Objects that are read in steps, and what takes many: bounded work per byte, whatever the bytes."""
+"""Objects read in steps, and keys with the same hash: bounded work per byte for all bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from aiocoll.codec import dumps, loads, reading
 from aiocoll.errors import SerializationError
 
 from ..each import each
-from .test_refusals import SAMPLE, alike
+from .test_refusals import SAMPLE, same_hash
 from .test_roundtrip import VALUES, random_object, same
 
 STEP = 1024
 
 
 def steps_of(data: bytes | memoryview, **options: Any) -> tuple[int, Any]:
-    """Return in how many steps an object is read, and what it is."""
+    """Return the number of steps that an object takes, and the object."""
     steps, count = reading(data, **options), 1
     while True:
         try:
@@ -102,17 +102,17 @@ def test_pickle_requires_both_sides_in_steps() -> None:
 
 
 KEYS = {
-    "ints": lambda count: alike(count, 2**70),
-    "tuples": lambda count: [(n,) for n in alike(count)],
+    "ints": lambda count: same_hash(count, 2**70),
+    "tuples": lambda count: [(n,) for n in same_hash(count)],
     "tuples of plain values": lambda count: [tuple(-1 - (n >> bit & 1) for bit in range(8)) for n in range(count)],
-    "frozensets": lambda count: [frozenset({n}) for n in alike(count)],
-    "fractions": lambda count: [Fraction(n) for n in alike(count)],
+    "frozensets": lambda count: [frozenset({n}) for n in same_hash(count)],
+    "fractions": lambda count: [Fraction(n) for n in same_hash(count)],
 }
 
 
 @each("kind", KEYS)
 def test_keys_with_one_hash_are_limited(kind: str) -> None:
-    """Each would be compared with all before it: in time that is quadratic in their number."""
+    """Each key would be compared with all earlier ones, in quadratic time."""
     few, many = KEYS[kind](128), KEYS[kind](129)
     assert len(set(map(hash, many))) == 1
     for make in (dict.fromkeys, set, frozenset):
@@ -142,7 +142,7 @@ def test_repeated_value_does_not_count_as_a_key() -> None:
 
 
 def test_plain_keys_with_one_hash_are_rare() -> None:
-    """So they need not be counted."""
+    """Rare keys need not be counted."""
     floats = [2.0**n for n in range(-1074, 1024)]
     ints = [n * sys.hash_info.modulus for n in range(-4, 9)]
     assert max(map([hash(key) for key in {*floats, *ints}].count, map(hash, floats))) <= 35

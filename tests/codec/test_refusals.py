@@ -1,4 +1,4 @@
-"""What cannot be sent is named with its path; hostile bytes raise one kind of error."""
+"""Refusals: unsupported values are named with their path, and hostile bytes raise `SerializationError`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Colour(enum.IntEnum):
 
 
 class Local:
-    """Something no codec knows."""
+    """An object that the codec does not support."""
 
 
-def alike(count: int, first: int = 7) -> list[int]:
+def same_hash(count: int, first: int = 7) -> list[int]:
     """Return different integers with the same hash."""
     return [first + n * sys.hash_info.modulus for n in range(count)]
 
@@ -69,8 +69,12 @@ REFUSED: list[tuple[Any, str, str]] = [
     (..., "obj: ", "ellipsis is not supported"),
     ([range(1 << 8192)], r"obj\[0\]: ", "a range or Fraction has an integer of over 8192 bits"),
     ([Fraction(1, 1 << 8192)], r"obj\[0\]: ", "an integer of over 8192 bits"),
-    ([{(n,): 0 for n in alike(129)}], r"obj\[0\]: ", "more than 128 keys with the same hash; send a list of pairs"),
-    ([set(alike(129, 1 << 100))], r"obj\[0\]: ", "more than 128 keys with the same hash"),
+    (
+        [{(n,): 0 for n in same_hash(129)}],
+        r"obj\[0\]: ",
+        "more than 128 keys with the same hash; send a list of pairs",
+    ),
+    ([set(same_hash(129, 1 << 100))], r"obj\[0\]: ", "more than 128 keys with the same hash"),
     (dt.datetime(2024, 1, 1, tzinfo=type("Zone", (dt.tzinfo,), {})()), "obj: ", "Zone is not supported"),
 ]
 
@@ -127,19 +131,19 @@ def test_random_bytes_are_read_or_refused_with_a_named_error() -> None:
         try:
             loads(b"\x94\xc7\x00" + bytes((rng.randrange(70),)) + rng.randbytes(rng.randrange(40)))
         except SerializationError as error:
-            assert str(error)  # noqa: PT017 - most of them raise, some may not
+            assert str(error)  # noqa: PT017 - most of the bytes are refused, some may be valid
 
 
-def TAG(code: int) -> msgpack.ExtType:
+def tag(code: int) -> msgpack.ExtType:
     return msgpack.ExtType(code, b"")
 
 
-#: An integer of 8193 bits, as it travels.
-BIG = [TAG(7), (1 << 8192).to_bytes(1025, "big")]
+#: The encoded form of an integer of 8193 bits.
+BIG = [tag(7), (1 << 8192).to_bytes(1025, "big")]
 
 
 def tagged(code: int, *fields: Any) -> bytes:
-    return bytes(msgpack.packb([TAG(code), *fields]))
+    return bytes(msgpack.packb([tag(code), *fields]))
 
 
 HOSTILE: list[tuple[bytes, str]] = [
@@ -159,12 +163,12 @@ HOSTILE: list[tuple[bytes, str]] = [
     (tagged(66, "ab", [1]), "an item that is not a piece"),
     (tagged(73, {1: 2}), "an item that is not a piece"),
     (tagged(63, 1, 2), "a piece outside a long container"),
-    (msgpack.packb([TAG(2), [TAG(63), 1]]), "a piece outside a long container"),
-    (msgpack.packb([TAG(73), [TAG(63), 1]]), "a piece of a dict is not a dict"),
-    (msgpack.packb([TAG(73), [TAG(63), {}, {}]]), "a piece of a dict is not a dict"),
-    (msgpack.packb([TAG(67), [TAG(63), [1]]]), "unhashable"),
-    (msgpack.packb([TAG(2), TAG(3), 1]), "tag in the wrong place"),
-    (msgpack.packb([TAG(67), *([TAG(63), *range(256)], [TAG(63), *range(257)])]), "257 elements of a set in one"),
+    (msgpack.packb([tag(2), [tag(63), 1]]), "a piece outside a long container"),
+    (msgpack.packb([tag(73), [tag(63), 1]]), "a piece of a dict is not a dict"),
+    (msgpack.packb([tag(73), [tag(63), {}, {}]]), "a piece of a dict is not a dict"),
+    (msgpack.packb([tag(67), [tag(63), [1]]]), "unhashable"),
+    (msgpack.packb([tag(2), tag(3), 1]), "tag in the wrong place"),
+    (msgpack.packb([tag(67), *([tag(63), *range(256)], [tag(63), *range(257)])]), "257 elements of a set in one"),
     (tagged(3, *range(257)), "257 elements of a set in one piece"),
     (msgpack.packb(dict.fromkeys(range(257))), "not a valid object"),
     (tagged(12, 0, BIG, 1), "over 8192 bits"),

@@ -1,4 +1,4 @@
-"""Objects come back equal and of exactly the same types."""
+"""Round trips: objects come back equal and with exactly the same types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Colour(enum.IntEnum):
 
 
 class Local:
-    """Something no codec knows."""
+    """An object that the codec does not support."""
 
 
 class Picklable:
@@ -48,13 +48,13 @@ class Picklable:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, with equal types all the way down; NaN equals NaN."""
+    """Return whether two objects are equal, with equal types at all levels. NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, np.str_ | np.bytes_):
         return len(a) == len(b) and bool(a == b)
     if isinstance(a, np.ndarray | np.generic):
-        padded = a.dtype.char in "gG"  # long doubles have bytes without a meaning
+        padded = a.dtype.char in "gG"  # long doubles have padding bytes
         return (
             a.dtype == b.dtype
             and a.shape == b.shape

@@ -1,4 +1,4 @@
-"""Tensors of torch in objects, and dicts that are ordered."""
+"""Torch tensors and ordered dicts in objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocoll.errors import SerializationError
 from ..ranks import run_ranks
 
 DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float8_e4m3fn", "float32", "complex64")
-WRONG: list[tuple[Any, ...]] = [
+MALFORMED: list[tuple[Any, ...]] = [
     (),
     ("float32", [1]),
     ("float32", (), "1234"),
@@ -37,7 +37,7 @@ def torch() -> Any:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 256, 257, 1000])
 def test_ordered_dict_round_trips(count: int) -> None:
-    """Also in pieces, inside each other and with values that msgpack has not."""
+    """Dicts are long enough to be sent in pieces, are nested, and have values unknown to msgpack."""
     given = collections.OrderedDict((str(each), (each,)) for each in range(count))
     if count:
         given.move_to_end("0")
@@ -111,7 +111,7 @@ def packed(*fields: Any) -> bytes:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("fields", WRONG)
+@pytest.mark.parametrize("fields", MALFORMED)
 def test_malformed_tensor_bytes_are_refused(fields: tuple[Any, ...]) -> None:
     torch()
     with pytest.raises(SerializationError):

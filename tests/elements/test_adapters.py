@@ -1,4 +1,4 @@
-"""Adapters of array libraries: found by type, attribute, DLPack device type or entry point, and entered once a call."""
+"""Adapters of array libraries: their lookup by type, attribute, DLPack device type or entry point, and their use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..ranks import run_ranks
 
 
 class Grid:
-    """An array of a library of its own."""
+    """An array of the invented library gridlib."""
 
     __module__ = "gridlib.core"
 
@@ -56,7 +56,7 @@ class GridAdapter(ArrayAdapter):
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget registrations at the end."""
+    """Undo all registrations of a test."""
     for name in ("_targets", "_has_read"):
         monkeypatch.setattr(adapters, name, getattr(adapters, name).copy())
     monkeypatch.setattr(adapters, "attributes", adapters.attributes)
@@ -120,24 +120,24 @@ def test_found_adapter_is_remembered_for_a_limited_number_of_types(monkeypatch: 
     assert len(module._by_type) <= 3
 
 
-def test_adapter_of_a_protocol_attribute() -> None:
+def test_adapter_is_found_by_a_protocol_attribute() -> None:
     adapters.register("__grid_memory__", GridAdapter(), version=ADAPTER_VERSION)
     tile = SimpleNamespace(__grid_memory__=True, host=np.ones((3, 3)), shape=(3, 3))
     assert view(tile).array.base is tile.host
     assert adapter_of(tile) is adapters.get("__grid_memory__")
     with pytest.raises(TypeError, match=r"__cuda_array_interface__, __grid_memory__ or DLPack, not str"):
         view("grid")
-    with pytest.raises(ValueError, match="the 3 axes of the grid"):  # it passes as an array
+    with pytest.raises(ValueError, match="the 3 axes of the grid"):  # the tile itself is accepted as an array
         check_array(tile, [], 3)
 
 
-def test_adapter_of_a_dlpack_device_type() -> None:
+def test_adapter_is_found_by_a_dlpack_device_type() -> None:
     adapters.register("dlpack:7", GridAdapter(), version=ADAPTER_VERSION)
     tile = SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (7, 0), host=np.ones(3))
     assert view(tile).array is tile.host
 
 
-def test_adapter_of_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_is_found_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     info = tmp_path / "gridlib_aiocoll-1.0.dist-info"
     info.mkdir()
@@ -165,7 +165,7 @@ def test_arrays_on_the_host_search_no_entry_points(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("gridlib")
-def test_methods_that_an_adapter_leaves_out_refuse_or_deny() -> None:
+def test_methods_left_out_by_an_adapter_refuse_or_return_no_result() -> None:
     grid = Grid(np.ones(3))
     bare = ArrayAdapter()
     assert bare.owns(Grid)
@@ -188,7 +188,7 @@ def test_methods_that_an_adapter_leaves_out_refuse_or_deny() -> None:
 
 
 @pytest.mark.usefixtures("gridlib")
-def test_arrays_in_sent_objects() -> None:
+def test_arrays_of_an_adapter_round_trip_in_objects() -> None:
     back = loads(dumps({"grid": Grid(np.arange(6.0).reshape(2, 3)), "empty": Grid(np.ones(0))}))
     assert back["grid"].host.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert back["empty"].host.shape == (0,)
@@ -204,7 +204,7 @@ def test_received_array_of_an_unknown_library_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("gridlib")
-def test_collectives_on_arrays_of_the_library() -> None:
+def test_collectives_accept_arrays_of_an_adapter() -> None:
     async def body(pg: ProcessGroup) -> None:
         grid = Grid(np.full(3, pg.rank() + 1.0))
         assert await pg.allreduce(grid) is grid

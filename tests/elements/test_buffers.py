@@ -1,4 +1,4 @@
-"""What `view` takes, shares, stages and refuses."""
+"""Buffers made by `view`: shared, staged and refused memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..each import each
 
 
 class Interface:
-    """An object of some other library that shows its memory by `__array_interface__`."""
+    """An object of another library that exports its memory by `__array_interface__`."""
 
     def __init__(self, source: np.ndarray) -> None:
         self.source = source
@@ -29,7 +29,7 @@ class Interface:
 
 
 class Capsule:
-    """An object of some other library that shows its memory by DLPack."""
+    """An object of another library that exports its memory by DLPack."""
 
     def __init__(self, source: np.ndarray, device: int = 1) -> None:
         self.source = source
@@ -43,7 +43,7 @@ class Capsule:
 
 
 class Immutable(Interface):
-    """Like a JAX array: read-only, and its library makes new ones."""
+    """A read-only array whose library makes new arrays for results, like JAX."""
 
     def __init__(self, source: np.ndarray) -> None:
         source.flags.writeable = False
@@ -235,7 +235,7 @@ def test_unsupported_dtype_is_refused(obj: Any, message: str) -> None:
         view(obj, name="x")
 
 
-def test_dlpack_beyond_numpy_is_refused() -> None:
+def test_dlpack_export_unknown_to_numpy_is_refused() -> None:
     class Odd(Capsule):
         def __dlpack__(self, **options: Any) -> object:
             raise BufferError("bfloat16 is not for you")
@@ -343,8 +343,8 @@ OVERLAPPING: dict[str, Callable[[], np.ndarray]] = {
     "windows, backwards": lambda: windows(np.zeros(10), 3)[::-1, ::-1],
     "windows of small elements": lambda: windows(np.zeros(9, np.int8), 4, 3),
     "halves of elements": lambda: as_strided(np.zeros(4), (3,), (4,)),
-    "axes that meet": lambda: as_strided(np.zeros(20), (3, 4), (3 * 8, 8)),
-    "axes that meet later": lambda: as_strided(np.zeros(30), (4, 3), (2 * 8, 3 * 8)),
+    "overlapping axes": lambda: as_strided(np.zeros(20), (3, 4), (3 * 8, 8)),
+    "overlapping axes, interleaved": lambda: as_strided(np.zeros(30), (4, 3), (2 * 8, 3 * 8)),
     "writable broadcast": lambda: as_strided(np.zeros((2, 1, 3)), (2, 5, 3), (24, 0, 8)),
 }
 
@@ -358,24 +358,24 @@ def test_outputs_whose_elements_share_memory_are_refused(kind: str) -> None:
     assert view(array, writable=False).array.tolist() == array.reshape(-1).tolist()
 
 
-APART: dict[str, Callable[[], np.ndarray]] = {
+SEPARATE: dict[str, Callable[[], np.ndarray]] = {
     "every second": lambda: np.zeros(10)[::2],
     "backwards": lambda: np.zeros(10)[::-1],
     "transposed": lambda: np.zeros((3, 4, 5)).transpose(2, 0, 1),
     "columns": lambda: np.zeros((4, 6))[:, 1:3],
     "Fortran order": lambda: np.zeros((3, 4), order="F"),
     "a field": lambda: np.zeros(4, [("a", "f8"), ("b", "i4")])["b"],
-    "windows side by side": lambda: windows(np.zeros(12), 3, 3)[:, ::-1],
-    "one row, repeated once": lambda: as_strided(np.zeros((1, 3)), (1, 3), (0, 16))[:, :1],
+    "adjacent windows": lambda: windows(np.zeros(12), 3, 3)[:, ::-1],
+    "one row": lambda: as_strided(np.zeros((1, 3)), (1, 3), (0, 16))[:, :1],
     "interleaved axes": lambda: as_strided(np.zeros(10), (3, 2), (2 * 8, 3 * 8)),
     "no elements, repeated": lambda: as_strided(np.zeros(3), (0, 3, 2), (0, 0, 0)),
     "not aligned": lambda: np.frombuffer(bytearray(33), np.uint8)[1:].view(np.float64),
 }
 
 
-@each("kind", APART)
+@each("kind", SEPARATE)
 def test_outputs_with_gaps_between_elements_are_written(kind: str) -> None:
-    array = APART[kind]()
+    array = SEPARATE[kind]()
     buffer = view(array)
     buffer.array[:] = np.arange(buffer.count)
     buffer.finish()

@@ -1,4 +1,4 @@
-"""JAX arrays: what looks like one, and real ones where JAX is installed."""
+"""JAX arrays: look-alikes, and real ones if JAX is installed."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ PLAIN = ["bool", "int8", "int32", "uint16", "float16", "float32", "complex64"]
 
 
 def _memoryview(obj: Any) -> memoryview:
-    """Ask for a buffer as Python 3.12 does."""
+    """Return a memoryview by way of `__buffer__`, as Python 3.12 does."""
     return memoryview(obj.__buffer__(0) if isinstance(obj, JaxArray) else obj)
 
 
-def _like(_: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+def _lookalike_maker(_: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     monkeypatch.setattr(buffers, "memoryview", _memoryview, raising=False)
     return JaxArray
 
 
-def _real(_: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+def _jax_maker(_: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     return pytest.importorskip("jax.numpy").asarray  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=[_like, _real], ids=["look-alike", "real"])
-def of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """Make an array of JAX's from one of NumPy's."""
+@pytest.fixture(params=[_lookalike_maker, _jax_maker], ids=["look-alike", "real"])
+def make_array(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Return a function that makes a JAX array of a NumPy array."""
     return request.param(request, monkeypatch)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *NARROW, *INTEGERS])
-def test_jax_result_is_a_new_array(name: str, of: Callable[[Any], Any]) -> None:
-    x = of(np.arange(6).reshape(2, 3).astype(name))
+def test_jax_result_is_a_new_array(name: str, make_array: Callable[[Any], Any]) -> None:
+    x = make_array(np.arange(6).reshape(2, 3).astype(name))
     buffer = view(x)
     assert (buffer.dtype.name, buffer.shape, buffer.count) == (name, (2, 3), 6)
     buffer.array.view(name)[:] = np.ones(6, name)
@@ -57,30 +57,30 @@ def test_jax_result_is_a_new_array(name: str, of: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *NARROW, *INTEGERS])
-def test_jax_input_is_not_copied(name: str, of: Callable[[Any], Any]) -> None:
-    x = of(np.arange(6).astype(name))
+def test_jax_input_is_not_copied(name: str, make_array: Callable[[Any], Any]) -> None:
+    x = make_array(np.arange(6).astype(name))
     assert np.shares_memory(view(x, writable=False).array, np.asarray(x))
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3b11fnuz", "float4_e2m1fn"])
-def test_unsupported_jax_dtype_is_refused(name: str, of: Callable[[Any], Any]) -> None:
+def test_unsupported_jax_dtype_is_refused(name: str, make_array: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"x: dtype {name} is not supported; use one of bool, int8, "):
-        view(of(np.ones(3, name)), name="x")
+        view(make_array(np.ones(3, name)), name="x")
 
 
 @pytest.mark.ranks(3)
 @over("memory", "shm")
-async def test_jax_arrays_work_in_calls(pg: Any, of: Callable[[Any], Any]) -> None:
-    mine = of(np.full(3, 2.0 ** pg.rank(), "bfloat16"))
+async def test_jax_arrays_work_in_calls(pg: Any, make_array: Callable[[Any], Any]) -> None:
+    mine = make_array(np.full(3, 2.0 ** pg.rank(), "bfloat16"))
     total = await pg.allreduce(mine)
     assert type(total) is type(mine)
     assert np.asarray(total).tolist() == [7.0] * 3
     assert np.asarray(mine).tolist() == [2.0 ** pg.rank()] * 3
     assert np.asarray(await pg.allreduce(mine, ReduceOp.MAX)).tolist() == [4.0] * 3
     assert np.asarray(await pg.broadcast(mine, 1)).tolist() == [2.0] * 3
-    gathered = await pg.allgather([of(np.zeros(3, "bfloat16")) for _ in range(3)], mine)
+    gathered = await pg.allgather([make_array(np.zeros(3, "bfloat16")) for _ in range(3)], mine)
     assert [np.asarray(each).tolist() for each in gathered] == [[2.0**rank] * 3 for rank in range(3)]
-    nibbles = of(np.array([3, -3, pg.rank()], "int4"))
+    nibbles = make_array(np.array([3, -3, pg.rank()], "int4"))
     assert np.asarray(await pg.allreduce(nibbles)).astype(int).tolist() == [9 - 16, -9 + 16, 3]
     assert np.asarray(await pg.allreduce(nibbles, ReduceOp.MIN)).astype(int).tolist() == [3, -3, 0]
     if pg.rank() == 0:

@@ -1,4 +1,4 @@
-"""Torch CPU tensors as buffers: shared, staged, refused."""
+"""Torch CPU tensors as buffers: shared, staged and refused tensors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_overlapping_windows_are_input_only(torch: Any) -> None:
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
     assert view(tensor, writable=False).array.tolist() == [0, 1, 1, 2, 2, 3]
-    tensor = torch.arange(4.0).unfold(0, 2, 2).t()  # which do not
+    tensor = torch.arange(4.0).unfold(0, 2, 2).t()  # windows without an overlap
     buffer = view(tensor)
     buffer.array[:] = 7
     buffer.finish()

@@ -1,4 +1,4 @@
-"""Arrays on CUDA devices: looked at by address, copied by their own library, refused where they cannot be exchanged."""
+"""Arrays on CUDA devices: shared by address, copied by their own library, or refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocoll.elements.dtypes import by_code, by_name
 from ..lookalikes import Cupy, JaxArray, Torch
 
 FLOAT32 = by_name("float32")
-#: How NumPy shows what it does not have.
+#: NumPy dtypes that carry the bytes of dtypes unknown to NumPy.
 CARRIERS = {"bfloat16": "uint16"} | {by_code(code).name: "uint8" for code in range(16, 20)}
 NAMES = [by_code(code).name for code in range(1, 20)]
 
@@ -42,7 +42,7 @@ def address(host: np.ndarray) -> int:
 
 
 class Interface:
-    """An array of some other library, with a dict as the protocol wants it, changed by `changes`."""
+    """An array of another library with a valid `__cuda_array_interface__`, changed by `changes`."""
 
     def __init__(self, host: np.ndarray, device: int | None = 0, **changes: Any) -> None:
         self.host = host
@@ -73,7 +73,7 @@ def test_arrays_of_cupy_are_shared(cupy: Cupy, name: str, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("name", CARRIERS)
-def test_halves_of_cupy_are_shared(cupy: Cupy, name: str) -> None:
+def test_narrow_floats_of_cupy_are_shared(cupy: Cupy, name: str) -> None:
     host = np.ones(3, getattr(pytest.importorskip("ml_dtypes"), name))
     buffer = view(cupy.ndarray(host))
     assert (buffer.dtype.name, buffer.array.ptr, buffer.nbytes) == (name, address(host), host.nbytes)
@@ -106,7 +106,7 @@ def test_staged_copy_is_written_back_once_on_its_stream(cupy: Cupy) -> None:
     assert back is buffer.array.back is buffer.writeback
     back.on(0x90)
     assert host.all()
-    host[...] = 5  # what the caller wrote since stays
+    host[...] = 5  # a later write of the caller must stay
     assert buffer.finish() is buffer.result
     assert (host == 5).all()
     assert cupy.enqueued == [("dense", 0, 0), ("copy", 0, 0x90)]
@@ -215,11 +215,11 @@ def test_sparse_device_tensor_is_refused(torch: Torch) -> None:
 # -- other libraries
 
 
-@pytest.mark.parametrize(("said", "stream"), [("left out", 0), (None, 0), (1, 1), (2, 2), (0x70, 0x70)])
+@pytest.mark.parametrize(("entry", "stream"), [("left out", 0), (None, 0), (1, 1), (2, 2), (0x70, 0x70)])
 @pytest.mark.parametrize("version", [2, 3])
-def test_array_with_a_cuda_interface_is_shared(version: int, said: Any, stream: int) -> None:
+def test_array_with_a_cuda_interface_is_shared(version: int, entry: Any, stream: int) -> None:
     host = np.ones((2, 3), "float16")
-    x = Interface(host, 1, stream=said, version=version, strides=None)
+    x = Interface(host, 1, stream=entry, version=version, strides=None)
     buffer = view(x)
     assert isinstance(buffer.array, DeviceArray)
     assert (buffer.array.ptr, buffer.array.device, buffer.array.stream) == (address(host), 1, stream)
@@ -297,13 +297,16 @@ def test_read_only_device_array_is_input_only() -> None:
 
 
 class Capsule:
+    """An object of another library that exports CUDA memory by DLPack."""
+
     def __init__(self, host: np.ndarray, device: int = 2, fail: bool = False) -> None:
         self.host, self.device, self.fail = host, device, fail
-        self.asked = 0
+        self.device_queries = 0
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        self.asked += 1
-        return (1, 0) if self.asked > 1 else (self.device, 0)  # the look-alikes take it by NumPy
+        self.device_queries += 1
+        # On the CPU from the second query on, because the look-alikes import it by NumPy.
+        return (1, 0) if self.device_queries > 1 else (self.device, 0)
 
     def __dlpack__(self, **options: Any) -> object:
         if self.fail:
@@ -336,7 +339,7 @@ def test_dlpack_without_a_library_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         view(SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (7, 0)), name="x")
 
 
-def test_rocm_array_is_refused_with_that_name(torch: Torch) -> None:
+def test_error_for_a_rocm_array_names_rocm(torch: Torch) -> None:
     torch.version.hip = "6.3"
     with pytest.raises(TypeError, match=r"x is a torch tensor on a ROCm device, and ROCm is not supported; .*x.cpu"):
         view(torch.Tensor(np.ones(2), "float64"), name="x")
@@ -352,7 +355,7 @@ def test_jax_device_arrays_are_input_only(make: Any, cupy: Cupy) -> None:
         view(kind(np.ones(2)), name="x")
 
 
-# -- parts and places
+# -- parts, devices and new arrays
 
 
 def array(ptr: int, size: int, device: int = 0) -> DeviceArray:
@@ -396,7 +399,7 @@ def test_arrays_on_different_devices_are_refused(cupy: Cupy) -> None:
     second, somewhere = view(cupy.ndarray(np.ones(2), 1)), view(Interface(np.ones(2), None))
     same_place(host, "a", host, "b")
     same_place(second, "a", second, "b", 3)
-    same_place(second, "a", somewhere, "b")  # which may be there
+    same_place(second, "a", somewhere, "b")  # the unknown device may be the same one
     same_place(somewhere, "a", second, "b")
     for a, b, rank, message in (
         (host, first, None, "a is on the host, b is on CUDA device 0"),
@@ -408,7 +411,7 @@ def test_arrays_on_different_devices_are_refused(cupy: Cupy) -> None:
             same_place(a, "a", b, "b", rank)
 
 
-def test_new_device_array_is_like_its_model(cupy: Cupy, torch: Torch) -> None:
+def test_new_device_array_has_the_shape_and_dtype_of_its_model(cupy: Cupy, torch: Torch) -> None:
     made = empty_like(view(np.ones((2, 3), "float16")))
     assert (made.shape, made.dtype) == ((2, 3), "float16")
     made = empty_like(view(cupy.ndarray(np.ones((2, 3), "float16"), 1)))

@@ -1,4 +1,4 @@
-"""Real CuPy arrays, over host memory that they take for a device's: what can be seen without one."""
+"""Real CuPy arrays over host memory that poses as device memory, for tests without a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     return cupy
 
 
-def shown(cupy: Any, host: np.ndarray, device: int = 0) -> Any:
+def device_array(cupy: Any, host: np.ndarray, device: int = 0) -> Any:
     memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, device)
     return cupy.ndarray(host.shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
@@ -34,7 +34,7 @@ def shown(cupy: Any, host: np.ndarray, device: int = 0) -> Any:
 def test_arrays_are_shared(cupy: Any, name: str) -> None:
     dtype = getattr(pytest.importorskip("ml_dtypes"), name) if name.startswith(("bf", "float8")) else name
     host = np.ones((2, 3), dtype)
-    x = shown(cupy, host, 1)
+    x = device_array(cupy, host, 1)
     buffer = view(x)
     assert isinstance(buffer.array, DeviceArray)
     assert (buffer.array.ptr, buffer.array.device, buffer.array.stream) == (host.ctypes.data, 1, 0x71)
@@ -42,9 +42,9 @@ def test_arrays_are_shared(cupy: Any, name: str) -> None:
     assert buffer.finish() is x
 
 
-def test_parts_are_shared(cupy: Any) -> None:
+def test_parts_of_cupy_arrays_are_shared(cupy: Any) -> None:
     host = np.zeros((4, 6), "int16")
-    x = shown(cupy, host)
+    x = device_array(cupy, host)
     upper, lower = view(x[:2]), view(x[2:])
     assert lower.array.ptr == host[2:].ctypes.data
     assert not overlaps(upper.array, lower.array)

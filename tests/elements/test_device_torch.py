@@ -1,4 +1,4 @@
-"""Real torch tensors looked at as if they lay on a CUDA device: what can be seen without one."""
+"""Real torch tensors in host memory, viewed like CUDA tensors, for tests without a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = [by_code(code).name for code in range(1, 20)]
 
 @pytest.fixture
 def streams() -> list[int]:
-    """Return the streams of the copies to the device."""
+    """Return a list that gets the stream of each copy to the device."""
     return []
 
 
@@ -31,22 +31,22 @@ def torch(monkeypatch: pytest.MonkeyPatch, streams: list[int]) -> Any:
     torch = pytest.importorskip("torch")
 
     @contextmanager
-    def on(stream: Any) -> Any:
+    def use_stream(stream: Any) -> Any:
         streams.append(stream.cuda_stream)
         yield
 
-    def external(stream_ptr: int, device: Any) -> Any:
+    def external_stream(stream_ptr: int, device: Any) -> Any:
         assert isinstance(device, torch.device)
         return SimpleNamespace(cuda_stream=stream_ptr)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0x70))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
-    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", external_stream)
+    monkeypatch.setattr(torch.cuda, "stream", use_stream)
     return torch
 
 
-def look(torch: Any, tensor: Any, writable: bool = True) -> Any:
+def device_view(torch: Any, tensor: Any, writable: bool = True) -> Any:
     return cuda_view(torch, tensor, by_name(str(tensor.dtype)[6:]), "x", writable)
 
 
@@ -54,16 +54,16 @@ def look(torch: Any, tensor: Any, writable: bool = True) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_are_shared(torch: Any, name: str, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape).to(getattr(torch, name))
-    array = look(torch, tensor)
+    array = device_view(torch, tensor)
     assert (array.ptr, array.size, array.nbytes) == (tensor.data_ptr(), tensor.numel(), tensor.nbytes)
     assert (array.stream, array.keep[0], array.back) == (0x70, tensor, None)
 
 
 def test_parameters_are_detached(torch: Any, streams: list[int]) -> None:
     leaf = torch.zeros(2, 3, requires_grad=True)
-    assert look(torch, leaf).ptr == leaf.data_ptr()
+    assert device_view(torch, leaf).ptr == leaf.data_ptr()
     turned = torch.zeros(3, 2, requires_grad=True)
-    array = look(torch, turned.detach().T.requires_grad_())
+    array = device_view(torch, turned.detach().T.requires_grad_())
     array.keep[1].fill_(3)
     array.back.on(0x90)
     assert (turned == 3).all()
@@ -75,21 +75,21 @@ def test_parameters_are_detached(torch: Any, streams: list[int]) -> None:
 def test_other_layouts_are_written_back(torch: Any, streams: list[int], name: str) -> None:
     whole = torch.zeros(4, 6).to(getattr(torch, name))
     part = whole[:, ::2]
-    array = look(torch, part)
+    array = device_view(torch, part)
     assert array.ptr == array.keep[1].data_ptr() != part.data_ptr()
     array.keep[1].view(torch.uint8).fill_(1)
     assert array.back() is part
     assert (part.contiguous().view(torch.uint8) == 1).all()
     assert not whole[:, 1::2].contiguous().view(torch.uint8).any()
     assert streams == [0x70]
-    assert look(torch, part, writable=False).back is None
+    assert device_view(torch, part, writable=False).back is None
 
 
 @pytest.mark.parametrize("turn", ["conj", "neg"])
-def test_lazy_signs_are_resolved(torch: Any, turn: str) -> None:
+def test_conjugated_and_negated_views_are_resolved(torch: Any, turn: str) -> None:
     base = torch.tensor([1 + 2j, 3 - 4j])
     tensor = base.conj() if turn == "conj" else base.conj().imag
-    array = look(torch, tensor)
+    array = device_view(torch, tensor)
     dense = array.keep[1]
     assert torch.equal(dense, tensor.resolve_conj().resolve_neg())
     assert not dense.is_conj()
@@ -101,21 +101,21 @@ def test_lazy_signs_are_resolved(torch: Any, turn: str) -> None:
 
 def test_expanded_tensors_are_only_read(torch: Any) -> None:
     tensor = torch.ones(1, 3).expand(2, 3)
-    assert look(torch, tensor, writable=False).size == 6
+    assert device_view(torch, tensor, writable=False).size == 6
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
-        look(torch, tensor)
+        device_view(torch, tensor)
 
 
 def test_sparse_tensors_are_refused(torch: Any) -> None:
     with pytest.raises(TypeError, match=r"x is torch.sparse_coo on a CUDA device"):
-        look(torch, torch.eye(3).to_sparse())
+        device_view(torch, torch.eye(3).to_sparse())
 
 
-def test_new_tensor_is_like_its_model(torch: Any) -> None:
+def test_new_tensor_has_the_shape_and_dtype_of_its_model(torch: Any) -> None:
     tensor = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True).detach().T.requires_grad_()
     made = TORCH.empty_like(tensor)
     assert (made.shape, made.dtype, made.is_contiguous(), made.requires_grad) == ((2, 3), torch.bfloat16, True, False)
-    flat = look(torch, tensor)
+    flat = device_view(torch, tensor)
     array: Any = TORCH.spare(Buffer(flat, flat.dtype, (2, 3), tensor)).array
     array.keep[1].fill_(2)
     assert array.ptr == array.keep[1].data_ptr()

@@ -1,4 +1,4 @@
-"""Element types: their place on the wire, which NumPy dtypes map to them, and the narrow floats' conversions."""
+"""Element types: wire codes, matching NumPy dtypes, and conversions of narrow floats."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ HALF = ["float16", "bfloat16", *FLOAT8]
 ALL_BITS = np.arange(1 << 16, dtype=np.uint32) << 16
 
 
-def extension(name: str) -> np.dtype:
+def extension_dtype(name: str) -> np.dtype:
     if name == "float16":
         return np.dtype(np.float16)
     return np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
 
 
-def up(name: str, codes: np.ndarray) -> np.ndarray:
+def upcast(name: str, codes: np.ndarray) -> np.ndarray:
     dtype = dtypes.by_name(name)
     out = np.empty(len(codes), np.float32)
     dtypes.to_float32(dtype)(codes.view(dtype.storage), out)
     return out
 
 
-def down(name: str, values: np.ndarray) -> np.ndarray:
+def downcast(name: str, values: np.ndarray) -> np.ndarray:
     dtype = dtypes.by_name(name)
     out = np.empty(len(values), dtype.storage)
     with np.errstate(all="ignore"):
@@ -102,11 +102,11 @@ def test_native_dtypes_map_to_numpy(name: str) -> None:
 
 @each("name", HALF[1:])
 def test_ml_dtypes_are_stored_as_unsigned_integers(name: str) -> None:
-    dtype = dtypes.of_numpy(extension(name))
+    dtype = dtypes.of_numpy(extension_dtype(name))
     assert dtype is dtypes.by_name(name)
     assert dtype.kind == "half"
     assert dtype.storage == np.dtype(f"uint{dtype.itemsize * 8}")
-    assert dtypes.array_dtype(dtype) == extension(name)
+    assert dtypes.array_dtype(dtype) == extension_dtype(name)
 
 
 def test_longlong_is_int64() -> None:
@@ -119,7 +119,7 @@ def test_element_type_has_one_instance() -> None:
     assert copy.deepcopy(dtype) is dtype
 
 
-def test_array_dtype_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_dtype_of_bfloat16_requires_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> object:
         raise ModuleNotFoundError(name)
 
@@ -139,7 +139,7 @@ def test_conversions_need_no_ml_dtypes(name: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     values = np.array([0.0, 0.5, -1.5, 12.0], np.float32)
-    assert up(name, down(name, values)).tolist() == [0.0, 0.5, -1.5, 12.0]
+    assert upcast(name, downcast(name, values)).tolist() == [0.0, 0.5, -1.5, 12.0]
 
 
 @each(
@@ -163,7 +163,7 @@ def test_unknown_dtype_name_is_refused() -> None:
 @each("name", HALF)
 def test_upcast_is_exact_for_every_code(name: str) -> None:
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
-    got, want = up(name, codes), codes.view(extension(name)).astype(np.float32)
+    got, want = upcast(name, codes), codes.view(extension_dtype(name)).astype(np.float32)
     np.testing.assert_array_equal(got, want)
     assert (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all()
 
@@ -171,17 +171,17 @@ def test_upcast_is_exact_for_every_code(name: str) -> None:
 @each("name", HALF)
 def test_downcast_of_an_upcast_gives_every_code_back(name: str) -> None:
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
-    values = up(name, codes)
-    back, number = down(name, values), ~np.isnan(values)
+    values = upcast(name, codes)
+    back, number = downcast(name, values), ~np.isnan(values)
     assert (back[number] == codes[number]).all()
-    assert np.isnan(up(name, back[~number])).all()
+    assert np.isnan(upcast(name, back[~number])).all()
 
 
 def rounding_cases(name: str) -> dict[str, np.ndarray]:
-    """float32 values around everything that matters to rounding into `name`, and many random ones."""
+    """Return float32 values near all rounding limits of `name`, and many random ones."""
     rng = np.random.default_rng(2)
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
-    points = np.sort(np.unique(up(name, codes)[np.isfinite(up(name, codes))]))
+    points = np.sort(np.unique(upcast(name, codes)[np.isfinite(upcast(name, codes))]))
     middles = (points[:-1].astype(np.float64) + points[1:]) / 2
     ties = middles.astype(np.float32)
     with np.errstate(over="ignore"):
@@ -203,16 +203,16 @@ def rounding_cases(name: str) -> dict[str, np.ndarray]:
 @each("name", HALF)
 def test_downcast_rounds_like_the_reference(name: str) -> None:
     for case, values in rounding_cases(name).items():
-        # The short arrays take float16's other path.
+        # Short float16 arrays take another code path.
         for part in (values, values[:100], values[-5000:]):
             with np.errstate(all="ignore"):
-                want = part.astype(extension(name)).view(down(name, part[:1]).dtype)
-            assert np.array_equal(down(name, part), want), case
+                want = part.astype(extension_dtype(name)).view(downcast(name, part[:1]).dtype)
+            assert np.array_equal(downcast(name, part), want), case
 
 
 def test_bfloat16_downcast_rounds_ties_to_even_and_keeps_nan() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F7FFFFF, 0x7F800001], np.uint32)
-    assert [hex(code) for code in down("bfloat16", bits.view(np.float32))] == [
+    assert [hex(code) for code in downcast("bfloat16", bits.view(np.float32))] == [
         "0x3f80",  # half way, down to even
         "0x3f82",  # half way, up to even
         "0x3f81",  # above half way
@@ -234,7 +234,7 @@ def test_bfloat16_downcast_rounds_ties_to_even_and_keeps_nan() -> None:
 )
 def test_float8_downcast_overflows_as_specified(name: str, codes: list[int]) -> None:
     values = np.array([448.0, 1e6, np.nan, -np.inf, -0.0], np.float32)
-    assert down(name, values).tolist() == codes
+    assert downcast(name, values).tolist() == codes
 
 
 @each("name", HALF)
@@ -242,5 +242,5 @@ def test_float8_downcast_overflows_as_specified(name: str, codes: list[int]) -> 
 def test_downcast_does_not_change_its_source(name: str, count: int) -> None:
     values = np.linspace(-3.0, 3.0, count, dtype=np.float32)
     kept = values.copy()
-    down(name, values)
+    downcast(name, values)
     assert np.array_equal(values, kept)

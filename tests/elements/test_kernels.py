@@ -1,4 +1,4 @@
-"""Reductions against closed forms, on every op and dtype, with every way the output may coincide with an input."""
+"""Reductions of every op and dtype against closed forms, with a new output and with each input as the output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ UNSIGNED = ["uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float32", "float64"]
 HALF = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 COMPLEX = ["complex64", "complex128"]
-# Nothing, one, odd, and more than one piece of a fold (256 KiB, or 64 Ki elements of a half type) of most dtypes.
+# No element, one, an odd number, and for most dtypes more than one piece of a fold. A piece has 256 KiB, or 64 Ki
+# elements of a half type.
 COUNTS = [0, 1, 7, 70_001]
 PAIRS = [
     (name, dtype)
@@ -31,7 +32,7 @@ PAIRS = [
 
 
 def encode(dtype: DType, values: Sequence[object] | np.ndarray) -> np.ndarray:
-    """Return storage of `dtype` holding `values`, which it can represent."""
+    """Return `values` in the storage of `dtype`, which must represent them exactly."""
     if dtype.kind != "half":
         return np.array(values, dtype=dtype.storage)
     out = np.empty(len(values), dtype.storage)
@@ -47,8 +48,8 @@ def decode(dtype: DType, stored: np.ndarray) -> np.ndarray:
     return out
 
 
-def ranks(dtype: DType, world_size: int, count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Per rank r the values r + 1 + (i % 2), and the pattern i % 2; sums and products of few ranks are exact."""
+def inputs_of_ranks(dtype: DType, world_size: int, count: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return an input r + 1 + (i % 2) for each rank r, and the pattern i % 2. Results of few ranks are exact."""
     pattern = np.arange(count) % 2
     return [encode(dtype, pattern + rank + 1) for rank in range(world_size)], pattern
 
@@ -71,7 +72,7 @@ def closed_form(name: str, world_size: int, pattern: np.ndarray) -> np.ndarray:
 @each(("name", "dtype_name"), PAIRS)
 def test_fold_gives_the_closed_form(name: str, dtype_name: str, world_size: int, count: int) -> None:
     dtype = by_name(dtype_name)
-    inputs, pattern = ranks(dtype, world_size, count)
+    inputs, pattern = inputs_of_ranks(dtype, world_size, count)
     want = closed_form(name, world_size, pattern)
     if name == "AVG" and dtype.kind not in ("int", "uint"):
         want = pattern + (world_size + 1) / 2
@@ -80,7 +81,7 @@ def test_fold_gives_the_closed_form(name: str, dtype_name: str, world_size: int,
         operands = [x.copy() for x in inputs]
         out = np.empty(count, dtype.storage) if target < 0 else operands[target]
         made.fold(operands, out)
-        # Two mantissa bits cannot hold 9, for one: the exact result rounds once.
+        # The exact result is rounded once: two mantissa bits cannot hold 9, for instance.
         assert np.array_equal(out, encode(dtype, want))
         for rank, (operand, original) in enumerate(zip(operands, inputs, strict=True)):
             assert rank == target or np.array_equal(operand, original)
@@ -90,7 +91,7 @@ def test_fold_gives_the_closed_form(name: str, dtype_name: str, world_size: int,
 @each(("name", "dtype_name"), PAIRS)
 def test_combine_writes_to_a_new_left_or_right_array(name: str, dtype_name: str, count: int) -> None:
     dtype = by_name(dtype_name)
-    (left, right), pattern = ranks(dtype, 2, count)
+    (left, right), pattern = inputs_of_ranks(dtype, 2, count)
     want = closed_form("SUM" if name == "AVG" else name, 2, pattern)
     made = kernel(getattr(ReduceOp, name), dtype, 2)
     for target in range(3):
@@ -201,7 +202,7 @@ def test_average_is_the_only_op_with_a_finalizer(name: str) -> None:
 @each("dtype_name", [*FLOATS, *COMPLEX, *HALF])
 def test_premul_sum_multiplies_before_the_sum(dtype_name: str, count: int) -> None:
     dtype = by_name(dtype_name)
-    inputs, pattern = ranks(dtype, 2, count)
+    inputs, pattern = inputs_of_ranks(dtype, 2, count)
     for rank, factor in enumerate((0.5, np.float32(-2))):
         prescale = kernel(ReduceOp.PREMUL_SUM(factor), dtype, 2).prescale
         assert prescale is not None
@@ -247,7 +248,7 @@ def test_signed_zeros_compare_equally_at_any_place(name: str, dtype_name: str) -
 @each(
     ("dtype_name", "big", "small", "want"),
     [
-        # Half of big's last place: added one by one the small ones round away, added in float32 two make one place.
+        # A small value is half a unit in the last place of the big one. It is lost alone, but two of them count.
         ("float16", 2048.0, 1.0, 2050.0),
         ("bfloat16", 256.0, 1.0, 258.0),
         ("float8_e4m3fn", 16.0, 1.0, 18.0),
@@ -289,7 +290,7 @@ def test_half_sum_is_the_float32_sum_in_rank_order(dtype_name: str) -> None:
 
 
 def subtract_from_twice(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """2a - b: not commutative, and wrong if out is a or b."""
+    """Write 2a - b to `out`: not commutative, and wrong if `out` is also an input."""
     out[:] = a
     out += a
     out -= b
@@ -335,7 +336,7 @@ def test_ufunc_can_be_a_custom_op() -> None:
     assert out.tolist() == [5.0]
 
 
-def test_custom_op_may_return_its_result() -> None:
+def test_custom_op_that_returns_its_result_is_refused() -> None:
     made = kernel(ReduceOp.custom(lambda a, b, out: a + b, name="plus"), by_name("float64"), 2)
     with pytest.raises(
         TypeError, match=r"op 'plus': f\(a, b, out\) must write its result to out and return None, not ndarray"

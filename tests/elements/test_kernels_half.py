@@ -1,4 +1,4 @@
-"""16-bit floats: every code against float32 arithmetic, and every place an array may have in memory."""
+"""16-bit floats: every code against float32 arithmetic, and arrays at any address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..each import each
 BOTH = ["float16", "bfloat16"]
 CODES = np.arange(1 << 16, dtype=np.uint16)
 INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
-# Zeros, subnormals from the smallest on, numbers around 1 and around float16's largest, infinities and a NaN.
+# Zeros, subnormals from the smallest on, numbers around 1, and the largest float16 numbers.
 FLOAT16 = [0.0, -0.0, 2**-24, -3 * 2**-24, 1023 * 2**-24, -(2**-14), 0.1, 1.0, -1.5, 1000.0, 65504.0, -65504.0]
 SPECIAL = [np.inf, -np.inf, np.nan]
 OPERANDS = {
@@ -41,7 +41,7 @@ def expand(name: str, codes: np.ndarray) -> np.ndarray:
 
 
 def round_to(name: str, values: np.ndarray) -> np.ndarray:
-    """Return the codes of float32 values, by another way than the library's: bfloat16 counts in units of the place."""
+    """Return the codes of rounded float32 values, by another algorithm than that of the library."""
     with np.errstate(all="ignore"):
         if name == "float16":
             return values.astype(np.float16).view(np.uint16)
@@ -52,18 +52,18 @@ def round_to(name: str, values: np.ndarray) -> np.ndarray:
     return (signed.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def store(name: str, codes: np.ndarray) -> np.ndarray:
+def as_stored(name: str, codes: np.ndarray) -> np.ndarray:
     return codes.view(np.float16) if name == "float16" else codes
 
 
-def check(name: str, got: np.ndarray, want: np.ndarray) -> None:
-    """Compare codes with float32 values rounded; any NaN is as good as another."""
+def check_codes(name: str, got: np.ndarray, want: np.ndarray) -> None:
+    """Check codes against rounded float32 values. Any NaN equals any other NaN."""
     codes, nan = got.view(np.uint16), np.isnan(want)
     assert np.isnan(expand(name, codes[nan])).all()
     assert np.array_equal(codes[~nan], round_to(name, want)[~nan])
 
 
-def finite(name: str) -> np.ndarray:
+def finite_codes(name: str) -> np.ndarray:
     return CODES[(CODES & INFINITY[name]) != INFINITY[name]]
 
 
@@ -79,39 +79,39 @@ def add(*terms: np.ndarray) -> np.ndarray:
 @each(("name", "operand"), CASES)
 def test_half_sum_is_right_for_every_code(name: str, operand: float, codes: str) -> None:
     dtype = by_name(name)
-    left = CODES if codes == "all" else finite(name)
+    left = CODES if codes == "all" else finite_codes(name)
     right = np.full(len(left), round_to(name, np.array([operand], np.float32))[0], np.uint16)
-    a, b, out = store(name, left), store(name, right), np.empty(len(left), dtype.storage)
+    a, b, out = as_stored(name, left), as_stored(name, right), np.empty(len(left), dtype.storage)
     want = add(expand(name, left), expand(name, right))
     made = kernel(ReduceOp.SUM, dtype, 2)
     for first, second in ((a, b), (b, a)):
         made.combine(first, second, out)
-        check(name, out, want)
+        check_codes(name, out, want)
     made.fold([a, b, b], out)
-    check(name, out, add(want, expand(name, right)))
-    for offset in range(17):  # few at a time go other ways
+    check_codes(name, out, add(want, expand(name, right)))
+    for offset in range(17):  # short arrays take other code paths
         some = slice(offset, None, 17)
         few = out[some].copy()
         made.combine(a[some].copy(), b[some].copy(), few)
-        check(name, few, want[some])
+        check_codes(name, few, want[some])
         made.fold([a[some].copy(), b[some].copy(), b[some].copy()], few)
-        check(name, few, add(want, expand(name, right))[some])
+        check_codes(name, few, add(want, expand(name, right))[some])
 
 
 @each(("name", "operand"), CASES)
 def test_half_product_is_right_for_every_code(name: str, operand: float) -> None:
     dtype = by_name(name)
     right = np.full(len(CODES), round_to(name, np.array([operand], np.float32))[0], np.uint16)
-    a, b, out = store(name, CODES), store(name, right), np.empty(len(CODES), dtype.storage)
+    a, b, out = as_stored(name, CODES), as_stored(name, right), np.empty(len(CODES), dtype.storage)
     made = kernel(ReduceOp.PRODUCT, dtype, 3)
     with np.errstate(all="ignore"):
         want = expand(name, CODES) * expand(name, right)
         made.combine(a, b, out)
-        check(name, out, want)
+        check_codes(name, out, want)
         made.combine(a[:500], b[:500], out[:500])
-        check(name, out, want)
+        check_codes(name, out, want)
         made.fold([a, b, b], out)
-        check(name, out, want * expand(name, right))
+        check_codes(name, out, want * expand(name, right))
 
 
 @each("operation", ["MIN", "MAX"])
@@ -119,43 +119,43 @@ def test_half_product_is_right_for_every_code(name: str, operand: float) -> None
 def test_half_minimum_and_maximum_are_right_for_every_code(name: str, operand: float, operation: str) -> None:
     dtype = by_name(name)
     select = np.minimum if operation == "MIN" else np.maximum
-    for left in (CODES, finite(name)):
+    for left in (CODES, finite_codes(name)):
         right = np.full(len(left), round_to(name, np.array([operand], np.float32))[0], np.uint16)
         out = np.empty(len(left), dtype.storage)
-        kernel(getattr(ReduceOp, operation), dtype, 2).combine(store(name, left), store(name, right), out)
-        check(name, out, select(expand(name, left), expand(name, right)))
+        kernel(getattr(ReduceOp, operation), dtype, 2).combine(as_stored(name, left), as_stored(name, right), out)
+        check_codes(name, out, select(expand(name, left), expand(name, right)))
 
 
 @each("name", BOTH)
 def test_half_fold_of_one_input_keeps_every_code(name: str) -> None:
     out = np.empty(len(CODES), by_name(name).storage)
-    kernel(ReduceOp.SUM, by_name(name), 1).fold([store(name, CODES)], out)
-    check(name, out, expand(name, CODES))
+    kernel(ReduceOp.SUM, by_name(name), 1).fold([as_stored(name, CODES)], out)
+    check_codes(name, out, expand(name, CODES))
 
 
 @each("world_size", [2, 3, 4, 5, 7, 8])
 @each("name", BOTH)
 def test_half_sums_of_any_codes_are_in_rank_order(name: str, world_size: int) -> None:
     rng = np.random.default_rng(world_size)
-    codes = rng.choice(finite(name), (world_size, 200_001))
-    # Of float16 half of the pieces do not overflow, and half do.
+    codes = rng.choice(finite_codes(name), (world_size, 200_001))
+    # Half of the float16 pieces overflow, and half do not.
     codes[:, :100_000] &= 0xC7FF
     out = np.empty(codes.shape[1], by_name(name).storage)
-    kernel(ReduceOp.SUM, by_name(name), world_size).fold([store(name, row) for row in codes], out)
-    check(name, out, add(*(expand(name, row) for row in codes)))
+    kernel(ReduceOp.SUM, by_name(name), world_size).fold([as_stored(name, row) for row in codes], out)
+    check_codes(name, out, add(*(expand(name, row) for row in codes)))
 
 
 @each("divisor", [1, 2, 3, 5, 7, 8, 1000, 4095, 4096, 4097])
 @each("name", BOTH)
 def test_half_average_is_right_for_every_code(name: str, divisor: int) -> None:
-    """Divided in float32 and rounded once, subnormal quotients too."""
-    left, right = finite(name), finite(name)[::-1].copy() & 0x83FF
+    """Sums are divided in float32 and rounded once, also if the quotient is subnormal."""
+    left, right = finite_codes(name), finite_codes(name)[::-1].copy() & 0x83FF
     out = np.empty(len(left), by_name(name).storage)
     made = kernel(ReduceOp.AVG, by_name(name), divisor)
-    made.fold([store(name, left), store(name, right)], out)
-    check(name, out, add(expand(name, left), expand(name, right)) / np.float32(divisor))
-    made.fold([store(name, left)], out)
-    check(name, out, expand(name, left) / np.float32(divisor))
+    made.fold([as_stored(name, left), as_stored(name, right)], out)
+    check_codes(name, out, add(expand(name, left), expand(name, right)) / np.float32(divisor))
+    made.fold([as_stored(name, left)], out)
+    check_codes(name, out, expand(name, left) / np.float32(divisor))
 
 
 @each("factor", [0.5, -3.0, 0.1, 2.0**-20, 1e30, 1e300, -np.inf, np.nan, "NaN with all bits"])
@@ -165,23 +165,23 @@ def test_half_premul_sum_is_right_for_every_code(name: str, factor: float | str)
     prescale = kernel(ReduceOp.PREMUL_SUM(value), by_name(name), 2).prescale
     assert prescale is not None
     with np.errstate(all="ignore"):
-        for codes in (CODES, finite(name)):
-            prescale(store(name, codes), out := np.empty(len(codes), by_name(name).storage))
-            check(name, out, expand(name, codes) * np.float32(value))
+        for codes in (CODES, finite_codes(name)):
+            prescale(as_stored(name, codes), out := np.empty(len(codes), by_name(name).storage))
+            check_codes(name, out, expand(name, codes) * np.float32(value))
 
 
 def no_conversions(_: DType) -> None:
-    """Stand for a conversion that would fail if it were called."""
+    """Return no conversion, so that its use fails."""
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_finite_half_codes_are_reduced_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halves, "to_float32", no_conversions)
     fold = half_fold(np.add, by_name(name), "sum")
-    left = finite(name)
+    left = finite_codes(name)
     right = left ^ 0x8000
     out = np.empty(len(left), by_name(name).storage)
-    fold([store(name, left), store(name, right)], out)
+    fold([as_stored(name, left), as_stored(name, right)], out)
     assert not out.view(np.uint16).any()  # x - x, which is +0
 
 
@@ -189,14 +189,14 @@ def test_finite_half_codes_are_reduced_packed(name: str, monkeypatch: pytest.Mon
 @each("place", [0, 1, 70_000, 99_999])
 @each("name", BOTH)
 def test_half_infinity_and_nan_among_numbers_are_kept(name: str, place: int, value: float) -> None:
-    """Packed, float16's infinities would cancel and its NaNs be numbers."""
+    """In packed arithmetic, float16 infinities would cancel and NaNs would become numbers."""
     codes = np.full((3, 100_001), round_to(name, np.array([1.0], np.float32))[0], np.uint16)
     for row, special in ((1, value), (2, -value)):
         codes[row, place] = round_to(name, np.array([special], np.float32))[0]
     out = np.empty(codes.shape[1], by_name(name).storage)
-    kernel(ReduceOp.SUM, by_name(name), 3).fold([store(name, row) for row in codes[:2]], out)
-    check(name, out, add(expand(name, codes[0]), expand(name, codes[1])))
-    kernel(ReduceOp.SUM, by_name(name), 3).fold([store(name, row) for row in codes], out)
+    kernel(ReduceOp.SUM, by_name(name), 3).fold([as_stored(name, row) for row in codes[:2]], out)
+    check_codes(name, out, add(expand(name, codes[0]), expand(name, codes[1])))
+    kernel(ReduceOp.SUM, by_name(name), 3).fold([as_stored(name, row) for row in codes], out)
     assert np.isnan(expand(name, out.view(np.uint16)[place : place + 1])).all()
     assert (np.delete(expand(name, out.view(np.uint16)), place) == 3).all()
 
@@ -210,9 +210,9 @@ def test_float16_rounds_to_infinity_from_65520_on() -> None:
     assert sums(65504, 15.9921875) == {65504.0}
     assert sums(65504, 16) == {np.inf}
     assert sums(-65504, -16) == {-np.inf}
-    assert sums(65504, 65504, -65504) == {65504.0}  # float32 holds what is between
+    assert sums(65504, 65504, -65504) == {65504.0}  # float32 holds the intermediate sum
     assert sums(*[65504] * 9) == {np.inf}
-    assert sums(40000, 40000) == {np.inf}  # each far from it
+    assert sums(40000, 40000) == {np.inf}  # each term is far below the limit
     assert sums(*[8192] * 8) == {np.inf}
     assert sums(*[8188] * 8) == {65504.0}
 
@@ -224,9 +224,9 @@ def test_half_folds_emit_no_overflow_warning(name: str, count: int) -> None:
     out = np.empty(count, np.uint16)
     made = kernel(ReduceOp.SUM, by_name(name), 2)
     with np.errstate(all="raise"):
-        made.fold([store(name, largest)] * 2, store(name, out))
+        made.fold([as_stored(name, largest)] * 2, as_stored(name, out))
         assert (out == INFINITY[name]).all()
-        made.fold([store(name, out), store(name, out ^ 0x8000)], store(name, out))
+        made.fold([as_stored(name, out), as_stored(name, out ^ 0x8000)], as_stored(name, out))
         assert set(np.geterr().values()) == {"raise"}
     assert np.isnan(expand(name, out)).all()
 
@@ -234,7 +234,7 @@ def test_half_folds_emit_no_overflow_warning(name: str, count: int) -> None:
 @each("count", [1, 2, 3, 4095, 4096, 4097, 65_535, 65_536, 65_537, 131_073])
 @each("name", BOTH)
 def test_half_kernels_work_at_any_place_in_memory(name: str, count: int) -> None:
-    """Whole words, and inputs and outputs that start in the middle of one, or of a code."""
+    """Inputs and outputs start at a word, in the middle of a word, or in the middle of a code."""
     dtype = by_name(name)
     memory = np.zeros((4, 2 * count + 8), np.uint8)
     ones, twos = (round_to(name, np.array([value], np.float32))[0] for value in (1.0, 2.0))
@@ -245,7 +245,7 @@ def test_half_kernels_work_at_any_place_in_memory(name: str, count: int) -> None
             row[start : start + 2 * count].view(np.uint16) for row, start in zip(memory[:3], starts, strict=True)
         )
         a[:], b[:] = ones, twos
-        kernel(ReduceOp.SUM, dtype, 2).combine(store(name, a), store(name, b), store(name, out))
+        kernel(ReduceOp.SUM, dtype, 2).combine(as_stored(name, a), as_stored(name, b), as_stored(name, out))
         assert (out == three).all()
         assert (a == ones).all()
         assert (b == twos).all()
@@ -264,7 +264,7 @@ def test_half_kernels_share_no_scratch_between_threads(name: str) -> None:
         out = np.empty(30_001, np.uint16)
         results = []
         for _ in range(30):
-            made.fold([store(name, codes)] * 2, store(name, out))
+            made.fold([as_stored(name, codes)] * 2, as_stored(name, out))
             results.append((out == want).all())
         return all(results)
 
@@ -274,7 +274,7 @@ def test_half_kernels_share_no_scratch_between_threads(name: str) -> None:
 
 @contextmanager
 def subnormals_off() -> Iterator[None]:
-    """Make this thread's processor take and give zero for subnormals, as libraries built for speed do."""
+    """Make the processor of this thread treat subnormals as zero, as some fast libraries do."""
     if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
         pytest.skip("sets x86's control register through glibc's fenv_t")
     libm = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""ReduceOp as a value, and which dtypes an op is defined on."""
+"""`ReduceOp` values, and the dtypes on which each op is defined."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALLOWED = {
 }
 
 
-def make(name: str) -> ReduceOp:
+def op_named(name: str) -> ReduceOp:
     return ReduceOp.PREMUL_SUM(2) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
 
 
@@ -115,13 +115,13 @@ def test_custom_op_requires_a_function() -> None:
 @each("dtype", ["bool", *INTEGERS, *FLOATS, *COMPLEX])
 def test_op_is_defined_on_the_documented_dtypes(name: str, dtype: str) -> None:
     if dtype in ALLOWED[name]:
-        assert isinstance(kernel(make(name), by_name(dtype), 3), Kernel)
+        assert isinstance(kernel(op_named(name), by_name(dtype), 3), Kernel)
     else:
         with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it accepts "):
-            kernel(make(name), by_name(dtype), 3)
+            kernel(op_named(name), by_name(dtype), 3)
 
 
-def test_refused_op_lists_the_allowed_ones() -> None:
+def test_refused_op_error_lists_the_accepted_dtypes() -> None:
     with pytest.raises(
         TypeError, match="op BAND is not defined on float16; it accepts bool, signed integers, unsigned"
     ):
@@ -164,7 +164,7 @@ def test_kernels_are_cached_except_custom_ones() -> None:
     ],
 )
 def test_kernel_is_ordered_and_portable_as_documented(name: str, dtype: str, ordered: bool, portable: bool) -> None:
-    made = kernel(make(name), by_name(dtype), 2)
+    made = kernel(op_named(name), by_name(dtype), 2)
     assert (made.ordered, made.portable) == (ordered, portable)
 
 

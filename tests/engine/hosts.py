@@ -1,4 +1,4 @@
-"""Ranks on simulated hosts, on a virtual clock: processes are killed and stopped, connections are reset and cut."""
+"""Simulated processes, hosts and networks on a virtual clock, with the faults that tests inject."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from aiocoll.transport.memory import Hub, MemoryLink, MemoryTransport
 
 __all__ = ["Hosts"]
 
-#: Seconds a frame takes at least and at most.
+#: Shortest and longest latency of a frame in seconds.
 LATENCY = (0.0005, 0.02)
-#: Seconds after which the threads that watch processes, and the kernel on a connection, take silence for an end.
+#: Seconds of silence after which a watchdog reports a lost process, and the kernel a lost connection.
 SILENCE = 5.0
-#: Virtual seconds that everything may take.
+#: Virtual seconds after which a run times out.
 LIMIT = 3600.0
 
 _process: ContextVar[int] = ContextVar("process")
@@ -35,15 +35,15 @@ class Hosts:
     """The processes of a job, their hosts and the network between them.
 
     Args:
-        hosts: the host of each process; processes are numbered as the ranks of the first group are.
-        seed: of all randomness on the loop.
+        hosts: the host of each process. Processes have the numbers of the ranks in the first group.
+        seed: seed of all randomness on the loop.
 
     Attributes:
-        killed, stopped: processes.
-        endpoints: with the process of each.
-        programs: what `start` has started, by process.
-        frames: how many have been sent.
-        at_frame: what is to happen after that many.
+        killed, stopped: the killed processes and the stopped ones.
+        endpoints: the process of each endpoint.
+        programs: the running program of each process.
+        frames: number of frames sent so far.
+        at_frame: faults to inject, by the number of frames sent before.
     """
 
     def __init__(self, hosts: Sequence[int], seed: int = 0) -> None:
@@ -73,12 +73,12 @@ class Hosts:
         def loop() -> VirtualLoop:
             return VirtualLoop(self.seed, LATENCY)
 
-        # Not in debug mode, which is for the calls of a program: thousands of jobs would take minutes.
+        # In debug mode, thousands of jobs would take minutes.
         with self._simulated(), asyncio.Runner(debug=False, loop_factory=loop) as runner:
             return runner.run(bounded())
 
     def start(self, process: int, program: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
-        """Run a program as `process`; killed, its task is cancelled."""
+        """Run a program as `process`, in a task that `kill` cancels."""
 
         async def main() -> Any:
             _process.set(process)
@@ -88,19 +88,19 @@ class Hosts:
         return task
 
     def options(self, process: int) -> GroupOptions:
-        """Return the options that tell the host of a process."""
+        """Return group options with the host id of a process."""
         return GroupOptions(host_id=f"host {self.hosts[process]}", spin_us=0)
 
     # -- faults
 
     def kill(self, process: int) -> None:
-        """End a process as SIGKILL does: what it has sent still arrives, and then its connections break."""
+        """End a process as SIGKILL does: its sent frames still arrive, then its connections break."""
         if process in self.killed:
             return
         self.killed.add(process)
-        for endpoint in self._of(process):
+        for endpoint in self._endpoints_of(process):
             endpoint.context.closed = True
-            endpoint.context.transport.accepted = _refuse
+            endpoint.context.transport.accepted = _break_soon
             for link in [
                 link
                 for hub in self._networks
@@ -113,56 +113,56 @@ class Hosts:
             self.resume(process)
 
     def reset(self, one: int, other: int, kinds: Sequence[ConnKind] = tuple(ConnKind)) -> None:
-        """Break the connections of `kinds` between two processes; both live, and notice it."""
-        for hub, a, b in self._pairs(one, other):
+        """Break the connections of `kinds` between two living processes. Both notice it at once."""
+        for hub, a, b in self._shared_networks(one, other):
             for link in [link for link in hub.links if link.ends == (min(a, b), max(a, b)) and link.kind in kinds]:
                 link.break_off(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
 
     def cut(self, source: int, target: int) -> None:
-        """Let nothing through from one process to another; noticed only if it lasts."""
+        """Hold back all frames from `source` to `target`. Both notice it after `SILENCE` seconds."""
         self._cuts[source, target] = mark = object()
 
-        def silent() -> None:
+        def expire() -> None:
             if self._cuts.get((source, target)) is mark:
                 self.reset(source, target)
-                asyncio.get_running_loop().call_later(SILENCE, silent)
+                asyncio.get_running_loop().call_later(SILENCE, expire)
 
-        asyncio.get_running_loop().call_later(SILENCE, silent)
+        asyncio.get_running_loop().call_later(SILENCE, expire)
 
     def heal(self, source: int, target: int) -> None:
-        """Let through again what was held back."""
+        """End a cut, and deliver the frames that it held back."""
         self._cuts.pop((source, target), None)
-        self._look_again()
+        self._deliver_held()
 
     def stop(self, process: int) -> None:
-        """Stop a process (SIGSTOP): it neither hears nor says anything, and its connections stand."""
+        """Stop a process (SIGSTOP): it neither sends nor receives, and its connections stay open."""
         self.stopped.add(process)
-        asyncio.get_running_loop().call_later(SILENCE, self._still_stopped, process)
+        asyncio.get_running_loop().call_later(SILENCE, self._report_stopped, process)
 
     def resume(self, process: int) -> None:
-        """Let a stopped process go on (SIGCONT)."""
+        """Continue a stopped process (SIGCONT)."""
         self.stopped.discard(process)
-        self._look_again()
+        self._deliver_held()
 
-    def calm(self) -> None:
-        """End all cuts and stops."""
+    def end_cuts_and_stops(self) -> None:
+        """End all cuts, and continue all stopped processes."""
         self._cuts.clear()
         self.stopped.clear()
-        self._look_again()
+        self._deliver_held()
 
-    # -- what is simulated
+    # -- simulation
 
     def state(self, process: ProcessId | None, pidfd: PidFd | None = None) -> str:
-        """Return the state of a process of the simulation."""
+        """Return the state of a simulated process."""
         if process is None:
             return UNKNOWN
         return GONE if process.pid in self.killed else STOPPED if process.pid in self.stopped else "running"
 
-    def _of(self, process: int) -> list[Endpoint]:
+    def _endpoints_of(self, process: int) -> list[Endpoint]:
         return [endpoint for endpoint, owner in self.endpoints.items() if owner == process]
 
-    def _pairs(self, one: int, other: int) -> Iterator[tuple[Hub, int, int]]:
-        """Return the networks in which both processes are, and their ranks there."""
+    def _shared_networks(self, one: int, other: int) -> Iterator[tuple[Hub, int, int]]:
+        """Yield each network that has both processes, and their ranks in it."""
         for hub in self._networks:
             ranks = {transport.process: rank for rank, transport in hub.ranks.items()}  # type: ignore[attr-defined]
             if one in ranks and other in ranks:
@@ -171,12 +171,12 @@ class Hosts:
     def _blocked(self, source: int, target: int) -> bool:
         return (source, target) in self._cuts or bool({source, target} & self.stopped)
 
-    def _look_again(self) -> None:
+    def _deliver_held(self) -> None:
         for hub in self._networks:
             hub.look_again()
 
-    def _still_stopped(self, process: int) -> None:
-        """Let the threads of those that watch a stopped process tell their loops."""
+    def _report_stopped(self, process: int) -> None:
+        """Report a stopped process to the endpoints that watch it, as their watchdogs would."""
         if process not in self.stopped:
             return
         for endpoint, other in list(self.endpoints.items()):
@@ -187,11 +187,11 @@ class Hosts:
             if process in ranks and other not in self.stopped | self.killed and watches and not endpoint.context.closed:
                 how = "stopped" if self.hosts[process] == self.hosts[other] else "unreachable"
                 endpoint.failure_detector._on_lost(ranks[process], how, SILENCE)
-        asyncio.get_running_loop().call_later(SILENCE, self._still_stopped, process)
+        asyncio.get_running_loop().call_later(SILENCE, self._report_stopped, process)
 
     @contextmanager
     def _simulated(self) -> Iterator[None]:
-        """Put the processes of this simulation in place of this one, and its threads and its network."""
+        """Replace the process identity, the watchdog and the network of aiocoll by simulated ones."""
         hosts = self
 
         class Network(Hub):
@@ -206,24 +206,24 @@ class Hosts:
                 )
                 return super().is_blocked(source, target) or hosts._blocked(one, other)
 
-        class Way(MemoryTransport):
+        class SimulatedTransport(MemoryTransport):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
                 self.process = _process.get()
 
             async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
-                """Dial a dead process in vain, as its host refuses."""
+                """Connect to a living process. A connection attempt to a dead one never finishes."""
                 await super().reachable(peer)
                 if self._hub.ranks[peer].process in hosts.killed:  # type: ignore[attr-defined]
                     await asyncio.get_running_loop().create_future()
                 return await super().connect(peer, card, kind)
 
-        class Watched(Endpoint):
+        class RecordedEndpoint(Endpoint):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
                 hosts.endpoints[self] = _process.get()
 
-        def written(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> bool:
+        def write_and_count(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> bool:
             hosts.frames += 1
             if (fault := hosts.at_frame.pop(hosts.frames, None)) is not None:
                 asyncio.get_running_loop().call_soon(fault)
@@ -235,20 +235,20 @@ class Hosts:
         write = MemoryLink.write
         with (
             mock.patch("aiocoll.rendezvous.job.Hub", Network),
-            mock.patch("aiocoll.rendezvous.job.MemoryTransport", Way),
-            mock.patch("aiocoll.rendezvous.job.Endpoint", Watched),
+            mock.patch("aiocoll.rendezvous.job.MemoryTransport", SimulatedTransport),
+            mock.patch("aiocoll.rendezvous.job.Endpoint", RecordedEndpoint),
             mock.patch("aiocoll.transport.stream.transport.this_process", process),
             mock.patch("aiocoll.engine.failure.failure_detector.state", self.state),
             mock.patch("aiocoll.engine.failure.failure_detector.open_pidfd", return_value=None),
-            mock.patch("aiocoll.engine.failure.failure_detector.Watchdog", _NoThread),
+            mock.patch("aiocoll.engine.failure.failure_detector.Watchdog", _StandInWatchdog),
             mock.patch("aiocoll.engine.failure.failure_detector.FailureDetector.follow_hub"),
-            mock.patch.object(MemoryLink, "write", written),
+            mock.patch.object(MemoryLink, "write", write_and_count),
         ):
             yield
 
 
-class _NoThread:
-    """In place of the thread that watches processes: `Hosts` tells what it would."""
+class _StandInWatchdog:
+    """A stand-in for the watchdog thread. `Hosts` reports lost processes in its place."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -266,15 +266,15 @@ class _NoThread:
         pass
 
 
-def _refuse(link: Link) -> None:
-    """Break a link to a dead rank as soon as the other end is in use."""
+def _break_soon(link: Link) -> None:
+    """Accept a link to a dead rank, and break it in the next loop iteration."""
     assert isinstance(link, MemoryLink)
-    link.sink = _Nobody()
+    link.sink = _DroppingSink()
     asyncio.get_running_loop().call_soon(link.break_off, ConnectionResetError(errno.ECONNRESET, "killed"))
 
 
-class _Nobody:
-    """The sink of links to a dead rank."""
+class _DroppingSink:
+    """The sink of links to a dead rank, which drops all frames."""
 
     def route(self, link: Link, header: Header) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What the ranks of the tests under pressure run: a process has to import it."""
+"""Programs of the ranks in the pressure tests, in a module that their processes can import."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from aiocoll import ProcessGroup
 
 from ..internals import comm_of, early_bytes, forget_stalls, unmade_groups
 
-#: Bytes of the messages of a flood: short ones that travel unasked, and long ones that are asked for.
+#: Bytes of the messages of a flood: short ones are eager, long ones need a grant.
 SHORT, LONG = 64 * 1024, 1024 * 1024
-#: Seconds the slow rank takes for each message.
+#: Seconds that the slow rank sleeps before each message.
 SLOW = 0.004
 
 
-class Used(NamedTuple):
-    """What one rank has used: most bytes kept early, growth of its resident memory, bytes it has received."""
+class Usage(NamedTuple):
+    """The memory use of one rank: most early bytes, growth of its resident memory, and received bytes."""
 
     early: int
     resident: int
@@ -34,8 +34,8 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def early(pg: ProcessGroup) -> int:
-    """Return the bytes kept here of messages that no call has asked for."""
+def unclaimed_bytes(pg: ProcessGroup) -> int:
+    """Return the received bytes that no call on this rank has claimed yet."""
     member = comm_of(pg)
     unmade = unmade_groups(pg).values()
     strangers = sum(len(payload) for group in unmade for _, _, payload in group.frames)
@@ -43,38 +43,40 @@ def early(pg: ProcessGroup) -> int:
     return early_bytes(pg) + strangers + messages
 
 
-async def flood(pg: ProcessGroup, seconds: float) -> Used:
-    """Rank 0 sends as fast as it is let, in several ways at once; rank 1 takes its time for each message."""
+async def flood(pg: ProcessGroup, seconds: float) -> Usage:
+    """Send on rank 0 as fast as the windows allow, in four ways at once; receive slowly on rank 1."""
     buffers = [np.full(size, 1, "uint8") for size in (SHORT, LONG, SHORT, LONG)]
     end = asyncio.get_running_loop().time() + seconds
     before = resident()
-    used = Used(0, 0, 0)
+    used = Usage(0, 0, 0)
 
-    async def feed(way: int) -> None:
+    async def send_until_end(way: int) -> None:
         buffer = buffers[way]
-        while (going := asyncio.get_running_loop().time() < end) or buffer[0]:
-            buffer[0] = going
+        while (continues := asyncio.get_running_loop().time() < end) or buffer[0]:
+            buffer[0] = continues
             await (pg.send(buffer, 1, way) if way < 2 else pg.broadcast(buffer, 0, key=str(way)))
 
-    async def take(way: int) -> None:
+    async def receive_until_end(way: int) -> None:
         nonlocal used
         buffer = buffers[way]
         while buffer[0]:
             await asyncio.sleep(SLOW)
             await (pg.recv(buffer, 0, way) if way < 2 else pg.broadcast(buffer, 0, key=str(way)))
-            used = Used(
-                max(used.early, early(pg)), max(used.resident, resident() - before), used.received + buffer.nbytes
+            used = Usage(
+                max(used.early, unclaimed_bytes(pg)),
+                max(used.resident, resident() - before),
+                used.received + buffer.nbytes,
             )
 
     async with asyncio.TaskGroup() as tasks:
         for way in range(4):
-            tasks.create_task((take if pg.rank() else feed)(way))
+            tasks.create_task((receive_until_end if pg.rank() else send_until_end)(way))
     await pg.barrier()
     return used._replace(resident=max(used.resident, resident() - before))
 
 
 async def operate(pg: ProcessGroup, count: int) -> None:
-    """Carry out `count` operations of every sort, some hundred in flight."""
+    """Carry out `count` operations of every kind, about a hundred of them in flight."""
     peer = 1 - pg.rank()
     small, large = np.zeros(16), np.zeros(2048)
     for number in range(0, count, 100):
@@ -94,16 +96,16 @@ async def operate(pg: ProcessGroup, count: int) -> None:
 
 
 async def operate_long(pg: ProcessGroup, count: int, warm: int) -> tuple[int, int]:
-    """Carry out `count` operations after `warm` others; return by how many objects and bytes the process has grown."""
+    """Return the growth in memory blocks and bytes by `count` operations, after `warm` others."""
     await operate(pg, warm)
-    before = held()
+    before = memory_in_use()
     await operate(pg, count)
-    forget_stalls(pg)  # the machine may have paused a rank
-    after = held()
+    forget_stalls(pg)  # a rank that the machine has paused leaves records of stalls
+    after = memory_in_use()
     return after[0] - before[0], after[1] - before[1]
 
 
-def held() -> tuple[int, int]:
-    """Return the number of blocks of memory in use, and the resident bytes."""
+def memory_in_use() -> tuple[int, int]:
+    """Return the number of memory blocks in use, and the resident bytes."""
     gc.collect()
     return sys.getallocatedblocks(), resident()

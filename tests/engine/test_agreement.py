@@ -1,4 +1,4 @@
-"""What one rank says in the agreement about a failed group, note by note: as coordinator, and as voter."""
+"""The messages of one rank in the agreement about a failed group, as coordinator and as voter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from aiocoll.engine.consensus.voter import PROMPT
 GROUP = 7
 #: The report of a rank that has completed no collective.
 NOTHING = Completed(0, frozenset(), frozenset()).as_data()
-Said = list[tuple[int, dict[str, Any]]]
+Messages = list[tuple[int, dict[str, Any]]]
 
 
-class Alone:
-    """Stands for the endpoint of a rank: it keeps what is said to the others, and has a clock that is set by hand."""
+class LoneEndpoint:
+    """A stand-in for a rank's endpoint. It records sent messages, and the test moves its clock."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -32,7 +32,7 @@ class Alone:
         self.doubted: set[int] = set()
         self.groups: dict[int, Any] = {}
         self.runtime = self
-        self.said: Said = []
+        self.sent: Messages = []
         self._timers: list[tuple[float, asyncio.TimerHandle, Any]] = []
         self._now = 0.0
         parts = Parts(self, self, self, self.flood, self.look, self.groups)  # type: ignore[arg-type]
@@ -46,16 +46,16 @@ class Alone:
         self.dead.pop(rank, None)
 
     def send(self, rank: int, note: dict[str, Any]) -> None:
-        self.said.append((rank, note))
+        self.sent.append((rank, note))
 
     def flood(self, note: dict[str, Any], ranks: Sequence[int]) -> None:
-        """Nobody is told of its end."""
+        """Drop a message for several ranks."""
 
     def reach(self, rank: int) -> None:
-        """Nobody is lost for good here."""
+        """Do nothing: no rank is unreachable."""
 
     def look(self, rank: int) -> None:
-        """All processes run."""
+        """Do nothing: every process runs."""
 
     def call_later(self, delay: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
         handle = self.loop.call_later(1000, callback, *args)
@@ -63,7 +63,7 @@ class Alone:
         return handle
 
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
+        """Move the clock forward, and call the due timers."""
         self._now += seconds
         due = [timer for timer in self._timers if timer[0] <= self._now]
         self._timers = [timer for timer in self._timers if timer[0] > self._now]
@@ -71,21 +71,21 @@ class Alone:
             if not handle.cancelled():
                 call()
 
-    def hear(self, peer: int, what: str, **more: Any) -> list[tuple[int, str, int]]:
-        """Take a note; return what is said then: to whom, what, and of which ballot."""
-        self.said.clear()
+    def receive(self, peer: int, what: str, **more: Any) -> list[tuple[int, str, int]]:
+        """Handle a message from `peer`; return the receiver, kind and ballot of each reply."""
+        self.sent.clear()
         self.agreement.handle(peer, {"what": what, "dead": [], "assumed": [], **more})
-        return self.told()
+        return self.sent_messages()
 
-    def told(self) -> list[tuple[int, str, int]]:
-        return [(rank, note["what"], note.get("ballot", -1)) for rank, note in self.said]
+    def sent_messages(self) -> list[tuple[int, str, int]]:
+        return [(rank, note["what"], note.get("ballot", -1)) for rank, note in self.sent]
 
     def vote(self, peer: int, ballot: int, **candidacy: Any) -> list[tuple[int, str, int]]:
-        """Take the vote of a rank that has called `shrink`, or `grow`."""
+        """Handle the vote of a rank that has called `shrink` or `grow`; return the replies."""
         candidacy = {"lost": [], **candidacy}
         if "exclude" in candidacy:
             candidacy["completed"] = NOTHING
-        return self.hear(peer, "vote", ballot=ballot, accepted=None, candidacy=candidacy)
+        return self.receive(peer, "vote", ballot=ballot, accepted=None, candidacy=candidacy)
 
     def close(self) -> None:
         self.agreement.close()
@@ -94,22 +94,22 @@ class Alone:
 
 
 async def test_coordinator_requests_all_votes_after_the_first_vote() -> None:
-    alone = Alone(0, 4)
+    alone = LoneEndpoint(0, 4)
     assert alone.vote(2, 0, exclude=[]) == [(1, "ask", 0), (3, "ask", 0), (2, "ask", 0)]
     alone.close()
 
 
 async def test_coordinator_counts_its_own_promise_before_its_program_calls() -> None:
-    """Of three ranks two have promised then, so the only one that goes on need not wait for the third."""
-    alone = Alone(0, 3)
-    said = alone.vote(1, 0, exclude=[0, 2])
-    assert [each for each in said if each[1] == "propose"] == [(1, "propose", 0), (2, "propose", 0), (1, "propose", 0)]
-    assert alone.said[-1][1]["outcome"]["members"] == [1]
+    """The promises of ranks 0 and 1 are a quorum of three ranks, so rank 1 does not wait for rank 2."""
+    alone = LoneEndpoint(0, 3)
+    sent = alone.vote(1, 0, exclude=[0, 2])
+    assert [each for each in sent if each[1] == "propose"] == [(1, "propose", 0), (2, "propose", 0), (1, "propose", 0)]
+    assert alone.sent[-1][1]["outcome"]["members"] == [1]
     alone.close()
 
 
 async def test_voter_marked_dead_is_alive_after_its_vote() -> None:
-    alone = Alone(0, 3)
+    alone = LoneEndpoint(0, 3)
     alone.dead[2] = "stopped", "it was silent"
     alone.vote(2, 0, exclude=[])
     assert not alone.dead
@@ -118,34 +118,34 @@ async def test_voter_marked_dead_is_alive_after_its_vote() -> None:
 
 @pytest.mark.parametrize("ballot", [0, 3])
 async def test_voter_of_an_older_ballot_gets_the_promised_ballot(ballot: int) -> None:
-    alone = Alone(0, 3)
+    alone = LoneEndpoint(0, 3)
     alone.vote(2, 3, exclude=[])
-    assert alone.hear(1, "ask", ballot=4) == [(1, "vote", 4)]
+    assert alone.receive(1, "ask", ballot=4) == [(1, "vote", 4)]
     assert alone.vote(2, ballot, exclude=[]) == [(2, "ask", 4)]
     alone.close()
 
 
 async def test_proposal_of_a_past_ballot_is_not_repeated() -> None:
-    alone = Alone(0, 3)
+    alone = LoneEndpoint(0, 3)
     alone.vote(1, 3, exclude=[0])
     assert (2, "propose", 3) in alone.vote(2, 3, exclude=[0])
-    alone.hear(1, "ask", ballot=4)
+    alone.receive(1, "ask", ballot=4)
     assert alone.vote(2, 3, exclude=[0]) == [(2, "ask", 4)]
     alone.close()
 
 
 async def test_last_missing_acceptance_decides_the_ballot() -> None:
-    alone = Alone(0, 3)
+    alone = LoneEndpoint(0, 3)
     alone.vote(1, 0, exclude=[0])
     assert (2, "propose", 0) in alone.vote(2, 0, exclude=[0])
-    assert [what for _, what, _ in alone.hear(1, "accept", ballot=0)] == ["decided"] * 2
+    assert [what for _, what, _ in alone.receive(1, "accept", ballot=0)] == ["decided"] * 2
     assert alone.agreement.outcome is not None
     assert alone.agreement.outcome["members"] == [1, 2]
     alone.close()
 
 
 async def test_votes_for_two_grown_groups_are_refused_at_once() -> None:
-    alone = Alone(0, 3)
+    alone = LoneEndpoint(0, 3)
     alone.vote(1, 0, grown="one")
     assert alone.vote(2, 0, grown="one") == [(2, "ask", 0)]
     assert [each[:2] for each in alone.vote(2, 0, grown="other")[:2]] == [(1, "refuse"), (2, "refuse")]
@@ -154,15 +154,15 @@ async def test_votes_for_two_grown_groups_are_refused_at_once() -> None:
 
 @pytest.mark.parametrize("answer", ["ask", "propose"])
 async def test_coordinator_that_has_sent_a_message_is_not_skipped(answer: str) -> None:
-    alone = Alone(2, 3)
+    alone = LoneEndpoint(2, 3)
     waiting = asyncio.create_task(alone.agreement.shrink((), (), NOTHING))
     await asyncio.sleep(0)
-    assert alone.told() == [(0, "vote", 0)]
-    alone.hear(0, answer, ballot=0, outcome={"members": [0, 1], "excluded": [], "grown": ""})
-    for coordinator in (0, 1):  # it has said nothing more by the second time
-        alone.said.clear()
+    assert alone.sent_messages() == [(0, "vote", 0)]
+    alone.receive(0, answer, ballot=0, outcome={"members": [0, 1], "excluded": [], "grown": ""})
+    for coordinator in (0, 1):  # rank 0 has sent nothing more by the second timeout
+        alone.sent.clear()
         alone.wait(PROMPT)
-        assert [each[0] for each in alone.told()] == [coordinator]
+        assert [each[0] for each in alone.sent_messages()] == [coordinator]
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

@@ -1,4 +1,4 @@
-"""What is named of a thread that is blocked: where it is, and the user's lines that led there."""
+"""The place of a blocked thread: its innermost frame, and the user's lines that led there."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..internals import Limits
 
 
 def frame_in(function: Callable[[Any], object]) -> FrameType:
-    """Return the frame of `function` itself, which calls its argument."""
+    """Return the frame of `function` while it calls its argument."""
     found: list[FrameType] = []
     function(lambda *_: found.append(sys._getframe(1)))
     return found[0]
 
 
 def line_of(text: str) -> int:
-    """Return the line of this file that has `text`, and no other."""
+    """Return the number of the only line of this file that equals `text`."""
     (line,) = (n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text)
     return line
 
@@ -49,8 +49,8 @@ def test_blocked_place_is_followed_by_the_users_lines() -> None:
 
 
 def test_blocked_import_names_the_importing_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the two are the frames of importlib, five of them."""
-    module = "import sys\nfrom aiocoll.engine.failure.blocked import place\ntold = place(sys._getframe(0))\n"
+    """Five frames of importlib lie between the module and the importing line, and are left out."""
+    module = "import sys\nfrom aiocoll.engine.failure.blocked import place\nfound = place(sys._getframe(0))\n"
     (tmp_path / "slow_to_load.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -60,11 +60,11 @@ def test_blocked_import_names_the_importing_line(tmp_path: Path, monkeypatch: py
         return slow_to_load
 
     try:
-        told = load().told
+        found = load().found
     finally:
         sys.modules.pop("slow_to_load", None)
         importlib.invalidate_caches()
-    first, second, _ = told.split(", called from ")
+    first, second, _ = found.split(", called from ")
     assert first == f"{tmp_path / 'slow_to_load.py'}:3 in <module>"
     assert second == f"{__file__}:{line_of('import slow_to_load')} in load"
 
@@ -84,7 +84,7 @@ def test_missing_frame_is_an_unknown_place() -> None:
 
 
 async def test_blocked_loop_warning_names_the_users_line(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    """The loop waits three calls deep in the standard library."""
+    """The blocking call is three frames deep in the standard library."""
     limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     watch.start()
@@ -115,13 +115,15 @@ async def test_repeatedly_blocking_line_is_logged_once(limits: Limits, caplog: p
             await asyncio.sleep(2 * watchdog.ROUND)
     finally:
         watch.stop()
-    said = [each.getMessage() for each in caplog.records]
-    blocked = [text for text in said if "has been blocked" in text]
+    messages = [each.getMessage() for each in caplog.records]
+    blocked = [text for text in messages if "has been blocked" in text]
     lines = [line_of(f"concurrent.futures.wait([never], timeout={n} * watchdog.BLOCKED_AFTER)") for n in (4, 5)]
     assert len(blocked) == 2
     for text, number in zip(blocked, lines, strict=True):
         assert f"{__file__}:{number} in" in text
-    assert sum("runs again" in text for text in said) <= 2, "of blocks that were logged"
+    assert sum("runs again" in text for text in messages) <= 2, (
+        f"'runs again' is logged for more blocks than were logged: {messages}"
+    )
 
 
 def test_blocked_line_is_the_innermost_one_of_the_user(tmp_path: Path) -> None:

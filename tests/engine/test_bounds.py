@@ -1,4 +1,4 @@
-"""A rank keeps no more of what comes early than its windows allow, whoever sends; who keeps to them never notices."""
+"""Bounds of early messages: a flood is refused, and peers that obey the windows never reach the bounds."""
 
 from __future__ import annotations
 
@@ -28,89 +28,89 @@ MIB = 1 << 20
 UNMADE = 77
 DATA, READY, GRANT, CONTROL = FrameKind.DATA, FrameKind.READY, FrameKind.GRANT, FrameKind.CONTROL
 
-#: Sends so many things, the first being number 0.
+#: Sends one item of a flood, given the link, the group and the number of the item.
 Flood = Callable[[Link, ProcessGroup, int], None]
 
 
-def frame(link: Link, *header: int, payload: bytes = b"") -> None:
+def send_frame(link: Link, *header: int, payload: bytes = b"") -> None:
     link.write(HEADER.pack(*header, len(payload), len(payload)), memoryview(payload) if payload else None)
 
 
-def note(link: Link, **what: Any) -> None:
-    frame(link, CONTROL, 0, 0, 0, 0, 0, 0, payload=msgpack.packb(what))
+def send_control_message(link: Link, **what: Any) -> None:
+    send_frame(link, CONTROL, 0, 0, 0, 0, 0, 0, payload=msgpack.packb(what))
 
 
-def device(link: Link, group: int) -> None:
+def send_device_message(link: Link, group: int) -> None:
     card = {"library": 0, "why": "", "bus": "", "unfinished": False, "float8": False, "ahead": True}
-    note(link, t="device", g=group, card=card)
+    send_control_message(link, t="device", g=group, card=card)
 
 
-#: A narrower window, a frame that is large for it, and a number of things that are small.
+#: A narrow window, a payload that is large for it, and a low limit for items that are counted.
 NARROW, SOME, FEW = LINK_WINDOW // 10, bytes(10_000), 300
 SEGMENT_OF_ONES = bytes([1]) * SEGMENT
 
-#: What is sent too much of; how many of it an honest peer may send, or their window and what each takes of it; and what
-#: the refusal says. Windows here are a tenth, and so are numbers of what is small.
+#: For each flood: the sent item, the limit and words of the error. The limit is a number of items, or a window in bytes
+#: with the bytes that each item takes of it. Windows are a tenth of the usual ones.
 FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
-    "bytes for a group that there is not": (
-        lambda link, pg, number: frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0, payload=SOME),
+    "bytes for an unknown group": (
+        lambda link, pg, number: send_frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0, payload=SOME),
         (NARROW, len(SOME)),
         f"{NARROW} bytes that may wait",
     ),
-    "bytes for many groups that there are not": (
-        lambda link, pg, number: frame(link, DATA, EAGER, 0, number, 1, 0, 0, payload=SOME),
+    "bytes for many unknown groups": (
+        lambda link, pg, number: send_frame(link, DATA, EAGER, 0, number, 1, 0, 0, payload=SOME),
         (NARROW, len(SOME)),
         f"{NARROW} bytes that may wait",
     ),
-    "bytes for operations not entered": (
-        lambda link, pg, number: frame(link, DATA, EAGER, 0, comm_of(pg).id, 9 + number, 0, 0, payload=SOME),
+    "bytes for operations not called": (
+        lambda link, pg, number: send_frame(link, DATA, EAGER, 0, comm_of(pg).id, 9 + number, 0, 0, payload=SOME),
         (NARROW, len(SOME)),
         f"{NARROW} bytes that may wait",
     ),
-    "messages that nobody receives": (
-        lambda link, pg, number: frame(
+    "messages without a receive": (
+        lambda link, pg, number: send_frame(
             link, DATA, EAGER, 0, comm_of(pg).id, 2 << 62 | 9 << 32 | number, 255, 0, payload=SOME
         ),
         (NARROW, len(SOME)),
         f"{NARROW} bytes that may wait",
     ),
     "frames without bytes": (
-        lambda link, pg, number: frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0),
+        lambda link, pg, number: send_frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0),
         (NARROW, LEAST),
         f"{NARROW} bytes that may wait",
     ),
     "messages without bytes": (
-        lambda link, pg, number: frame(link, DATA, EAGER, 0, comm_of(pg).id, 2 << 62 | 9 << 32 | number, 255, 0),
+        lambda link, pg, number: send_frame(link, DATA, EAGER, 0, comm_of(pg).id, 2 << 62 | 9 << 32 | number, 255, 0),
         (NARROW, LEAST),
         f"{NARROW} bytes that may wait",
     ),
-    "news of messages that wait": (
-        lambda link, pg, number: frame(link, READY, EAGER, 0, comm_of(pg).id, 9 + number, 0, 0),
+    "announcements of messages": (
+        lambda link, pg, number: send_frame(link, READY, EAGER, 0, comm_of(pg).id, 9 + number, 0, 0),
         (2 * NARROW, LEAST),
         f"{2 * NARROW} bytes that may wait",
     ),
-    "grants of operations not entered": (
-        lambda link, pg, number: frame(link, GRANT, 0, 0, comm_of(pg).id, 9 + number, 0, 0),
+    "grants for operations not called": (
+        lambda link, pg, number: send_frame(link, GRANT, 0, 0, comm_of(pg).id, 9 + number, 0, 0),
         FEW,
         f"granted more than {FEW} operations",
     ),
     "a message beyond its window": (
-        lambda link, pg, number: frame(link, DATA, EAGER, 0, UNMADE, 1, 0, number, payload=bytes(SEGMENT)),
+        lambda link, pg, number: send_frame(link, DATA, EAGER, 0, UNMADE, 1, 0, number, payload=bytes(SEGMENT)),
         1,
         "more bytes of operation 0x1 than were granted",
     ),
-    "goodbyes to groups that there are not": (
-        lambda link, pg, number: note(link, t="bye", g=number, cause=None),
+    "goodbyes to unknown groups": (
+        lambda link, pg, number: send_control_message(link, t="bye", g=number, cause=None),
         FEW,
         f"named more than {FEW} groups",
     ),
-    "notes about devices of a group that there is not": (
-        lambda link, pg, number: device(link, UNMADE),
+    "device messages for an unknown group": (
+        lambda link, pg, number: send_device_message(link, UNMADE),
         early.DEVICE_MESSAGES,
         "more than 16 control messages about devices",
     ),
-    "notes about devices that are not in use": (
-        lambda link, pg, number: device(link, comm_of(pg).id),
+    "device messages without a device in use": (
+        lambda link, pg, number: send_device_message(link, comm_of(pg).id),
         early.DEVICE_MESSAGES,
         "more than 16 control messages about devices",
     ),
@@ -129,10 +129,10 @@ async def test_flood_is_refused_beyond_the_bounds_of_honest_peers(transport: str
         await pg.send_object("ready", 1 - pg.rank())
         await pg.recv_object(1 - pg.rank())
         if pg.rank() == 0:
-            there = comm_of(pg).channels[1]
-            link = there.link
+            channel = comm_of(pg).channels[1]
+            link = channel.link
             assert link is not None
-            allowed = most if isinstance(most, int) else (most[0] - unasked(there)) // most[1]
+            allowed = most if isinstance(most, int) else (most[0] - unasked(channel)) // most[1]
             for number in range(allowed):
                 flood(link, pg, number)
                 await until(lambda: link.writable)
@@ -159,7 +159,7 @@ async def test_flood_for_an_unknown_group_takes_little_memory(pg: ProcessGroup) 
         link = comm_of(pg).channels[1].link
         assert link is not None
         for number in range(400 * MIB // SEGMENT):
-            frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0, payload=SEGMENT_OF_ONES)
+            send_frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0, payload=SEGMENT_OF_ONES)
             await until(lambda: link.writable)
             if work.done():
                 break
@@ -170,7 +170,7 @@ async def test_flood_for_an_unknown_group_takes_little_memory(pg: ProcessGroup) 
 
 @pytest.fixture
 def _narrow(limits: Limits) -> None:
-    """Windows of some tens of frames, so that everything that they do happens often."""
+    """Narrow the windows to some tens of frames, so that they often fill and reopen."""
     limits(link_window=40 * LEAST, ask_window=60 * LEAST, window_lot=10 * LEAST)
 
 
@@ -179,7 +179,7 @@ def _narrow(limits: Limits) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("transport", LINKS)
 async def test_honest_ranks_never_reach_the_bounds(transport: str, seed: int) -> None:
-    """Many more calls ahead than the windows hold in order, and as many as they hold in another order."""
+    """Calls run far ahead of the windows in order, and as far as the windows allow in another order."""
     chance = random.Random(seed)
     sizes = [chance.choice([0, 0, 1, 100, 1000, 9000]) for _ in range(300)]
     others = list(range(50))
@@ -235,8 +235,8 @@ async def test_small_message_is_eager_if_its_counted_size_fits(transport: str, r
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
-        there = comm_of(pg).channels[1 - pg.rank()]
-        fill = LINK_WINDOW - room - unasked(there)
+        channel = comm_of(pg).channels[1 - pg.rank()]
+        fill = LINK_WINDOW - room - unasked(channel)
         sizes = [*(fill // EAGER_WINDOW * [EAGER_WINDOW]), fill % EAGER_WINDOW]
         if pg.rank() == 1:
             await sent.wait()
@@ -245,7 +245,7 @@ async def test_small_message_is_eager_if_its_counted_size_fits(transport: str, r
             assert ((await pg.recv(np.zeros(8), 0)) == 1).all()
             return
         works = [pg.send(np.zeros(size, "uint8"), 1) for size in sizes]
-        await until(lambda: unasked(there) == LINK_WINDOW - room)
+        await until(lambda: unasked(channel) == LINK_WINDOW - room)
         last = pg.send(np.ones(8), 1)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -257,13 +257,13 @@ async def test_small_message_is_eager_if_its_counted_size_fits(transport: str, r
     await run_ranks(2, rank, transport=transport)
 
 
-async def test_notes_for_unknown_groups_are_bounded_per_peer(
+async def test_agreement_messages_for_unknown_groups_are_bounded_per_peer(
     limits: Limits,
 ) -> None:
-    """Who speaks of agreements of groups is counted as who speaks of the groups."""
+    """A message about the agreement of a group counts like a message about the group."""
     limits(unmade_groups=FEW)
 
-    def accepts(identity: int) -> dict[str, Any]:
+    def accept_message(identity: int) -> dict[str, Any]:
         about = {"t": "shrink", "g": identity, "n": 0, "ranks": [0, 1, 2], "dead": [], "assumed": []}
         return {**about, "what": "accept", "ballot": 0}
 
@@ -271,9 +271,9 @@ async def test_notes_for_unknown_groups_are_bounded_per_peer(
         endpoint = comm_of(pg).endpoint
         for peer in (1, 2):
             for number in range(FEW):
-                endpoint.agreements.handle(peer, accepts(peer * UNMADE * FEW + number))
+                endpoint.agreements.handle(peer, accept_message(peer * UNMADE * FEW + number))
             with pytest.raises(ProtocolError, match=f"rank {peer} has named more than {FEW} groups"):
-                endpoint.agreements.handle(peer, accepts(UNMADE))
+                endpoint.agreements.handle(peer, accept_message(UNMADE))
 
     await run_ranks(3, rank)
 
@@ -286,7 +286,7 @@ def test_split_groups_are_bounded_per_peer(limits: Limits) -> None:
         for number in range(FEW):
             identity = peer * UNMADE * FEW + number
             kept.disown(identity, peer, None, (0, peer), 0)
-            kept.disown(identity, peer, None, (0, peer), 0)  # it is known by now
+            kept.disown(identity, peer, None, (0, peer), 0)  # a known group does not count again
             assert closed.sends_frames(identity, peer)
             assert not closed.sends_frames(identity, 0)
         with pytest.raises(ProtocolError, match=f"rank {peer} has split off more than {FEW} groups"):

@@ -1,4 +1,4 @@
-"""Awaits that are cancelled, at every step: the collective goes on, a receive is taken back, no message is lost."""
+"""Cancelled awaits at every step: collectives continue, receives are withdrawn, and no message is lost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..internals import comm_of
 from ..ranks import over, run_ranks
 
 SIZE = 3
-#: Elements of float64: a few bytes, and more than may travel unasked.
+#: Elements of float64: a few bytes, and more than an eager message may have.
 COUNTS = (5, 70_001)
-#: With a latency, what happens between two frames is one step.
+#: Seconds that a frame takes. All events between two frames are then one step.
 LATENCY = 0.001
-#: Steps after which every call has ended on its own, and more: a test that counts further hangs.
+#: More steps than any call takes. A test that counts further hangs.
 MOST = 400
 
 
@@ -46,7 +46,7 @@ def reduce_scatter(pg: ProcessGroup, n: int) -> tuple[Work[Any], Any]:
     return pg.reduce_scatter(np.zeros(n), inputs), total(n) + SIZE * pg.rank()
 
 
-#: Each starts a call and says what comes of it.
+#: Each function starts a call, and returns its work and the expected result.
 CALLS: dict[str, Call] = {
     "allreduce": lambda pg, n: (pg.allreduce(block(pg.rank(), n)), total(n)),
     "allreduce-links": lambda pg, n: (pg.allreduce(block(pg.rank(), n), ReduceOp.custom(np.add)), total(n)),
@@ -80,8 +80,8 @@ CALLS: dict[str, Call] = {
 }
 
 
-async def gave_up(waiting: asyncio.Task[Any], steps: int, seconds: float) -> bool:
-    """Cancel `waiting` after some steps; return whether it had not ended by then."""
+async def cancel_after(waiting: asyncio.Task[Any], steps: int, seconds: float) -> bool:
+    """Cancel `waiting` after some steps; return whether it was still pending."""
     for _ in range(steps):
         if waiting.done():
             break
@@ -91,8 +91,8 @@ async def gave_up(waiting: asyncio.Task[Any], steps: int, seconds: float) -> boo
     return waiting.cancelled()
 
 
-async def at_every_step(pg: ProcessGroup, call: Call, n: int, seconds: float) -> None:
-    """Call again and again, and cancel the await one step later each time, on one rank or on all."""
+async def cancel_at_every_step(pg: ProcessGroup, call: Call, n: int, seconds: float) -> None:
+    """Repeat a call, and cancel its await one step later each time, on one rank or on all ranks."""
     for steps in count():
         assert steps < MOST
         early = []
@@ -100,7 +100,7 @@ async def at_every_step(pg: ProcessGroup, call: Call, n: int, seconds: float) ->
             work, expected = call(pg, n)
             waiting = asyncio.ensure_future(work.join())
             if pg.rank() in victims:
-                early.append(await gave_up(waiting, steps, seconds))
+                early.append(await cancel_after(waiting, steps, seconds))
             else:
                 await waiting
             await pg.drain()
@@ -117,7 +117,7 @@ async def at_every_step(pg: ProcessGroup, call: Call, n: int, seconds: float) ->
 def test_collective_continues_after_its_await_is_cancelled(name: str, seconds: float) -> None:
     async def rank(pg: ProcessGroup) -> None:
         for n in COUNTS:
-            await at_every_step(pg, CALLS[name], n, seconds)
+            await cancel_at_every_step(pg, CALLS[name], n, seconds)
 
     run_virtual(SIZE, rank, latency=(LATENCY, LATENCY) if seconds else None)
 
@@ -129,36 +129,36 @@ def test_collective_continues_after_its_await_is_cancelled(name: str, seconds: f
 async def test_collective_over_sockets_continues_after_its_await_is_cancelled(pg: ProcessGroup, n: int) -> None:
     for name in CALLS:
         if name != "keyed":
-            await at_every_step(pg, CALLS[name], n, 0)
+            await cancel_at_every_step(pg, CALLS[name], n, 0)
 
 
-#: How a test passes steps: turns of the loop, or virtual time between frames; over sockets there are only turns.
+#: Runs a test whose steps are loop iterations, or virtual time between frames. Sockets have loop iterations only.
 Runner = Callable[[Callable[[ProcessGroup, float], Any]], None]
 
 
-def turns(fn: Callable[[ProcessGroup, float], Any]) -> None:
+def step_by_iteration(fn: Callable[[ProcessGroup, float], Any]) -> None:
     run_virtual(2, fn, 0)
 
 
-def times(fn: Callable[[ProcessGroup, float], Any]) -> None:
+def step_by_latency(fn: Callable[[ProcessGroup, float], Any]) -> None:
     run_virtual(2, fn, LATENCY / 2, latency=(LATENCY, LATENCY))
 
 
-def sockets(fn: Callable[[ProcessGroup, float], Any]) -> None:
+def step_over_sockets(fn: Callable[[ProcessGroup, float], Any]) -> None:
     asyncio.run(run_ranks(2, fn, 0, transport="unix"))
 
 
-RUNNERS = pytest.mark.parametrize("run", [turns, times, sockets])
-#: Messages of a test, most of them sent before their receive is called and some after.
+RUNNERS = pytest.mark.parametrize("run", [step_by_iteration, step_by_latency, step_over_sockets])
+#: Messages of a test. Most are sent before the call of their receive, some after it.
 MESSAGES = 60
 
 
 async def send_all(pg: ProcessGroup, n: int, seconds: float) -> None:
-    """Send rank 1 the numbers up to `MESSAGES`, in arrays of `n`; give up waiting at every step."""
+    """Send `MESSAGES` numbers to rank 1 in arrays of `n` elements, and cancel the awaits at various steps."""
     for number in range(MESSAGES):
         data = np.full(n, number, "f8")
         work = pg.send(data, 1)
-        await gave_up(asyncio.ensure_future(work.join()), number % 7, seconds)
+        await cancel_after(asyncio.ensure_future(work.join()), number % 7, seconds)
         await pg.drain()
         assert work.is_success()
         for _ in range(number % 5):
@@ -172,23 +172,23 @@ def test_cancelled_receive_is_withdrawn_or_gets_its_message(run: Runner, n: int)
         if pg.rank() == 0:
             await send_all(pg, n, seconds)
             return
-        got, taken_back = 0, 0
+        got, withdrawn = 0, 0
         for steps in count():
             target = np.full(n, -1.0)
             work = pg.recv(target, 0)
-            await gave_up(asyncio.ensure_future(work.join()), steps % 9, seconds)
+            await cancel_after(asyncio.ensure_future(work.join()), steps % 9, seconds)
             if not work.done():
-                await pg.drain()  # it has met its message
+                await pg.drain()  # the receive has matched its message
             if isinstance(work.exception(), asyncio.CancelledError):
                 assert (target == -1).all()
-                taken_back += 1
+                withdrawn += 1
                 await asyncio.sleep(seconds)
                 continue
             assert (work.result() == got).all()
             got += 1
             if got == MESSAGES:
                 break
-        assert taken_back > 0
+        assert withdrawn > 0
         assert pg.pending() == []
 
     run(rank)
@@ -237,7 +237,7 @@ def test_cancelled_object_and_batch_receives_are_withdrawn(run: Runner) -> None:
 @pytest.mark.parametrize("steps", range(8))
 @RUNNERS
 def test_cancelled_incoming_loses_no_message(run: Runner, steps: int) -> None:
-    """A thousand messages of two lengths, taken by a task that is cancelled at a step, again and again."""
+    """A task receives a thousand messages of two lengths, and is repeatedly cancelled and restarted."""
 
     async def rank(pg: ProcessGroup, seconds: float) -> None:
         if pg.rank() == 0:
@@ -250,7 +250,7 @@ def test_cancelled_incoming_loses_no_message(run: Runner, steps: int) -> None:
         messages = pg.incoming()
         got: list[int] = []
 
-        async def take() -> None:
+        async def take_messages() -> None:
             async for source, message in messages if steps % 2 else pg.incoming():
                 assert source == 0
                 got.append(message if isinstance(message, int) else message[0])
@@ -258,8 +258,8 @@ def test_cancelled_incoming_loses_no_message(run: Runner, steps: int) -> None:
         for extra in count():
             if len(got) == 1000:
                 break
-            # Where every attempt were cancelled at the same step, none might come to its message.
-            await gave_up(asyncio.ensure_future(take()), steps + extra % 2, seconds)
+            # If every attempt were cancelled at the same step, none might reach its message.
+            await cancel_after(asyncio.ensure_future(take_messages()), steps + extra % 2, seconds)
         assert got == list(range(1000))
 
     run(rank)
@@ -277,19 +277,19 @@ def test_incoming_messages_are_shared_by_several_tasks() -> None:
         incoming = pg.incoming(5)
         got: dict[int, list[int]] = {source: [] for source in range(1, size)}
 
-        async def take() -> None:
+        async def take_messages() -> None:
             while True:
                 source, number = await anext(incoming)
                 got[source].append(number)
 
-        tasks = [asyncio.ensure_future(take()) for _ in range(5)]
+        tasks = [asyncio.ensure_future(take_messages()) for _ in range(5)]
         for victim in count():
             if sum(map(len, got.values())) == messages * (size - 1):
                 break
             await asyncio.sleep(LATENCY / 3)
             tasks[victim % 5].cancel()
             await asyncio.wait([tasks[victim % 5]])
-            tasks[victim % 5] = asyncio.ensure_future(take())
+            tasks[victim % 5] = asyncio.ensure_future(take_messages())
         assert all(numbers == list(range(messages)) for numbers in got.values())
         for task in tasks:
             task.cancel()

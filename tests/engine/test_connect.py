@@ -1,4 +1,4 @@
-"""A rank that does not answer is dialled again as long as its process is seen to live: its loop may be blocked."""
+"""Repeated dials of a rank that does not answer, as long as its process lives: its loop may be blocked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_silent_rank_is_dialled_again_while_its_process_lives(
     limits(connect_again=0.0)
     dials: list[int] = []
 
-    async def unanswered(dial: Any, transport: StreamTransport, peer: int, *args: Any) -> Any:
+    async def dial_without_answer(dial: Any, transport: StreamTransport, peer: int, *args: Any) -> Any:
         if transport.rank == 1:
             dials.append(peer)
             if len(dials) < 3:
@@ -31,7 +31,7 @@ async def test_silent_rank_is_dialled_again_while_its_process_lives(
 
     async def rank(pg: ProcessGroup) -> Any:
         if pg.rank() == 1:
-            wrapped(monkeypatch, dial=unanswered)
+            wrapped(monkeypatch, dial=dial_without_answer)
             replaced(monkeypatch, peer_seen=lambda *_: lives)
         call = pg.recv(np.zeros(1), 1) if pg.rank() == 0 else pg.send(np.ones(1), 0)
         if lives:
@@ -44,16 +44,16 @@ async def test_silent_rank_is_dialled_again_while_its_process_lives(
     assert dials == ([0] * 3 if lives else [0])
 
 
-async def test_dial_ends_when_its_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dial_ends_at_the_shutdown_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     dialling = asyncio.Event()
 
-    async def unanswered(*args: Any) -> Any:
+    async def dial_without_answer(*args: Any) -> Any:
         dialling.set()
         await asyncio.Event().wait()
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            replaced(monkeypatch, dial=unanswered)
+            replaced(monkeypatch, dial=dial_without_answer)
             work = pg.send(np.ones(1), 1)
             await dialling.wait()
             pg.abort("a test")

@@ -1,4 +1,4 @@
-"""When things are noticed, on a clock that passes only when nothing else can happen."""
+"""Deadlines and detection times on a virtual clock, which moves only while all ranks wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, ProcessGroup, ReduceOp
 from aiocoll.testing.virtual import run_virtual
 
-#: Seconds a frame takes at least and at most.
+#: Shortest and longest latency of a frame in seconds.
 LATENCY = (0.0005, 0.02)
 
 
@@ -23,7 +23,7 @@ def now() -> float:
 
 
 def test_mismatch_is_found_within_a_second_of_the_last_call() -> None:
-    """Both wait for the other one's broadcast, so no data tells."""
+    """Each rank waits for the broadcast of the other rank, so no data reveals the mismatch."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(40 * pg.rank())
@@ -44,7 +44,7 @@ def test_timeout_is_accurate_to_the_report_period(timeout: float) -> None:
             with pytest.raises(CollectiveTimeoutError, match=f"within {timeout:g} s") as raised:
                 await pg.allreduce(np.zeros(3), timeout=timeout)
             assert raised.value.ranks == ((2,) if timeout > 0.1 else ())
-        # The first of the two expires in time, and tells the others.
+        # The first timeout of the two expires in time, and its rank notifies the others.
         assert abs(now() - started - timeout) < 0.1
 
     run_virtual(3, rank, latency=LATENCY)
@@ -81,14 +81,14 @@ def test_missing_rank_is_logged_before_the_timeout(caplog: pytest.LogCaptureFixt
     for rank, warning in zip((0, 2), sorted(warnings), strict=True):
         assert f"rank {rank}: ALLREDUCE (sequence 2), called as ALLREDUCE(shape=[3], dtype=float64" in warning
         assert "has been waiting for 30." in warning
-        # What it was last seen in is old, what is known of it is not.
+        # The last operation of rank 1 is old, but the report about it is recent.
         assert re.search(r"it waits for rank 1 \(last in BARRIER\(.*SequenceNumber=1\), 30\.\d s ago\)$", warning)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_results_are_the_same_for_any_latency(seed: int) -> None:
-    """Frames of different links overtake each other in a different way with each seed."""
+    """Each seed makes the frames of different links overtake each other in another order."""
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
         chance = random.Random(seed)
@@ -123,7 +123,7 @@ def test_results_are_the_same_for_any_latency(seed: int) -> None:
 
 @pytest.mark.ranks(2)
 async def test_timeout_below_a_millisecond_expires(pg: ProcessGroup) -> None:
-    """The timers of uvloop do not tell when they go off, then."""
+    """For such delays, uvloop returns a handle without the method `when`."""
     works = [pg.recv(np.zeros(1), 1 - pg.rank(), timeout=1e-4) for _ in range(2)]
     for work in works:
         with pytest.raises(CollectiveTimeoutError):

@@ -1,4 +1,4 @@
-"""A death concerns every group of the dead rank on every other rank, linked to it or not."""
+"""Reports of a death to all groups of the dead rank, on ranks with and without a link to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_shrink import Job, now
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None:
-    """In a group of two there is nobody who could tell it, but those who are in other groups."""
+    """In a group of two ranks, only ranks outside the group can report the death."""
     for victim in range(world_size):
         job = Job()
 
@@ -29,7 +29,7 @@ def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None
                 if rank != victim
             ]
             if pg.rank() == victim:
-                # Before anybody has begun to wonder: who waits for long opens a link of its own.
+                # The victim dies early, because a receiver that waits for longer opens a link of its own.
                 await asyncio.sleep(0.1)
                 job.kill(victim)
                 await asyncio.get_running_loop().create_future()
@@ -52,10 +52,10 @@ def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None
 def test_handling_of_a_death_raises_no_exceptions() -> None:
     """An exception in a callback would only be logged."""
     job = Job()
-    told: list[dict[str, Any]] = []
+    contexts: list[dict[str, Any]] = []
 
     async def body(pg: ProcessGroup) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: contexts.append(context))
         if pg.rank() == 1:
             await job.die(1)
         with pytest.raises(PeerLostError):
@@ -63,12 +63,12 @@ def test_handling_of_a_death_raises_no_exceptions() -> None:
         await asyncio.sleep(1)
 
     job.run(3, body)
-    assert told == []
+    assert contexts == []
 
 
 @pytest.mark.ranks(2)
 async def test_process_check_does_nothing_after_shutdown(pg: ProcessGroup) -> None:
-    """A rank may be about to shrink its group when its program closes that."""
+    """A program may close a group that it is about to shrink."""
     failure_detector = comm_of(pg).endpoint.failure_detector
     failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))
     failure_detector.check_process(1 - pg.rank())

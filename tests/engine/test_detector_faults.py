@@ -1,6 +1,6 @@
-"""Fault injection into the failure detector: whatever its own system calls do, no living rank is reported dead.
+"""Fault injection into the failure detector: failing system calls never make a living rank look dead.
 
-Its thread does not run here: the test calls each round, on a clock of its own, so that a seed gives the same run.
+The watchdog thread does not run here. The test calls each round on its own clock, so that a seed repeats its run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..internals import replaced_call
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes can be observed on Linux only")
 
 ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO, errno.EAGAIN, errno.EINTR)
-#: Functions that the detector and its thread call, by where they look them up.
+#: Functions that the detector and its thread call, with the module that looks each of them up.
 CALLS = {
     "open": "aiocoll.process",
     "os.stat": "aiocoll.process",
@@ -44,15 +44,15 @@ CALLS = {
     "logger.log": "aiocoll.engine.failure.watchdog",
     "sys._current_frames": "aiocoll.engine.failure.watchdog",
 }
-#: Calls that fail inside of what stands in for a thread and for the stream of a heartbeat.
+#: Calls that fail inside the stand-ins for a thread and for a heartbeat stream.
 INSIDE = ("Thread.start", "send", "receive")
-#: The other ranks: a process of this host that lives, one of another host, and one of this host that is killed.
+#: The other ranks: a living process of this host, one of another host, and a killed one of this host.
 LIVING, AWAY, KILLED = 0, 1, 2
 SLEEP = ["sleep", "3600"]
 
 
 class Fault:
-    """A call that fails from its `first` time on, once or for ever."""
+    """A call that fails once, or at every use from its first failure on."""
 
     def __init__(self, chance: random.Random) -> None:
         self.call = chance.choice((*CALLS, *INSIDE))
@@ -61,8 +61,8 @@ class Fault:
         self._first = chance.randrange(1, 40) if chance.random() < 0.7 else 1
         self._calls = 0
 
-    def strike(self, call: str) -> None:
-        """Count a call, and raise if it is to fail."""
+    def fail_if_due(self, call: str) -> None:
+        """Count a call, and raise an error if it must fail."""
         if call != self.call:
             return
         self._calls += 1
@@ -72,17 +72,17 @@ class Fault:
             raise OSError(self.number, os.strerror(self.number))
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that fails when this fault strikes."""
+        """Return a function that calls `original`, unless this fault is due."""
 
         def call(*args: Any, **named: Any) -> Any:
-            self.strike(self.call)
+            self.fail_if_due(self.call)
             return original(*args, **named)
 
         return call
 
 
 class Clock:
-    """The clock, timers and loop of this rank."""
+    """A stand-in for the clock, the timers and the event loop of this rank."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -110,20 +110,20 @@ class Clock:
         return False
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; the loop turns unless it is blocked."""
+        """Move the clock forward. Timers and callbacks run unless the loop is blocked."""
         end = self.now + seconds
         while not self.is_blocked and self._timers and self._timers[0][0] <= end:
             self.now, _, timer = heapq.heappop(self._timers)
             timer()
         self.now = end
         while not self.is_blocked and self._soon:
-            with suppress(OSError):  # of the log: a loop goes on after an exception in a callback
+            with suppress(OSError):  # from a failing log: a loop continues after an exception in a callback
                 self._soon.pop(0)()
 
 
 @dataclass
 class Heartbeat:
-    """The stream of a heartbeat whose other end has always sent something."""
+    """A heartbeat stream that always has received bytes."""
 
     clock: Clock
     fault: Fault
@@ -132,11 +132,11 @@ class Heartbeat:
 
     def send(self, data: bytes) -> int:
         self.sent.append(self.clock.now)
-        self.fault.strike("send")
+        self.fault.fail_if_due("send")
         return len(data)
 
     def receive_into(self, space: memoryview) -> int:
-        self.fault.strike("receive")
+        self.fault.fail_if_due("receive")
         return 1
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Heartbeat:
 
 
 class Thread:
-    """In place of a thread: that of a log line runs at once, that of the watchdog never."""
+    """A stand-in for threads: a log thread runs at once, the watchdog thread never."""
 
     ident = None
 
@@ -153,7 +153,7 @@ class Thread:
         self._target = target
 
     def start(self) -> None:
-        self._fault.strike("Thread.start")
+        self._fault.fail_if_due("Thread.start")
         if getattr(self._target, "__name__", "") != "_run":
             with suppress(OSError):
                 self._target()
@@ -162,17 +162,17 @@ class Thread:
         """Return at once: nothing runs."""
 
 
-class Bed:
-    """A failure detector with all that surrounds it, and a fault.
+class DetectorSetup:
+    """A failure detector with stand-ins for its surroundings, and one fault.
 
     Attributes:
-        lost: how each rank was reported lost.
-        refusal: why the detector did not start.
+        lost: the kinds of loss reported for each rank.
+        refusal: the reason why the detector did not start.
     """
 
     refusal = ""
 
-    def __init__(self, seed: int, living: int) -> None:
+    def __init__(self, seed: int, living_pid: int) -> None:
         self.chance = random.Random(seed)
         self.fault = Fault(self.chance)
         self.lost: dict[int, set[str]] = {rank: set() for rank in range(3)}
@@ -180,15 +180,15 @@ class Bed:
         self.heartbeat = Heartbeat(self.clock, self.fault)
         self.process = subprocess.Popen(SLEEP)
         self.is_killed = False
-        self._pids = {LIVING: living, KILLED: self.process.pid}
+        self._pids = {LIVING: living_pid, KILLED: self.process.pid}
         cards = {rank: {"host": "here", "process": _identity(pid)} for rank, pid in self._pids.items()}
-        # A process of this host that cannot be seen, as of another container, has a heartbeat, too.
         self._me = self.chance.choice((-1, 3))
+        # Processes that this rank cannot see have a heartbeat: on other hosts, or in other containers of this host.
         cards[AWAY] = {"host": "away", "process": ProcessId(1, 1, 1)}
         cards[self._me] = {"host": "here", "process": this_process()}
         self.hub = self._me if self._me < 0 else self.chance.choice((LIVING, KILLED))
         roster: Any = SimpleNamespace(
-            died=self._died, on_connection_broken=self._cut_off, gone=set(), suspected={LIVING, KILLED}
+            died=self._on_death, on_connection_broken=self._cut_off, gone=set(), suspected={LIVING, KILLED}
         )
         links = [self._link(rank) for rank in self._pids if self.hub in (self._me, rank)]
         control: Any = SimpleNamespace(links=links, hub=self.hub, tell=lambda *_: None)
@@ -199,7 +199,7 @@ class Bed:
         self.detector = FailureDetector(context, control, roster)
 
     def start(self) -> bool:
-        """Start monitoring; return whether that was possible."""
+        """Start the detector; return whether it has started."""
         self.detector.attach(AWAY, self.heartbeat)  # type: ignore[arg-type]
         try:
             self.detector.start()
@@ -208,7 +208,7 @@ class Bed:
         return not self.refusal
 
     def round(self) -> None:
-        """Let half a second pass; the heartbeat must not miss its turn."""
+        """Do one watchdog round of half a second, and check that it sends the heartbeat."""
         self.clock.advance(ROUND)
         watchdog = self.detector._watchdog
         assert watchdog is not None
@@ -217,7 +217,7 @@ class Bed:
             assert self.heartbeat.sent[-1] == self.clock.now
 
     def step(self) -> None:
-        """Do something in which processes are looked at."""
+        """Cause one random event that makes the detector check a process."""
         rank = self.chance.choice((LIVING, KILLED))
         detector = self.detector
         what = self.chance.randrange(8)
@@ -242,8 +242,8 @@ class Bed:
             self.clock.is_blocked = not self.clock.is_blocked
         self.clock.advance(self.chance.choice((0.0, LAST_WORDS, GRACE)))
 
-    def watch(self) -> None:
-        """Let the loop turn, and wait for all ranks, long enough for anything to be noticed."""
+    def finish_detection(self) -> None:
+        """Unblock the loop, and do enough rounds for the detector to notice every loss."""
         self.clock.is_blocked = False
         for _ in range(int(2 * BLOCKED_AFTER / ROUND) + 8):
             self.detector.check_awaited()
@@ -251,7 +251,7 @@ class Bed:
         self.clock.advance(1.0)
 
     def close(self) -> None:
-        """End the detector and the process."""
+        """Stop the detector and kill the process."""
         self.detector.stop()
         self.process.kill()
         self.process.wait()
@@ -265,7 +265,7 @@ class Bed:
 
         return SimpleNamespace(peer=rank, peer_process=peer_process)
 
-    def _died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
+    def _on_death(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
         self.lost[rank].add(how)
 
     def _cut_off(self, rank: int) -> None:
@@ -282,17 +282,17 @@ def _identity(pid: int) -> ProcessId:
 
 
 @pytest.fixture(scope="module")
-def living() -> Iterator[int]:
-    """Return the number of a process that lives."""
+def living_pid() -> Iterator[int]:
+    """Yield the pid of a living process."""
     with subprocess.Popen(SLEEP) as process:
         yield process.pid
         process.kill()
 
 
-def run(seed: int, living: int) -> None:
-    """Let one fault strike at some time in the life of a detector, and check its reports."""
-    bed = Bed(seed, living)
-    fault = bed.fault
+def run(seed: int, living_pid: int) -> None:
+    """Inject one fault at a random time in the life of a detector, and check its reports."""
+    setup = DetectorSetup(seed, living_pid)
+    fault = setup.fault
     fakes = SimpleNamespace(
         Thread=lambda target, **_: Thread(fault, target), Event=threading.Event, get_ident=threading.get_ident
     )
@@ -301,36 +301,36 @@ def run(seed: int, living: int) -> None:
             patches.enter_context(mock.patch("aiocoll.engine.failure.watchdog.threading", fakes))
             if fault.call in CALLS:
                 patches.enter_context(replaced_call(CALLS[fault.call], fault.call, fault.around))
-            if not bed.start():
+            if not setup.start():
                 assert fault.call == "Thread.start"
-                assert "cannot start its watchdog thread (can't start new thread)" in bed.refusal
+                assert "cannot start its watchdog thread (can't start new thread)" in setup.refusal
                 return
             for _ in range(12):
-                bed.step()
-                bed.detector.check_awaited()
-                bed.round()
-            bed.watch()
+                setup.step()
+                setup.detector.check_awaited()
+                setup.round()
+            setup.finish_detection()
         silent = fault.call == "receive" and fault.number == errno.EAGAIN and fault.lasts
-        assert not bed.heartbeat.is_closed or silent
-        seen = KILLED in bed.detector._processes
-        watched = bed.hub in (KILLED, bed._me)
+        assert not setup.heartbeat.is_closed or silent
+        seen = KILLED in setup.detector._processes
+        watched = setup.hub in (KILLED, setup._me)
     finally:
-        bed.close()
-    assert not bed.lost[LIVING] & {"killed", "stopped"}
-    assert bed.is_killed or not bed.lost[KILLED] & {"killed", "stopped"}
-    assert bed.lost[AWAY] <= ({"unreachable"} if silent else set())
+        setup.close()
+    assert not setup.lost[LIVING] & {"killed", "stopped"}
+    assert setup.is_killed or not setup.lost[KILLED] & {"killed", "stopped"}
+    assert setup.lost[AWAY] <= ({"unreachable"} if silent else set())
     blind = fault.lasts and fault.call in ("open", "os.stat", "os.fstat", "select.poll")
-    if bed.is_killed and seen and watched and not blind:
-        assert "killed" in bed.lost[KILLED]
+    if setup.is_killed and seen and watched and not blind:
+        assert "killed" in setup.lost[KILLED]
 
 
-def test_fault_in_a_system_call_makes_no_living_rank_dead(living: int) -> None:
+def test_fault_in_a_system_call_makes_no_living_rank_dead(living_pid: int) -> None:
     for seed in range(100):
-        run(seed, living)
+        run(seed, living_pid)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 5100, 500))
-def test_fault_in_a_system_call_makes_no_living_rank_dead_in_5000_seeds(living: int, first: int) -> None:
+def test_fault_in_a_system_call_makes_no_living_rank_dead_in_5000_seeds(living_pid: int, first: int) -> None:
     for seed in range(first, first + 500):
-        run(seed, living)
+        run(seed, living_pid)

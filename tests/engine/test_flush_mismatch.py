@@ -1,4 +1,4 @@
-"""Ranks that coalesce differently: found on every rank within a second, members named, and no array touched."""
+"""Mismatched blocks: every rank reports them within a second and names the members, and no array changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def many(pg: ProcessGroup, count: int = 5) -> None:
         pg.allreduce(x())
 
 
-#: What most ranks record, what one records instead, and what the error says of the members.
+#: The calls of most ranks, the calls of one rank, and a pattern of the members in the error.
 CASES: dict[str, tuple[Record, Record, str]] = {
     "op": (
         lambda pg: (many(pg), pg.allreduce(x())),
@@ -99,15 +99,15 @@ CASES: dict[str, tuple[Record, Record, str]] = {
 }  # fmt: skip
 
 
-async def refused(pg: ProcessGroup, most: Record, one: Record, odd: int, text: str) -> str:
-    """Record something else on rank `odd`; return the error of the block, or of the next call."""
+async def block_mismatch(pg: ProcessGroup, most: Record, one: Record, odd: int, text: str) -> str:
+    """Record other calls on rank `odd`; return the text of the mismatch error."""
     loop = asyncio.get_running_loop()
     await pg.barrier()
     start = loop.time()
     with pytest.raises(CollectiveMismatchError) as caught:  # noqa: PT012
         async with pg.coalescing():
             (one if pg.rank() == odd else most)(pg)
-        # Complete here, perhaps: what only one rank reads is no news to its sender.
+        # The block may complete on this rank: a sender does not notice a mismatch that only its reader sees.
         await pg.wait_revoked()
         raise comm_of(pg).cause  # type: ignore[misc]
     assert loop.time() - start < 1.0
@@ -125,7 +125,7 @@ async def refused(pg: ProcessGroup, most: Record, one: Record, odd: int, text: s
 def test_blocks_with_different_calls_are_a_mismatch(name: str, transport: str) -> None:
     most, one, text = CASES[name]
     for world_size, odd in ((2, 1), (3, 0)):
-        run_steadily(run_ranks(world_size, refused, most, one, odd, text, transport=transport))
+        run_steadily(run_ranks(world_size, block_mismatch, most, one, odd, text, transport=transport))
 
 
 @pytest.mark.ranks(3)
@@ -179,7 +179,7 @@ async def test_block_flushed_at_different_calls_is_a_mismatch(pg: ProcessGroup) 
             await pg.allreduce(x())
 
 
-def told(rank: int, *members: Signature) -> dict[str, Any]:
+def coalesced_call(rank: int, *members: Signature) -> dict[str, Any]:
     return description(rank, Signature("COALESCED", None, (), None, None, members=Manifest(members)), (), None, 3)
 
 
@@ -188,25 +188,25 @@ def member(count: int, op: str = "ALLREDUCE") -> Signature:
 
 
 def test_long_member_list_is_reported_up_to_its_limit() -> None:
-    """Of the rest it is known that it differs, and not where."""
+    """Beyond the limit, the report has only the fact that members differ."""
     first = [member(number) for number in range(5000)]
     second = [*first[:-1], member(3)]
-    one, two = told(0, *first), told(1, *second)
+    one, two = coalesced_call(0, *first), coalesced_call(1, *second)
     assert len(repr(one)) < 2 * ROOM
     assert one["members"]["told"] < 5000
     text = str(mismatch("g", one, two))
     assert re.search(r"member \d+ is ONE OF THE FOLLOWING\(\) on rank 0, ONE OF", text)
     assert "and 4997 more" in text
-    assert "the messages they exchange" in str(mismatch("g", one, told(1, *first)))
+    assert "the messages they exchange" in str(mismatch("g", one, coalesced_call(1, *first)))
 
 
 def test_consecutive_equal_members_are_reported_as_one() -> None:
-    one, two = told(0, *[member(1)] * 100_000), told(1, *[member(1)] * 99_999, member(2))
+    one, two = coalesced_call(0, *[member(1)] * 100_000), coalesced_call(1, *[member(1)] * 99_999, member(2))
     assert len(repr(one)) < 500
     text = str(mismatch("g", one, two))
     assert "member 99999 is ALLREDUCE(dtype=float32, counts=[1], reduce op=SUM) on rank 0, ALLREDUCE(" in text
 
 
 def test_mismatch_names_at_most_three_members() -> None:
-    text = str(mismatch("g", told(0, *[member(1)] * 9), told(1, *[member(2)] * 9)))
+    text = str(mismatch("g", coalesced_call(0, *[member(1)] * 9), coalesced_call(1, *[member(2)] * 9)))
     assert text.count("on rank 0, ") == 3

@@ -1,4 +1,4 @@
-"""A rank that leaves: what it has sent arrives, however much sooner its goodbye does."""
+"""Goodbyes of ranks that leave: data sent before a goodbye arrives, even if the goodbye arrives first."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from aiocoll.testing.virtual import run_virtual
 
 from ..internals import comm_of, spied
 
-#: Seconds a frame takes at least and at most. Each link is first in, first out, and knows nothing of the others: half
-#: of all goodbyes on a control link are there before what was sent on the data link.
+#: Shortest and longest latency of a frame in seconds. Only frames of the same link stay in order: half of all goodbyes
+#: on a control link arrive before earlier data on the data link.
 LATENCY = (0.001, 0.5)
-#: Elements of float64: what fits one frame, and what travels in some.
+#: Elements of float64: an array of one frame, and one of several frames.
 COUNTS = (3, 30_000)
 
 
-async def all_links(pg: ProcessGroup) -> None:
+async def open_links(pg: ProcessGroup) -> None:
     """Open the links between all ranks."""
     await pg.alltoall_object([None] * pg.size())
 
@@ -33,14 +33,14 @@ async def all_links(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
 def test_data_sent_before_the_goodbye_arrives(ends: bool, world_size: int, count: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        await all_links(pg)
+        await open_links(pg)
         part: Any = pg if ends else await pg.split_group(range(world_size))
         me = pg.rank()
         if me:
             receives = [part.recv(np.zeros(count), source, 5) for source in range(me)]
             for source, work in enumerate(receives):
                 assert (await work == source).all()
-        # All of it travels unasked: the sends are done before anything has arrived.
+        # All messages are eager: the sends are done before any message has arrived.
         sends = [part.send(np.full(count, float(me)), target, 5) for target in range(me + 1, world_size)]
         assert all(work.done() for work in sends)
         await part.shutdown()
@@ -50,10 +50,10 @@ def test_data_sent_before_the_goodbye_arrives(ends: bool, world_size: int, count
 
 
 def test_group_made_after_its_peer_has_ended_gets_the_sent_data() -> None:
-    """The end of a rank comes on the control link, perhaps long before its last frames."""
+    """The notice that a rank has ended may arrive on the control link long before its last data frames."""
 
     async def rank(pg: ProcessGroup) -> None:
-        await all_links(pg)
+        await open_links(pg)
         if pg.rank():
             await asyncio.sleep(LATENCY[1] / 2)
         part: Any = await pg.split_group(range(2))
@@ -70,10 +70,10 @@ def test_group_made_after_its_peer_has_ended_gets_the_sent_data() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_rank_with_its_result_may_leave_at_once(world_size: int) -> None:
-    """The last messages of a collective are on their way when the ranks that have sent them are done with it."""
+    """A rank may finish a collective while its last messages are still on their way."""
 
     async def rank(pg: ProcessGroup) -> None:
-        await all_links(pg)
+        await open_links(pg)
         for count in COUNTS:
             part = await pg.split_group(range(world_size))
             assert part is not None
@@ -92,10 +92,10 @@ def test_rank_with_its_result_may_leave_at_once(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
 def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, world_size: int) -> None:
-    """One message has been sent, two are wanted: the first arrives, the second fails, whatever comes first."""
+    """The last rank sends one message and leaves: the first receive gets it, the second one fails."""
 
     async def rank(pg: ProcessGroup) -> None:
-        await all_links(pg)
+        await open_links(pg)
         part: Any = pg if ends else await pg.split_group(range(world_size))
         last = world_size - 1
         if pg.rank() == last:
@@ -107,7 +107,7 @@ def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, worl
             with pytest.raises(PeerLostError, match=f"needs rank {last}, which has left"):
                 await works[1]
         if not ends:
-            await pg.barrier()  # until all have been told, by who is there still
+            await pg.barrier()  # keeps the ranks until the goodbye has reached all of them
 
     for seed in range(6):
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)
@@ -115,7 +115,7 @@ def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, worl
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notice that the rank ends takes its place."""
+    """The notice that the rank ends replaces the goodbye."""
     sent: list[str] = []
     spied(monkeypatch, control_said=lambda _, message: sent.append(message["t"]))
 

@@ -1,4 +1,4 @@
-"""Group ids that collide, since they have few bits here; and the records of closed groups."""
+"""Colliding group ids, forced by few id bits, and the records of closed groups."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from aiocoll.testing.virtual import run_virtual
 
 from ..internals import Limits, comm_of, unmade_groups
 from ..ranks import until
-from .jobs import held
+from .jobs import memory_in_use
 
 SHM = GroupOptions(transport="shm")
-#: Groups that are open at the same time, splits before memory is measured, and all splits.
+#: Groups open at the same time, splits before the memory is measured, and splits in total.
 BATCH, WARM, SPLITS = 20, 20_000, 1_000_000
 #: Virtual seconds until the last goodbyes have arrived.
 CALM = 10.0
 
 
 class Trial:
-    """Ranks that split off groups, use some of them at the same time, and close them in any order.
+    """A job whose ranks split off groups, use some of them at the same time, and close them in any order.
 
     Args:
-        seed: of everything.
+        seed: seed of all random choices.
         world_size: number of ranks.
-        splits: how many each rank makes.
-        latency: shortest and longest time of a frame in seconds; None for shared memory.
+        splits: number of splits that each rank makes.
+        latency: shortest and longest latency of a frame in seconds; None for shared memory.
 
     Attributes:
-        errors: by split and rank; None for a group that worked.
-        records: of each rank at the end: closed groups, groups not made, agreements, splits.
+        errors: error text of each rank for each split; None for a group that worked.
+        records: numbers of closed groups, unmade groups, agreements and splits that each rank keeps at the end.
     """
 
     def __init__(self, seed: int, world_size: int, splits: int, latency: tuple[float, float] | None) -> None:
@@ -79,7 +79,7 @@ class Trial:
         ]
 
     async def _use(self, me: int, group: ProcessGroup, number: int, pause: float) -> None:
-        """Exchange what no other group exchanges, and close the group some time later."""
+        """Exchange values that no other group exchanges, and close the group after `pause` seconds."""
         try:
             for times in range(2):
                 found = await group.allgather_object([number, times, me])
@@ -92,16 +92,16 @@ class Trial:
         await group.shutdown()
 
     def check(self) -> int:
-        """Fail if the members of a group differ in its outcome; return how many groups collided."""
+        """Check that all members of a group see the same outcome; return the number of collided groups."""
         collisions = 0
         for number, (ranks, errors) in enumerate(zip(self.lists, self.errors, strict=True)):
-            told = f"seed {self.seed}, split {number} of {ranks}: {errors}"
-            assert sorted(errors) == ranks, told
+            details = f"seed {self.seed}, split {number} of {ranks}: {errors}"
+            assert sorted(errors) == ranks, details
             if all(error is None for error in errors.values()):
                 continue
             collisions += 1
             name = f"'world:0/{number}.{ranks[0]}'"
-            assert all(f"group {name} cannot be made: its id 0x" in str(error) for error in errors.values()), told
+            assert all(f"group {name} cannot be made: its id 0x" in str(error) for error in errors.values()), details
         assert self.records == [[0, 0, 0, len(self.lists)]] * len(self.records), f"seed {self.seed}: {self.records}"
         return collisions
 
@@ -127,7 +127,7 @@ def test_group_ids_of_16_bits_collide_on_all_ranks(limits: Limits) -> None:
 
 
 async def _split(pg: ProcessGroup, count: int) -> None:
-    """Make many groups, use some, and close all."""
+    """Split off `count` groups, use some, and close all."""
     everyone = list(range(pg.size()))
     for _ in range(0, count, BATCH):
         groups = [await pg.split_group(everyone) for _ in range(BATCH)]
@@ -137,15 +137,15 @@ async def _split(pg: ProcessGroup, count: int) -> None:
 
 @pytest.mark.soak
 async def test_many_splits_take_no_memory() -> None:
-    """Each takes 1.3 ms of CPU, on both ranks together."""
+    """A split takes 1.3 ms of CPU time on both ranks together."""
 
     async def rank(pg: ProcessGroup) -> tuple[int, int]:
         await _split(pg, WARM)
         await pg.barrier()
-        before = held()
+        before = memory_in_use()
         await _split(pg, SPLITS - WARM)
         await pg.barrier()
-        after = held()
+        after = memory_in_use()
         return after[0] - before[0], after[1] - before[1]
 
     for blocks, nbytes in await run_ranks(2, rank, timeout=None):
@@ -158,7 +158,7 @@ async def test_closed_groups_leave_no_record(options: GroupOptions | None) -> No
     async def rank(pg: ProcessGroup) -> None:
         await _split(pg, 5 * BATCH)
         for _ in range(3):
-            # One rank leaves first, a revoked group, and groups whose goodbyes cross.
+            # The group is revoked, one rank may leave first, and goodbyes may cross.
             group = await pg.split_group([0, 1])
             if pg.rank() == 0:
                 group.abort("a test")
@@ -221,7 +221,7 @@ def test_closed_group_records_of_unreachable_peers_are_bounded(monkeypatch: pyte
     assert (len(closed), dropped) == (3, [0, 1, 2])
     assert [closed.is_known(identity) for identity in range(6)] == [False, True, True, True, True, True]
     assert [closed.name(identity) for identity in range(6)] == [None, None, None, "3", "4", "5"]
-    assert closed.sends_notes(1, 1, direct=False), "late messages are ignored for a while"
+    assert closed.sends_notes(1, 1, direct=False), "a recently closed group no longer recognizes its late messages"
     assert not closed.sends_notes(1, 1, direct=False, name="a later group with this id")
     assert not closed.sends_frames(1, 1)
 
@@ -234,7 +234,7 @@ def test_closed_group_record_waits_for_both_goodbyes_of_each_rank() -> None:
     closed.close(7, farewells, [1, 2, 3])
     assert [closed.sends_frames(7, rank) for rank in range(4)] == [False, False, True, True]
     assert [closed.sends_notes(7, rank, direct=False) for rank in range(4)] == [False, True, True, True]
-    assert not closed.mark(7, 2, "b", frames=True, notes=True), "of another group"
+    assert not closed.mark(7, 2, "b", frames=True, notes=True), "the name belongs to another group"
     assert closed.mark(7, 2, "a", frames=True, notes=True)
     assert not closed.sends_frames(7, 2)
     closed.end([3])

@@ -1,4 +1,4 @@
-"""Collectives of large messages that are read where they lie: fallbacks, failures and mismatches."""
+"""Collectives that read large messages in place: fallbacks, failures and mismatches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ..ranks import over
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
 
 SHM = GroupOptions(transport="shm")
-#: Elements of float64 of the largest block that goes to a slot, and of some pieces.
+#: Elements of float64: the largest block that fits a slot, and a block of several segments.
 FITS, LARGE = 8192, 5 * SEGMENT // 8 + 3
 SIZES = [2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)]
 
@@ -98,8 +98,8 @@ CALLS: dict[str, Call] = {
 }
 
 
-def always(pg: ProcessGroup, way: str = "in place") -> None:
-    """Single copy pays for whatever is no small operation."""
+def prefer_reading_in_place(pg: ProcessGroup, way: str = "in place") -> None:
+    """Make this rank read large arrays in place; for `way="through queues"`, keep the accelerator."""
     comm = comm_of(pg)
     if way != "through queues":
         without_accelerator(pg)
@@ -112,13 +112,13 @@ def executors(pg: ProcessGroup) -> set[Any]:
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each frame whose payload stays where it lies."""
+    """Return a list that gets the payload size of each frame by reference, in bytes."""
     seen: list[int] = []
 
-    def see(writer: ReferenceWriter, header: bytes, *_: Any) -> None:
+    def record_reference(writer: ReferenceWriter, header: bytes, *_: Any) -> None:
         seen.append(HEADER.unpack(header)[7])
 
-    spied(monkeypatch, written_by_reference=see)
+    spied(monkeypatch, written_by_reference=record_reference)
     return seen
 
 
@@ -128,10 +128,10 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_reading_in_place_gives_the_closed_form_results(
     kind: str, world_size: int, count: int, references: list[int]
 ) -> None:
-    """Of plain calls, keyed ones and sub-groups, several at a time."""
+    """Make single calls, concurrent calls and calls of a subgroup."""
 
     async def rank(pg: ProcessGroup) -> None:
-        always(pg)
+        prefer_reading_in_place(pg)
         for _ in range(2):
             await CALLS[kind](pg, count)
         assert ProgramExecutor in executors(pg)
@@ -139,7 +139,7 @@ async def test_reading_in_place_gives_the_closed_form_results(
         await asyncio.gather(*(CALLS[kind](pg, count) for _ in range(3)))
         part = await pg.split_group([0, 1])
         if part is not None:
-            always(part)
+            prefer_reading_in_place(part)
             await CALLS[kind](part, count)
             assert ProgramExecutor in executors(part)
 
@@ -147,11 +147,11 @@ async def test_reading_in_place_gives_the_closed_form_results(
 
 
 async def test_reading_in_place_gives_the_same_results_in_processes() -> None:
-    assert await run_processes(3, _in_a_process, options=SHM) == [{ProgramExecutor}] * 3
+    assert await run_processes(3, _executors_in_a_process, options=SHM) == [{ProgramExecutor}] * 3
 
 
-async def _in_a_process(pg: ProcessGroup) -> set[Any]:
-    always(pg)
+async def _executors_in_a_process(pg: ProcessGroup) -> set[Any]:
+    prefer_reading_in_place(pg)
     for call in CALLS.values():
         for count in (7 * FITS, LARGE):
             await call(pg, count)
@@ -165,7 +165,7 @@ async def test_alltoall_with_small_and_large_blocks_gives_the_closed_form(world_
     counts = [*sizes[shift % world_size :], *sizes[: shift % world_size]]
 
     async def rank(pg: ProcessGroup) -> None:
-        always(pg)
+        prefer_reading_in_place(pg)
         rank, root = pg.rank(), world_size - 1
         mine = np.full(counts[rank], rank + 0.5)
         for outputs in ([np.empty(count) for count in counts], None):
@@ -195,7 +195,7 @@ async def test_payload_goes_in_frames_without_space_for_a_reference(
         return not (kept == "always" or calls % 3) and original(*args)
 
     async def rank(pg: ProcessGroup) -> None:
-        always(pg)
+        prefer_reading_in_place(pg)
         for _ in range(3):
             await CALLS[kind](pg, LARGE)
 
@@ -207,7 +207,7 @@ async def test_payload_goes_in_frames_without_space_for_a_reference(
 @pytest.mark.parametrize("kind", CALLS)
 async def test_unreadable_memory_goes_in_frames(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        always(pg)
+        prefer_reading_in_place(pg)
         for _ in range(2):
             await CALLS[kind](pg, LARGE)
 
@@ -218,10 +218,10 @@ async def test_unreadable_memory_goes_in_frames(kind: str, monkeypatch: pytest.M
 @pytest.mark.ranks(3)
 @over("shm")
 async def test_elements_larger_than_the_rest_of_a_piece_stay_whole(pg: ProcessGroup) -> None:
-    """Structures of 24 bytes, and pairs of 12: a piece that is reduced has whole ones."""
+    """A segment is no multiple of 24 or 12 bytes, the sizes of these elements."""
     three = np.dtype([("a", "f8"), ("b", "f8"), ("c", "i8")])
     pair = np.dtype([("value", "f8"), ("index", "i4")])
-    always(pg)
+    prefer_reading_in_place(pg)
     tensor = np.zeros(LARGE, three)
     tensor["c"] = np.arange(LARGE) + pg.rank()
     await pg.broadcast(tensor, 1)
@@ -240,23 +240,23 @@ async def test_elements_larger_than_the_rest_of_a_piece_stay_whole(pg: ProcessGr
 @pytest.mark.ranks(3)
 @over("shm")
 async def test_reading_in_place_supports_all_ops(pg: ProcessGroup, op: ReduceOp) -> None:
-    always(pg)
+    prefer_reading_in_place(pg)
     tensor = np.full(LARGE, pg.rank() + 1.0)
     await pg.allreduce(tensor, op)
     assert (tensor == (2 if op == ReduceOp.AVG else 3)).all()
 
 
-# -- who decides
+# -- the choice to read in place
 
 
 @pytest.mark.parametrize("forbidding", [None, 0, 1])
 async def test_ranks_read_in_place_only_if_all_of_them_do(forbidding: int | None) -> None:
-    """Where one rank does not want it, none takes a program that pays only if all do."""
+    """If one rank forbids it, all ranks use an executor that does not depend on it."""
 
     async def rank(number: int) -> None:
         given = GroupOptions(transport="shm", single_copy=number != forbidding)
         async with new_group(store=store, rank=number, world_size=2, options=given) as pg:
-            always(pg)
+            prefer_reading_in_place(pg)
             await allreduce(pg, LARGE)
             assert executors(pg) == {ShmRing if forbidding is not None else ProgramExecutor}
 
@@ -299,22 +299,22 @@ async def test_message_below_the_limit_uses_no_reference(kind: str, references: 
     assert references
 
 
-# -- ends before the end
+# -- aborted, late and mismatched calls
 
 PATTERN = -7.0
-#: How large arrays move: read in place, or through chunk queues, as where all ranks have the accelerator.
+#: Paths of large arrays: read in place, or through chunk queues if all ranks have the accelerator.
 WAYS = ("in place", "through queues")
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CALLS)
 async def test_aborted_call_never_shows_later_contents_of_its_array(kind: str, way: str) -> None:
-    """Rank 0 aborts, and overwrites what it has given, at every moment of a call. Other groups of the link go on."""
+    """Rank 0 aborts at various moments of a call, and overwrites its array. Other groups of the link continue."""
     count = 64 * SEGMENT // 8
     outcomes = set()
 
     async def rank(pg: ProcessGroup, turns: int) -> None:
-        always(pg, way)
+        prefer_reading_in_place(pg, way)
         other = await pg.split_group([0, 1])
         assert other is not None
         given = np.full(2 * count, pg.rank() + 1.0)
@@ -356,7 +356,7 @@ async def test_aborted_call_never_shows_later_contents_of_its_array(kind: str, w
 @pytest.mark.ranks(2)
 @over("shm")
 async def test_timeout_names_the_rank_that_has_not_read(pg: ProcessGroup) -> None:
-    always(pg)
+    prefer_reading_in_place(pg)
     await CALLS["allreduce"](pg, LARGE)
     if pg.rank() == 0:
         work = pg.scatter(np.empty(LARGE), [np.empty(LARGE)] * 2, 0, timeout=0.2)
@@ -411,10 +411,10 @@ MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGrou
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MISMATCHES)
 async def test_mismatched_calls_are_found_within_a_second(name: str, way: str) -> None:
-    """All find out, within a second, but for those that were done before."""
+    """A rank whose call has finished before learns of it from the revoked group."""
 
     async def rank(pg: ProcessGroup, swapped: bool) -> None:
-        always(pg, way)
+        prefer_reading_in_place(pg, way)
         await allreduce(pg, LARGE)
         with suppress(CollectiveMismatchError):
             async with asyncio.timeout(1):
@@ -427,16 +427,16 @@ async def test_mismatched_calls_are_found_within_a_second(name: str, way: str) -
         await run_ranks(2, rank, swapped, options=SHM)
 
 
-@pytest.mark.parametrize("given", ["more", "a place"])
+@pytest.mark.parametrize("given", ["longer", "an address"])
 async def test_mismatched_message_is_not_read(given: str) -> None:
-    """Not what its receiver has room for, nor what bytes of a small one would point to, if they were a place."""
+    """The receiver writes no part of a longer message, and does not use the bytes of a small one as an address."""
 
     async def rank(pg: ProcessGroup) -> None:
-        always(pg)
+        prefer_reading_in_place(pg)
         await allreduce(pg, LARGE)
         output, other = np.full(LARGE, 7, np.uint64), np.zeros(LARGE, np.uint64)
         blocks = [np.zeros(LARGE + 1, np.uint64)] * 2
-        if given == "a place":
+        if given == "an address":
             blocks = [np.array([0, other.__array_interface__["data"][0], other.nbytes, 0], np.uint64)] * 2
         with suppress(CollectiveMismatchError):
             async with asyncio.timeout(1):

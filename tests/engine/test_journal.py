@@ -1,4 +1,4 @@
-"""The journal alone: the layout of its arrays, their bounds, and what other threads read of them."""
+"""The journal: layout and bounds of its arrays, and reads of them by other threads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Operation = Any
 
 
 class StandIn(SimpleNamespace):
-    """What the journal reads of an operation."""
+    """A stand-in for an operation, with the attributes that the journal reads."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -79,7 +79,7 @@ def operation(
 
 
 class Group:
-    """What a communicator has of a journal, with a link to each of two ranks."""
+    """A stand-in for a communicator with a journal and links to two ranks."""
 
     def __init__(self, counts: bool = True) -> None:
         self.pending: dict[Operation, None] = {}
@@ -90,7 +90,7 @@ class Group:
         self.journal.ended(each, error, now)
 
 
-def test_record_layout_matches_the_page() -> None:
+def test_record_layout_matches_the_documentation() -> None:
     group = Group()
     failed = operation(KEYED | 77, 1.5, key="loss", seq=9, shape=(1, 3))
     failed.started = 1.75
@@ -121,7 +121,7 @@ def test_pending_operation_equals_its_later_record() -> None:
         assert record.ended == 4.0
 
 
-def test_counter_layout_matches_the_page() -> None:
+def test_counter_layout_matches_the_documentation() -> None:
     group = Group()
     for number in range(5):
         group.end(operation(number, waited_for=1), 0.75)
@@ -177,7 +177,7 @@ def test_pending_operations_are_read_and_never_replaced() -> None:
 
 
 def test_operation_that_ends_during_a_read_is_read_once() -> None:
-    """A signal may come between the writing of the record and the end of `Communicator.ended`."""
+    """A signal handler may read between the write of the record and the end of `Communicator.ended`."""
     group, ending = Group(), operation(3, 1.0)
     group.pending[ending] = None
     ending.done = True
@@ -276,7 +276,7 @@ def test_recent_waits_include_a_rank_first_waited_for_late_in_a_second() -> None
     assert {rank: tuple(each) for rank, each in found.items()} == {0: (2, 0.5, 2, 0.5), 1: (2, 0.5, 2, 0.5)}
     found = group.journal.waited(560.5)
     assert {rank: each.recent_times for rank, each in found.items()} == {0: 0, 1: 1}
-    for rank, now in ((2, 502.25), (0, 502.5)):  # the first in this second is new
+    for rank, now in ((2, 502.25), (0, 502.5)):  # the first wait of this second is for a new rank
         group.end(operation(1, now - 0.25, waited_for=rank), now)
     found = group.journal.waited(561.5)
     assert {rank: each.recent_times for rank, each in found.items()} == {0: 1, 1: 0, 2: 1}
@@ -294,7 +294,7 @@ def test_new_link_changes_the_carrier_of_later_calls() -> None:
 
 
 def test_records_read_by_another_thread_are_consistent() -> None:
-    """In each record, all that was written together belongs together."""
+    """Another thread never reads a record with fields of different operations."""
     group, failures, rounds = Group(), [], [0]
     ended = threading.Event()
 
@@ -332,7 +332,7 @@ def test_records_read_by_another_thread_are_consistent() -> None:
 
 
 def _operations(first: int) -> Iterator[Operation]:
-    """Yield operations that share nothing: signature, shape and key numbers are large enough to be objects."""
+    """Yield operations that share no objects: their numbers are too large for the cache of small integers."""
     for number in range(first + 1000, 1 << 40):
         shape = (number, 1000 + number, 2000 + number, 3000 + number)
         signature = Signature("ALLREDUCE", None, (number * 7,), None, "SUM", debug="detail")
@@ -340,12 +340,12 @@ def _operations(first: int) -> Iterator[Operation]:
 
 
 def test_journal_memory_is_bounded() -> None:
-    def held(count: Callable[[Group], None]) -> int:
+    def bytes_after(change: Callable[[Group], None]) -> int:
         group = Group()
         gc.collect()
         tracemalloc.start()
         try:
-            count(group)
+            change(group)
             gc.collect()
             return tracemalloc.get_traced_memory()[0]
         finally:
@@ -360,8 +360,8 @@ def test_journal_memory_is_bounded() -> None:
     def use(group: Group) -> None:
         group.end(operation(1), 1.0)
 
-    assert NBYTES / 2 < held(fill) <= NBYTES
-    assert held(use) <= 4096
+    assert NBYTES / 2 < bytes_after(fill) <= NBYTES
+    assert bytes_after(use) <= 4096
 
 
 def test_unused_journal_takes_little_memory() -> None:

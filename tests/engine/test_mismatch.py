@@ -1,4 +1,4 @@
-"""Ranks that disagree: found on every rank within a second of the last call, named alike, and no array touched."""
+"""Mismatched calls: every rank reports the same within a second of the last call, and no array changes."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from aiocoll.testing.virtual import run_virtual
 
 from ..internals import group_of, wrapped
 
-#: Seconds a frame takes at least and at most where the ranks have links in memory.
+#: Shortest and longest latency of a frame in seconds, if the ranks have links in memory.
 LATENCY = (0.0005, 0.02)
-#: Elements on either side of each array, which no call may touch.
+#: Guard elements on either side of each array, which no call may write.
 GUARD = 64
-#: What the rank that disagrees fills its arrays with: larger than any sum of the others in every dtype.
+#: Fill byte of the odd rank's arrays: in every dtype larger than any sum of the other ranks.
 MARK = 0x7E
-#: The contract: seconds from the last call until every rank knows.
+#: The contract: every rank reports a mismatch within this number of seconds after the last call.
 SOON = 1.0
 
 Call = Callable[[ProcessGroup, "Memory"], Work[Any] | list[Work[Any]]]
-#: Returns until when a rank handles no message at a time; None if it does.
+#: Returns the end of a period in which a rank handles no messages, given the rank and the time; None outside of one.
 Silent = Callable[[int, float], float | None]
 
 
 class Memory:
-    """Makes the arrays of one rank, each between guards, and tells what happened to them."""
+    """The arrays of one rank, each between guard elements, and a check of their contents."""
 
     def __init__(self, rank: int, odd: bool) -> None:
         self._value = MARK if odd else rank + 1
@@ -58,7 +58,7 @@ class Memory:
         return whole[GUARD:-GUARD]
 
     def check(self, alone: bool) -> None:
-        """Arrays are as they were; those who agree may have gone some way among themselves, unless `alone`."""
+        """Check that arrays are unchanged. Ranks that agree may have reduced among themselves, unless `alone`."""
         for whole, before in self._made:
             assert whole[:GUARD].tobytes() == before[:GUARD].tobytes()
             assert whole[-GUARD:].tobytes() == before[-GUARD:].tobytes()
@@ -72,7 +72,7 @@ def blocks(pg: ProcessGroup, m: Memory, count: int = 10, dtype: str = "float64")
     return [m.array(count, dtype) for _ in range(pg.size())]
 
 
-#: One call of each kind, all with roots that exist with two ranks.
+#: One call of each kind. All roots exist in a group of two ranks.
 KINDS: dict[str, Call] = {
     "allreduce": lambda pg, m: pg.allreduce(m.array(10)),
     "reduce": lambda pg, m: pg.reduce(m.array(10), 0),
@@ -95,7 +95,7 @@ KINDS: dict[str, Call] = {
 
 
 class Case(NamedTuple):
-    """What most ranks call, what one calls instead, and how the error says in what they differ."""
+    """The call of most ranks, the call of the odd rank, and the differing fields that the error names."""
 
     name: str
     fields: str
@@ -120,7 +120,7 @@ def in_order(*counts: int) -> Call:
 
 
 def counting(kind: str, count: int, dtype: str = "float64", key: str | None = None) -> Call:
-    """Call `kind` with `count` elements."""
+    """Return a call of `kind` with `count` elements."""
     calls: dict[str, Call] = {
         "allreduce": lambda pg, m: pg.allreduce(m.array(count, dtype), key=key),
         "reduce": lambda pg, m: pg.reduce(m.array(count, dtype), 1, key=key),
@@ -141,7 +141,7 @@ def counting(kind: str, count: int, dtype: str = "float64", key: str | None = No
 
 
 SIZED = ("allreduce", "reduce", "broadcast", "scan", "exscan", "allgather", "reduce_scatter")
-#: Only the two ends of a message know its length.
+#: Kinds in which only the two ends of a transfer know its length.
 PRIVATE = ("gather", "scatter", "alltoall")
 ROOTED: dict[str, Callable[[int], Call]] = {
     "reduce": lambda root: lambda pg, m: pg.reduce(m.array(10), root),
@@ -160,7 +160,7 @@ TABLE = [
     *(Case(f"more-{kind}", "counts, shape", counting(kind, 10), counting(kind, 11)) for kind in (*SIZED, *PRIVATE)),
     *(Case(f"empty-{kind}", "counts, shape", counting(kind, 10), counting(kind, 0)) for kind in (*SIZED, *PRIVATE)),
     *(Case(f"full-{kind}", "counts, shape", counting(kind, 0), counting(kind, 10)) for kind in (*SIZED, *PRIVATE)),
-    # Long enough to be received straight into the array that was given.
+    # Long enough to be received directly into the caller's array.
     *(Case(f"short-{kind}", "counts, shape", counting(kind, 100_000), counting(kind, 90_000)) for kind in PRIVATE),
     *(Case(f"long-{kind}", "counts, shape", counting(kind, 90_000), counting(kind, 100_000)) for kind in PRIVATE),
     *(Case(f"root-{kind}", "root", call(0), call(1)) for kind, call in ROOTED.items()),
@@ -196,6 +196,8 @@ TABLE = [
 
 
 class Told(NamedTuple):
+    """The report of one rank: text and ranks of the error, and the times of the call and of the error."""
+
     text: str
     ranks: tuple[int, ...]
     called: float
@@ -203,7 +205,7 @@ class Told(NamedTuple):
 
 
 async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> Told:
-    """Make this rank's calls of `case` after its delay; check all it sees and return what the error says."""
+    """Make this rank's calls of `case` after its delay; check their outcome and return the report."""
     is_odd = pg.rank() == odd
     memory = Memory(pg.rank(), is_odd)
     clock = asyncio.get_running_loop().time
@@ -213,7 +215,7 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
         made = (case.odd if is_odd else case.most)(pg, memory)
         works = made if isinstance(made, list) else [made]
     except GroupRevokedError:
-        pass  # the others have found it before this rank came
+        pass  # other ranks found the mismatch before this call
     called = clock()
     done = [work.done() for work in works]
     cause = await pg.wait_revoked()
@@ -228,43 +230,43 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
         pg.barrier()
     assert raised.value.__cause__ is cause
     assert pg.pending() == []
-    # Whatever is still on its way finds nothing to write to.
+    # Frames that are still on their way must not write to the arrays.
     await asyncio.sleep(0)
     memory.check(alone=pg.size() == 2)
     return Told(str(cause), cause.ranks, called, heard)
 
 
-def check(case: Case, odd: int, world_size: int, told: list[Told]) -> None:
-    """All ranks have heard the same, in time."""
-    assert {each.text for each in told} == {told[0].text}
-    text, ranks, *_ = told[0]
+def check(case: Case, odd: int, world_size: int, reports: list[Told]) -> None:
+    """Check that all ranks have the same report, in time."""
+    assert {each.text for each in reports} == {reports[0].text}
+    text, ranks, *_ = reports[0]
     assert len(ranks) == 2
     assert odd in ranks
     one, two = sorted(ranks)
     assert re.match(rf"Collectives differ in the following: {case.fields}[a-z, ]*\. Group ", text), text
-    shown = r"(shape=\[[\d, ]*\], dtype=\w+, device=\w+, |shape=\[\], device=cpu, )"
-    call = rf"[A-Z_]+\({shown}[^;]*SequenceNumber=\d+(, key=k)?\)"
+    arguments = r"(shape=\[[\d, ]*\], dtype=\w+, device=\w+, |shape=\[\], device=cpu, )"
+    call = rf"[A-Z_]+\({arguments}[^;]*SequenceNumber=\d+(, key=k)?\)"
     assert re.search(rf": rank {one} called {call}; rank {two} called {call}$", text), text
-    assert max(each.heard for each in told) <= max(each.called for each in told) + SOON
+    assert max(each.heard for each in reports) <= max(each.called for each in reports) + SOON
     assert world_size > max(ranks)
 
 
 def run(case: Case, world_size: int, odd: int, delays: tuple[float, float], latency: Any, seed: int = 0) -> None:
-    # Of a case of several calls, some fail that nobody awaits.
-    told = run_virtual(world_size, disagree, case, odd, delays, seed=seed, latency=latency, allow_unretrieved=True)
-    check(case, odd, world_size, told)
+    # In cases of several calls, some of the failing works are never awaited.
+    reports = run_virtual(world_size, disagree, case, odd, delays, seed=seed, latency=latency, allow_unretrieved=True)
+    check(case, odd, world_size, reports)
 
 
-#: Seconds after which most ranks call, and the odd one does.
+#: Seconds before the calls of most ranks, and before those of the odd rank.
 DELAYS = {"together": (0.0, 0.0), "odd-late": (0.0, 10.0), "odd-early": (10.0, 0.0)}
 PLACES = [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0), (4, 2), (4, 3)]
 
 
-#: With an arena or with links, and in which order they come.
+#: The latency (None for shared memory), and the order of the calls.
 TERMS = [(latency, order) for latency in (None, LATENCY) for order in DELAYS]
 
 
-def find(case: Case, place: tuple[int, int], terms: tuple[Any, str]) -> None:
+def run_with_terms(case: Case, place: tuple[int, int], terms: tuple[Any, str]) -> None:
     try:
         run(case, *place, DELAYS[terms[1]], terms[0])
     except BaseException as error:
@@ -275,20 +277,20 @@ def find(case: Case, place: tuple[int, int], terms: tuple[Any, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
 def test_mismatch_is_found_on_every_rank(number: int) -> None:
-    """Every place with alternating terms; `test_mismatch_is_found_on_every_rank_in_all_places_and_terms` has all."""
+    """Each place has one of the terms; `test_mismatch_is_found_on_every_rank_in_all_places_and_terms` has all."""
     for index, place in enumerate(PLACES):
-        find(TABLE[number], place, TERMS[(number + index) % len(TERMS)])
+        run_with_terms(TABLE[number], place, TERMS[(number + index) % len(TERMS)])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
 def test_mismatch_is_found_on_every_rank_in_all_places_and_terms(case: Case) -> None:
     for place, terms in product(PLACES, TERMS):
-        find(case, place, terms)
+        run_with_terms(case, place, terms)
 
 
 def limits(kind: str, world_size: int) -> list[int]:
-    """Return the sizes in bytes of the whole vector up to which some rule of a kind holds."""
+    """Return the vector sizes in bytes up to which the rules of `kind` hold."""
     found = set()
     for rule in RULES[kind]:
         limit = min(rule.max_nbytes, rule.max_chunk * world_size, rule.max_volume / (world_size - 1))
@@ -316,11 +318,11 @@ def test_mismatch_of_one_rank_fails_all_sixteen(kind: str, odd: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_mismatch_report_is_the_same_on_all_ranks(seed: int) -> None:
-    """Three parties, so several pairs notice at the same time."""
+    """Ranks make three different calls, so several pairs find a mismatch at the same time."""
 
     async def rank(pg: ProcessGroup) -> str:
         kinds = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN]
-        # Revoked: the others have found it before this rank came.
+        # GroupRevokedError: other ranks found the mismatch before this call.
         with pytest.raises((CollectiveMismatchError, GroupRevokedError)):
             await pg.allreduce(np.zeros(1000), kinds[pg.rank() % 3])
         return str(await pg.wait_revoked())
@@ -351,7 +353,7 @@ P2P_TABLE = [
 
 
 async def misfit(pg: ProcessGroup, send: Call, receive: Call, fields: str, delay: float) -> str:
-    """Ranks 0 and 1 exchange what does not fit; rank 2 waits in a collective and learns of it too."""
+    """Let ranks 0 and 1 exchange a message that does not fit; return the error, which rank 2 gets in a barrier."""
     memory = Memory(pg.rank(), odd=True)
     clock = asyncio.get_running_loop().time
     await asyncio.sleep(delay if pg.rank() == 0 else 0)
@@ -389,13 +391,13 @@ def test_message_of_another_size_is_a_mismatch_on_both_ends(
     ids=["recv", "recv_anysource", "send"],
 )
 def test_timeout_names_a_rank_that_sends_or_receives_instead(call: Any, named: str) -> None:
-    """No error before the timeout: another task of either rank may be about to do its part."""
+    """There is no earlier error, because another task of either rank may still make the matching call."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            with pytest.raises(CollectiveTimeoutError, match=rf"rank 1 \(waiting in {named}") as told:
+            with pytest.raises(CollectiveTimeoutError, match=rf"rank 1 \(waiting in {named}") as raised:
                 await pg.allreduce(np.zeros(4), timeout=5)
-            assert told.value.ranks == (1,)
+            assert raised.value.ranks == (1,)
         else:
             with pytest.raises(CollectiveTimeoutError, match=named):
                 await call(pg)
@@ -403,13 +405,13 @@ def test_timeout_names_a_rank_that_sends_or_receives_instead(call: Any, named: s
     run_virtual(2, rank, latency=LATENCY)
 
 
-# -- what must not stand in the way
+# -- conditions that must not hide a mismatch
 
 
 def test_silent_coordinator_does_not_delay_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def handle(original: Any, stalls: StallInspector, *told: Any) -> None:
+    def handle(original: Any, stalls: StallInspector, *message: Any) -> None:
         if group_of(stalls).rank != 0:
-            original(stalls, *told)
+            original(stalls, *message)
 
     wrapped(monkeypatch, stall_heard=handle)
 
@@ -425,10 +427,10 @@ def test_silent_coordinator_does_not_delay_a_mismatch(monkeypatch: pytest.Monkey
     run_virtual(3, rank, latency=LATENCY)
 
 
-def test_answering_rank_is_not_slow_because_of_late_news_at_the_coordinator(
+def test_late_stall_report_does_not_mark_an_answering_rank_slow(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 hears nothing for three seconds; then rank 2, whom it answers at once, hears of it from rank 1."""
+    """Rank 0 answers rank 2 after three seconds of silence. Rank 1 then sends rank 2 an older report of the silence."""
 
     def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
         here = (group_of(stalls).rank, peer)
@@ -447,14 +449,14 @@ def test_answering_rank_is_not_slow_because_of_late_news_at_the_coordinator(
 
     with caplog.at_level(logging.INFO, logger="aiocoll"):
         run_virtual(3, rank, latency=LATENCY)
-    said = [each.getMessage().partition("rank 2: rank 0 ")[2] for each in caplog.records]
-    slow, again = filter(None, said)
+    texts = [each.getMessage().partition("rank 2: rank 0 ")[2] for each in caplog.records]
+    slow, again = filter(None, texts)
     assert slow.startswith("is slow: it has not answered for 1.0 s")
     assert again == "answers again"
 
 
 def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: Silent) -> list[str]:
-    """Let four ranks wait for ranks 1 and 2, which are `silent` until some time; return what rank 3 logs of them."""
+    """Let ranks 0 and 3 wait for ranks 1 and 2, which are `silent` at times; return the log messages of rank 3."""
 
     def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -486,8 +488,8 @@ def test_rank_that_is_slow_again_soon_is_not_logged_again(
     def silent(rank: int, now: float) -> float | None:
         return next((end for end in (3.0, 7.0) if rank == 1 and end - 3.0 <= now < end), None)
 
-    said = slow_warnings(monkeypatch, caplog, silent)
-    assert [re.sub(r": it .*", "", text) for text in said] == ["rank 1 is slow", "rank 1 answers again"]
+    texts = slow_warnings(monkeypatch, caplog, silent)
+    assert [re.sub(r": it .*", "", text) for text in texts] == ["rank 1 is slow", "rank 1 answers again"]
 
 
 def test_next_rank_coordinates_after_the_lowest_has_left() -> None:
@@ -533,7 +535,7 @@ def test_call_older_than_the_history_is_still_a_mismatch() -> None:
 
 
 def test_late_message_for_a_finished_keyed_call_is_a_mismatch() -> None:
-    """The root of a gather that expects nothing is done at once."""
+    """The root of a gather that expects no elements finishes at once."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(5 * pg.rank())

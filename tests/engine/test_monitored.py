@@ -1,4 +1,4 @@
-"""`monitored_barrier`: it names who is missing, whoever finds out first."""
+"""`monitored_barrier` and its errors, which name the missing ranks on every rank."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..ranks import LINKS, over, run_ranks
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_monitored_barrier_waits_for_all_ranks(transport: str) -> None:
-    came = 0
+    arrived = 0
 
     async def rank(pg: ProcessGroup) -> None:
-        nonlocal came
+        nonlocal arrived
         for _ in range(20):
             await asyncio.sleep(0.001 * (pg.rank() % 3))
-            came += 1
+            arrived += 1
             await pg.monitored_barrier()
-            assert came >= 5
+            assert arrived >= 5
             await pg.barrier()
-            came = 0
+            arrived = 0
             await pg.barrier()
 
     await run_ranks(5, rank, transport=transport)
@@ -36,7 +36,7 @@ async def test_monitored_barrier_waits_for_all_ranks(transport: str) -> None:
 def failures(
     missing: set[int], timeouts: dict[int, Any], wait_all_ranks: bool, latency: tuple[float, float] | None = None
 ) -> dict[int, CollectiveTimeoutError]:
-    """Let all ranks of four but `missing` call it; return their errors."""
+    """Let all of four ranks except `missing` call `monitored_barrier`; return their errors."""
 
     async def rank(pg: ProcessGroup) -> CollectiveTimeoutError | None:
         await pg.barrier()
@@ -79,7 +79,7 @@ def test_missing_rank_0_is_named() -> None:
 
 
 def test_rank_without_a_report_refers_to_rank_0() -> None:
-    # No answer can reach it in that time.
+    # No answer can reach rank 2 within its timeout.
     for error in failures({3}, {2: 0.01}, True, (0.02, 0.02)).values():
         assert "check its log, which names the missing ranks" in str(error)
         assert error.ranks == (0,)
@@ -88,7 +88,7 @@ def test_rank_without_a_report_refers_to_rank_0() -> None:
 @pytest.mark.ranks(5)
 @over(*LINKS)
 async def test_monitored_barrier_of_a_subgroup_names_its_own_ranks(pg: ProcessGroup) -> None:
-    """Of the group of ranks 1, 2 and 4, the last two do not come: its ranks 1 and 2."""
+    """Ranks 2 and 4 of the world do not call. In the subgroup they are ranks 1 and 2."""
     part = await pg.split_group([1, 2, 4])
     if part is None:
         return

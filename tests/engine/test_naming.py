@@ -1,4 +1,4 @@
-"""Timeouts and warnings name the ranks that have not come, whoever is missing and whoever says so."""
+"""Names of missing ranks in the timeouts and warnings of all waiting ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATENCY = (0.0005, 0.002)
 @pytest.mark.parametrize("timeout", [0.05, 0.2, 0.6, 3.0, 100.0])
 @pytest.mark.parametrize("missing", [{0}, {2}, {0, 1}, {3, 1}])
 def test_waiting_ranks_name_the_same_missing_ranks(missing: set[int], timeout: float) -> None:
-    """Also when the lowest rank, which is asked first, is one of them."""
+    """The lowest rank, which would be the coordinator, may be one of the missing ranks."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -72,7 +72,7 @@ def test_rank_without_operations_is_named_as_missing() -> None:
 
 
 def test_reported_operation_of_a_rank_is_no_older_than_its_last_report() -> None:
-    """Rank 1 goes on with other operations after it has been asked for the first time."""
+    """Rank 1 makes other calls after the first query about its operations."""
 
     async def rank(pg: ProcessGroup) -> None:
         works: list[Work[Any]] = []
@@ -94,12 +94,12 @@ def test_reported_operation_of_a_rank_is_no_older_than_its_last_report() -> None
 
 
 def test_stall_reports_take_messages_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All report, and the coordinator asks and answers all; not all of them because of each of them."""
-    told = 0
+    """The number of messages must not grow with the square of the number of ranks."""
+    messages_sent = 0
 
     def count(*_: Any) -> None:
-        nonlocal told
-        told += 1
+        nonlocal messages_sent
+        messages_sent += 1
 
     spied(monkeypatch, stall_told=count)
 
@@ -109,12 +109,11 @@ def test_stall_reports_take_messages_in_proportion_to_the_ranks(monkeypatch: pyt
         await pg.barrier()
 
     run_virtual(32, rank, latency=LATENCY)
-    # Each second: a report, its answer, a question, its answer, and what is told to all when answers have gathered.
-    assert 32 * 10 <= told <= 32 * 11 * 6
+    # Per rank and second: a report, its answer, a query, its answer, and a summary of the gathered answers.
+    assert 32 * 10 <= messages_sent <= 32 * 11 * 6
 
 
 def test_late_rank_is_named_once_per_waiting_rank_and_operation(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning per operation, from each rank that waits."""
 
     async def rank(pg: ProcessGroup) -> None:
         for late in range(2):
@@ -124,15 +123,15 @@ def test_late_rank_is_named_once_per_waiting_rank_and_operation(caplog: pytest.L
 
     with caplog.at_level(logging.WARNING, logger="aiocoll"):
         run_virtual(3, rank, latency=LATENCY, options=GroupOptions(warn_after=5))
-    said = [record.getMessage() for record in caplog.records]
+    warnings = [record.getMessage() for record in caplog.records]
     for late, waiting in itertools.product(range(2), range(3)):
-        found = [text for text in said if f"rank {waiting}: ALLREDUCE (sequence {late + 1})" in text]
+        found = [text for text in warnings if f"rank {waiting}: ALLREDUCE (sequence {late + 1})" in text]
         assert len(found) == (late != waiting)
         assert all(f"it waits for rank {late} (" in text for text in found)
 
 
 def test_waiting_message_names_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody is asked about it: only its two ends know of it."""
+    """Ranks send no queries about a message, because only its two ends know of it."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -150,12 +149,12 @@ def test_waiting_message_names_what_it_waits_for(caplog: pytest.LogCaptureFixtur
 
     with caplog.at_level(logging.WARNING, logger="aiocoll"):
         run_virtual(2, rank, latency=LATENCY, options=GroupOptions(warn_after=5))
-    said = sorted(record.getMessage() for record in caplog.records)
+    warnings = sorted(record.getMessage() for record in caplog.records)
     ends = [
         "5.0 s: no message with tag 7 has arrived from rank 1",
         "5.0 s: no message with tag 8 has arrived from any rank",
         "5.0 s: no message with tag 0 has arrived from rank 0",
         "5.0 s: rank 0 has not taken all of it",
     ]
-    assert [text.split("waiting for ")[1] for text in said] == ends
-    assert not any("sequence" in text for text in said)
+    assert [text.split("waiting for ")[1] for text in warnings] == ends
+    assert not any("sequence" in text for text in warnings)

@@ -1,4 +1,4 @@
-"""Random faults at every step, on a virtual clock: of one job never two parts both go on."""
+"""Random faults at every step, on a virtual clock: two parts of a job must never both continue."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
 
-#: Seeds of `make test-all`, and of `make soak`, where there may be more. Taken out of the environment, where the
-#: library refuses what it does not know.
+#: Seeds of `make test-all` and of `make soak`. The variable is removed from the environment, because the library
+#: refuses variables with unknown names.
 FEW = 200
 MANY = int(os.environ.pop("AIOCOLL_SPLIT_SEEDS", "20000"))
-#: Virtual second by which all faults have been, and the one by which all cuts have healed and stopped ranks go on.
+#: Virtual second by which all faults have begun, and the one by which cuts have healed and stopped ranks continue.
 CALM, HEALED = 30.0, 60.0
-#: Virtual second at which the ranks that go on say so: every agreement is over by then.
+#: Virtual second at which continuing ranks record their group. Every agreement has ended by then.
 END = 150.0
 
 
 class Trial:
-    """One job: what befalls it is a function of the seed.
+    """A job with random faults, all drawn from the seed.
 
-    The ranks reduce, again and again; they shrink when they fail, and take in newcomers for those they have lost, in
-    half of the jobs. At the end whoever still reduces tells with whom.
+    The ranks reduce repeatedly, and shrink their group after a failure. In half of the jobs, newcomers replace lost
+    ranks. At the end, every rank that still reduces records the members of its group.
     """
 
     def __init__(self, seed: int) -> None:
@@ -42,14 +42,14 @@ class Trial:
         spares = chance.choice([0, 0, 1, 2])
         self.hosts = Hosts([chance.randrange(chance.randrange(1, 4)) for _ in range(self.size + spares)], seed)
         self.spares = list(range(self.size, self.size + spares))
-        self.on: dict[int, tuple[int, ...]] = {}
+        self.continued: dict[int, tuple[int, ...]] = {}
         self.groups: dict[int, ProcessGroup] = {}
         self.faults: list[str] = []
 
     def run(self) -> None:
-        """Run the job; fail if two of its parts went on."""
+        """Run the job, and check that no two of its parts continued."""
         self.hosts.run(self._main)
-        self._judge()
+        self._check()
 
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
@@ -57,7 +57,7 @@ class Trial:
         storm = chance.choice([None, chance.uniform(0, CALM / 2)])
         for _ in range(chance.randrange(1, 6)):
             fault = self._fault()
-            if storm is not None:  # in the same agreement, and around the bounds of its steps
+            if storm is not None:  # all faults in one agreement, near the timeouts of its steps
                 loop.call_later(storm + chance.choice([0, 0.02, 0.5, 2.5, 5.0, 7.5]) + chance.uniform(0, 0.1), fault)
             elif chance.random() < 0.7:
                 self.hosts.at_frame[int(10 ** chance.uniform(0, 3.3))] = fault
@@ -69,21 +69,21 @@ class Trial:
             await asyncio.sleep(CALM)
             self.hosts.at_frame.clear()
             await asyncio.sleep(HEALED - CALM)
-            self.hosts.calm()
+            self.hosts.end_cuts_and_stops()
             await asyncio.wait(self.hosts.programs.values())
             for process, task in self.hosts.programs.items():
                 if process not in self.hosts.killed:
                     task.result()
 
     def _fault(self) -> Any:
-        """Choose one thing that goes wrong, and return what does it."""
+        """Draw a fault, and return a function that injects it."""
         hosts, chance = self.hosts, self.chance
         processes = range(len(hosts.hosts))
         one, other = chance.sample(processes, 2) if len(processes) > 1 else (0, 0)
         kind = chance.choice(["kill", "reset", "reset one", "cut", "cut one way", "isolate", "stop"])
         lasts = chance.choice([0.5, 4.0, 7.0, 20.0])
         if kind.startswith(("cut", "isolate")) and hosts.hosts[one] == hosts.hosts[other]:
-            kind = "reset"  # there is no cable inside a host
+            kind = "reset"  # ranks of one host have no network between them
         self.faults.append(f"{kind} {one} {other} {lasts}")
         kinds = [chance.choice([ConnKind.CONTROL, ConnKind.DATA])]
         ways = {
@@ -97,7 +97,7 @@ class Trial:
             ],
         }.get(kind, [])
 
-        def happen() -> None:
+        def inject() -> None:
             if kind == "kill":
                 if one in hosts.programs and len(hosts.living) > 1:
                     hosts.kill(one)
@@ -112,7 +112,7 @@ class Trial:
                 hosts.cut(*way)
                 asyncio.get_running_loop().call_later(lasts, hosts.heal, *way)
 
-        return happen
+        return inject
 
     async def _member(self, process: int, store: HashStore) -> None:
         try:
@@ -121,32 +121,32 @@ class Trial:
             )
         except AiocollError:
             return
-        await self._go_on(process, pg, store)
+        await self._reduce_and_recover(process, pg, store)
 
     async def _newcomer(self, process: int, store: HashStore) -> None:
         try:
             pg = await new_group(store=store, join=True, options=self.hosts.options(process), timeout=20.0)
         except AiocollError:
             return
-        await self._go_on(process, pg, store)
+        await self._reduce_and_recover(process, pg, store)
 
-    async def _go_on(self, process: int, pg: ProcessGroup, store: HashStore) -> None:
-        """Reduce and recover until the end."""
+    async def _reduce_and_recover(self, process: int, pg: ProcessGroup, store: HashStore) -> None:
+        """Reduce, and recover from failures, until the end."""
         loop = asyncio.get_running_loop()
         chance = random.Random(self.seed * 1000 + process)
         self.groups[process] = pg
         while True:
             try:
                 for round in itertools.count(1):
-                    over = np.array([loop.time() > END, len(self.spares) > 0], dtype=np.float64)
-                    await pg.allreduce(over, ReduceOp.MIN)
+                    flags = np.array([loop.time() > END, len(self.spares) > 0], dtype=np.float64)
+                    await pg.allreduce(flags, ReduceOp.MIN)
                     tensor = await pg.allreduce(np.full(30_000 if round % 4 == 0 else 1, 2.0 ** pg.rank()))
                     assert (tensor == 2.0 ** pg.size() - 1).all()
-                    if over[0]:
-                        self.on[process] = tuple(await pg.allgather_object(process))
-                        await asyncio.sleep(END)  # leaving is no part of this
+                    if flags[0]:
+                        self.continued[process] = tuple(await pg.allgather_object(process))
+                        await asyncio.sleep(END)  # departures are not tested here
                         return
-                    if pg.size() < self.size and over[1]:
+                    if pg.size() < self.size and flags[1]:
                         pg = self.groups[process] = await self._grow(pg, store)
                     await asyncio.sleep(chance.choice([0.0, 0.01, 1.0, 5.0]))
             except GroupError:
@@ -163,7 +163,7 @@ class Trial:
                 return
 
     async def _grow(self, pg: ProcessGroup, store: HashStore) -> ProcessGroup:
-        """Take in a newcomer, if it can be had; else the group is as before."""
+        """Grow the group by one newcomer; return the old group if none joins."""
         if pg.rank() == 0 and self.spares:
             spare = self.spares.pop()
             self.hosts.start(spare, partial(self._newcomer, spare, store))
@@ -174,21 +174,21 @@ class Trial:
         await pg.shutdown()
         return larger
 
-    def _judge(self) -> None:
-        told = f"seed {self.seed}: hosts {self.hosts.hosts}, {self.size} ranks, {self.faults}: {self.on}"
-        for process, members in self.on.items():
-            assert process in members, told
-            assert set(members) == set(self.on), told
+    def _check(self) -> None:
+        details = f"seed {self.seed}: hosts {self.hosts.hosts}, {self.size} ranks, {self.faults}: {self.continued}"
+        for process, members in self.continued.items():
+            assert process in members, details
+            assert set(members) == set(self.continued), details
         decided: dict[tuple[int, int], set[str]] = {}
         for endpoint, process in self.hosts.endpoints.items():
             for key, agreement in endpoint.agreements.voters.items():
                 if agreement.outcome is not None and process not in self.hosts.killed:
                     outcome = {name: agreement.outcome[name] for name in ("members", "grown")}
                     decided.setdefault(key, set()).add(str(outcome))
-        assert all(len(outcomes) == 1 for outcomes in decided.values()), f"{told}, {decided}"
+        assert all(len(outcomes) == 1 for outcomes in decided.values()), f"{details}, {decided}"
 
 
-#: Seeds that failed once: a rank gets a link anew before it has noticed the end of the old one.
+#: Seeds that failed once: a rank got a new link before it had noticed the end of the old one.
 FAILED = [17391, 19108]
 
 
@@ -199,19 +199,19 @@ FAILED = [17391, 19108]
     ids=["few", "failed once", "many"],
 )
 def test_two_parts_of_a_job_never_both_continue(seeds: Sequence[int]) -> None:
-    went_on = 0
+    jobs_continued = 0
     for seed in seeds:
         trial = Trial(seed)
         trial.run()
-        went_on += bool(trial.on)
-    assert went_on >= 0.8 * len(seeds)  # it is not safe by never going on
+        jobs_continued += bool(trial.continued)
+    assert jobs_continued >= 0.8 * len(seeds)  # jobs that never continue would pass the other checks
 
 
 def test_dead_ranks_count_in_the_quorum_while_a_living_rank_is_missing() -> None:
-    """Ranks 0 to 2 go on without 3 and 4, which are cut off; then 0 and 1 die. Most of the living are 3 and 4 now."""
+    """Ranks 3 and 4 are cut off. After the deaths of ranks 0 and 1 they are the majority of the living ranks."""
     hosts = Hosts([0, 0, 1, 0, 0])
     here, there = (0, 1, 2), (3, 4)
-    on: dict[int, tuple[int, ...]] = {}
+    continued: dict[int, tuple[int, ...]] = {}
     without: dict[int, tuple[int, ...]] = {}
     decided = asyncio.Event()
 
@@ -220,14 +220,14 @@ def test_dead_ranks_count_in_the_quorum_while_a_living_rank_is_missing() -> None
         await pg.wait_revoked()
         while True:
             try:
-                on[process] = (await pg.shrink()).global_ranks
+                continued[process] = (await pg.shrink()).global_ranks
             except PeerLostError as error:
                 without[process] = error.ranks
                 await asyncio.sleep(1)
             except GroupError as error:
                 return str(error)
             else:
-                if len(on) == len(here):
+                if len(continued) == len(here):
                     decided.set()
                 await asyncio.sleep(END)
 
@@ -244,8 +244,8 @@ def test_dead_ranks_count_in_the_quorum_while_a_living_rank_is_missing() -> None
             hosts.kill(1)
             await asyncio.sleep(CALM)
             assert without == dict.fromkeys(there, (2,))
-            assert on == dict.fromkeys(here, here)
-            hosts.calm()
+            assert continued == dict.fromkeys(here, here)
+            hosts.end_cuts_and_stops()
             for process in there:
                 assert "ranks 0, 1, 2 continued without it" in await hosts.programs[process]
             hosts.programs[2].cancel()

@@ -1,4 +1,4 @@
-"""Ranks of which one cannot open connections to another, as behind a firewall that is open one way."""
+"""Pairs of ranks in which only one can connect to the other, as behind a one-way firewall."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ KEY = b"k" * 32
 
 
 @contextmanager
-def unanswered() -> Iterator[tuple[str, int]]:
-    """Return an address of this host that answers no SYN: its listener's backlog is full."""
+def unanswering_address() -> Iterator[tuple[str, int]]:
+    """Yield an address of this host that answers no SYN, because its listener's backlog is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
-        there = listener.getsockname()
+        address = listener.getsockname()
         waiting = [socket.socket() for _ in range(3)]
         for sock in waiting:
             sock.setblocking(False)
-            sock.connect_ex(there)
+            sock.connect_ex(address)
         try:
-            yield there
+            yield address
         finally:
             for sock in waiting:
                 sock.close()
 
 
-class View(Store):
-    """A store that shows one rank the cards of some others with another address."""
+class DisguisingStore(Store):
+    """A store that shows one rank the cards of `hidden` ranks with another address."""
 
     def __init__(self, store: Store, where: tuple[str, int], hidden: list[int]) -> None:
         super().__init__(store.timeout)
@@ -65,23 +65,23 @@ class View(Store):
 
 
 async def run(world_size: int, barred: set[tuple[int, int]], work: Callable[[ProcessGroup], Awaitable[None]]) -> None:
-    """Run `work` on ranks of which the first of each pair in `barred` cannot connect to the second."""
+    """Run `work` on all ranks. In each pair of `barred`, the first rank cannot connect to the second."""
     store = HashStore()
 
     async def rank(number: int) -> None:
-        view = View(store, there, [to for one, to in barred if one == number])
+        view = DisguisingStore(store, address, [to for one, to in barred if one == number])
         options = GroupOptions(transport="tcp", job_key=KEY)
         async with new_group(store=view, rank=number, world_size=world_size, timeout=60, options=options) as pg:
             await work(pg)
 
-    with unanswered() as there:
+    with unanswering_address() as address:
         async with asyncio.TaskGroup() as ranks:
             for number in range(world_size):
                 ranks.create_task(rank(number))
     await store.aclose()
 
 
-#: Which rank cannot connect to which. Everybody has to reach rank 0, where the ranks meet.
+#: Pairs in which the first rank cannot connect to the second. All ranks must reach rank 0, where they meet.
 BARRED = [(2, {(0, 1)}), (3, {(0, 1)}), (3, {(1, 2)}), (3, {(2, 1)}), (4, {(0, 1), (0, 2), (0, 3), (1, 2), (3, 2)})]
 
 
@@ -104,7 +104,7 @@ async def test_both_ends_can_send_over_a_one_way_connection(world_size: int, bar
 async def test_blocked_end_can_send_over_a_link_opened_by_its_peer(
     world_size: int, barred: set[tuple[int, int]]
 ) -> None:
-    """Who waits for a rank opens a link to it, since that one may not be able to."""
+    """A waiting rank opens a link to its peer, because the peer may be unable to open one."""
 
     async def broadcasts(pg: ProcessGroup) -> None:
         for root in range(world_size):

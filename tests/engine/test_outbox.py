@@ -1,4 +1,4 @@
-"""What ranks post once for several readers: whoever does not read costs the others frames, and never a wait."""
+"""Contributions posted once for several readers: a late reader makes others use frames, but never wait."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from aiocoll.transport.shm.slots import CommonWriter
 
 from ..internals import comm_of, use_same_slots
 from ..ranks import until
-from .test_slot_program import call, check, fails, jobs, posts
+from .test_slot_program import call, check, check_failure, jobs, posts
 
 
-def common(pg: ProcessGroup) -> CommonWriter:
-    """Return the common lane of a rank."""
+def common_lane(pg: ProcessGroup) -> CommonWriter:
+    """Return the writer of a rank's common lane."""
     shared = next(channel.shared for channel in comm_of(pg).channels if channel.shared is not None)
     writer = shared.common_writer
     assert isinstance(writer, CommonWriter)
     return writer
 
 
-def used(pg: ProcessGroup) -> int:
-    """Return how often a rank has used its common lane."""
-    return sum(common(pg).posted)
+def common_posts(pg: ProcessGroup) -> int:
+    """Return how often a rank has posted to its common lane."""
+    return sum(common_lane(pg).posted)
 
 
 @pytest.mark.parametrize(("world_size", "uses"), [(2, 0), (3, 1), (4, 1)])
 async def test_contribution_for_several_readers_is_posted_once(world_size: int, uses: int) -> None:
-    """For one reader it is in that one's lane."""
+    """A contribution for a single reader goes to the lane of that reader."""
     async with jobs(world_size) as (pgs,):
-        before = [used(pg) for pg in pgs]
+        before = [common_posts(pg) for pg in pgs]
         await check([call(pg) for pg in pgs], world_size)
-        assert [used(pg) - old for pg, old in zip(pgs, before, strict=True)] == [uses] * world_size
+        assert [common_posts(pg) - old for pg, old in zip(pgs, before, strict=True)] == [uses] * world_size
 
 
 @pytest.mark.parametrize(("nbytes", "uses"), [(1 << 16, 1), ((1 << 16) + 8, 0)])
 async def test_largest_contribution_is_the_same_for_any_number_of_readers(nbytes: int, uses: int) -> None:
     async with jobs(8) as (pgs,):
-        before = [used(pg) for pg in pgs]
+        before = [common_posts(pg) for pg in pgs]
         works = [pg.broadcast(np.full(nbytes // 8, float(pg.rank())), 3) for pg in pgs]
         for work in works:
             assert (await work == 3).all()
-        assert sum(used(pg) for pg in pgs) - sum(before) == uses
+        assert sum(common_posts(pg) for pg in pgs) - sum(before) == uses
 
 
 async def test_rank_0_reads_alone_and_posts_the_result_once() -> None:
     async with jobs(6) as (pgs,):
-        before = [used(pg) for pg in pgs]
+        before = [common_posts(pg) for pg in pgs]
         await check([call(pg) for pg in pgs], 6)
-        assert [used(pg) - old for pg, old in zip(pgs, before, strict=True)] == [1, 0, 0, 0, 0, 0]
+        assert [common_posts(pg) - old for pg, old in zip(pgs, before, strict=True)] == [1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "alltoall", "reduce_scatter"])
 async def test_blocks_for_single_ranks_do_not_use_the_common_lane(kind: str) -> None:
     async with jobs(3) as (pgs,):
-        before = sum(used(pg) for pg in pgs)
+        before = sum(common_posts(pg) for pg in pgs)
 
         async def rank(pg: ProcessGroup) -> None:
             blocks = [np.full(2, float(pg.rank())) for _ in pgs]
@@ -75,44 +75,44 @@ async def test_blocks_for_single_ranks_do_not_use_the_common_lane(kind: str) -> 
                 await pg.reduce_scatter(mine, blocks)
 
         await asyncio.gather(*(rank(pg) for pg in pgs))
-        assert sum(used(pg) for pg in pgs) == before
+        assert sum(common_posts(pg) for pg in pgs) == before
 
 
 @pytest.mark.parametrize("count", [1, 512])
 async def test_late_reader_makes_other_groups_use_frames_without_waiting(count: int) -> None:
     async with jobs(3, "ab") as (a, b):
         late = [call(pg, count) for pg in a[:2] for _ in range(SMALL_SLOTS)]
-        before = used(a[0])
+        before = common_posts(a[0])
         for _ in range(3):
             await check([call(pg, count) for pg in b], 3)
-        assert used(a[0]) == before, "all slots have what rank 2 is still to read"
+        assert common_posts(a[0]) == before, "a slot of the common lane was used before rank 2 had read it"
         late += [call(a[2], count) for _ in range(SMALL_SLOTS)]
         await check(late, 3)
         await check([call(pg, count) for pg in b], 3)
-        assert used(a[0]) == before + 1
+        assert common_posts(a[0]) == before + 1
 
 
 async def test_two_jobs_of_one_process_have_separate_outboxes() -> None:
     async with jobs(3) as (a,), jobs(3) as (b,):
-        assert common(a[0]) is not common(b[0])
-        before = used(b[0])
+        assert common_lane(a[0]) is not common_lane(b[0])
+        before = common_posts(b[0])
         late = [call(pg) for pg in a[:2] for _ in range(SMALL_SLOTS)]
         await check([call(pg) for pg in b], 3)
-        assert used(b[0]) == before + 1, "what the other job has not read is no concern of this one"
+        assert common_posts(b[0]) == before + 1, "unread posts of another job occupy slots of this job"
         await check([*late, *(call(a[2]) for _ in range(SMALL_SLOTS))], 3)
 
 
 async def test_readers_without_a_link_get_a_frame_and_others_a_slot() -> None:
-    """As long as a link is being opened."""
+    """A channel has no shared memory while its link is being opened."""
     async with jobs(3) as (pgs,):
         channel = comm_of(pgs[0]).channels[2]
         shared, channel.shared = channel.shared, None
-        before = [posts(pgs[0], 1), used(pgs[0])]
+        before = [posts(pgs[0], 1), common_posts(pgs[0])]
         calls = [call(pg) for pg in pgs[:2]]
         channel.shared = shared
         calls.append(call(pgs[2]))
         await check(calls, 3)
-        assert [posts(pgs[0], 1), used(pgs[0])] == [each + 1 for each in before]
+        assert [posts(pgs[0], 1), common_posts(pgs[0])] == [each + 1 for each in before]
 
 
 async def test_rank_that_has_left_a_group_blocks_no_slot() -> None:
@@ -121,19 +121,20 @@ async def test_rank_that_has_left_a_group_blocks_no_slot() -> None:
         works = [a[0].broadcast(array, 0) for _ in range(SMALL_SLOTS)]
         await asyncio.gather(*works)
         lane = comm_of(a[0]).channels[2].shared.lane_writer  # type: ignore[union-attr]
-        assert any(lane in readers for readers in common(a[0])._readers)
+        assert any(lane in readers for readers in common_lane(a[0])._readers)
         identity = comm_of(a[0]).id
         await a[2].shutdown()
         await until(lambda: comm_of(a[0]).left)
-        lines = common(a[0])._lines
+        lines = common_lane(a[0])._lines
         assert not any(
-            lane in readers and lines[(slot << 3) + 1] == identity for slot, readers in enumerate(common(a[0])._readers)
+            lane in readers and lines[(slot << 3) + 1] == identity
+            for slot, readers in enumerate(common_lane(a[0])._readers)
         )
         for _ in range(SMALL_SLOTS):
             await a[1].broadcast(array, 0)
-        before = used(a[0])
+        before = common_posts(a[0])
         await check([call(pg) for pg in b], 3)
-        assert used(a[0]) == before + 1
+        assert common_posts(a[0]) == before + 1
 
 
 async def test_failed_group_blocks_no_slot() -> None:
@@ -141,12 +142,12 @@ async def test_failed_group_blocks_no_slot() -> None:
         works = [call(pg)[1] for pg in a[:2] for _ in range(SMALL_SLOTS)]
         a[0].abort("a test")
         for work in works:
-            await fails(work)
+            await check_failure(work)
         async with asyncio.timeout(20):
             await asyncio.gather(*(pg.wait_revoked() for pg in a))
-        before = used(b[0])
+        before = common_posts(b[0])
         await check([call(pg) for pg in b], 3)
-        assert used(b[0]) == before + 1
+        assert common_posts(b[0]) == before + 1
 
 
 @pytest.mark.parametrize("nbytes", [1 << 15, 1 << 40, (1 << 64) - 1])
@@ -174,7 +175,7 @@ async def test_partial_element_in_a_slot_is_refused_and_names_the_rank() -> None
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_overlapping_groups_may_call_in_any_order(seed: int) -> None:
-    """Each rank makes the calls of its groups in an order of its own; small, middle and framed ones."""
+    """Each rank shuffles its calls. Their arrays fit small slots, middle slots or frames."""
     chance = random.Random(seed)
     members = [(0, 1, 2, 3), (0, 1, 2), (1, 2, 3), (0, 3), (0, 2, 3), (1, 2, 3)]
     sizes = [chance.choice([1, 5, 100, 513, 2000]) for _ in range(12)]
@@ -206,14 +207,14 @@ async def test_overlapping_groups_may_call_in_any_order(seed: int) -> None:
 
 
 async def test_alternating_groups_use_different_slots() -> None:
-    """Their calls have the same numbers, and a rank begins the second before others have read the first."""
+    """Calls of both groups have the same numbers, and ranks post for the second group before the first is read."""
     async with jobs(3, "abcd") as groups:
         shifts = {comm_of(group[0]).id % SMALL_SLOTS: group for group in groups}
-        assert len(shifts) > 1, "four groups have the same by chance once in two million times"
+        assert len(shifts) > 1, "all four group ids select the same slots, by a chance of one in two million"
         one, other, *_ = shifts.values()
         for pg in (*one, *other):
             comm_of(pg).slots = Slots(comm_of(pg).channels, comm_of(pg).id, comm_of(pg).chunk_nbytes)
-        before = used(one[0])
+        before = common_posts(one[0])
         calls = [call(pg) for group in (one, other) for pg in group[:2]]
-        assert used(one[0]) == before + 2
+        assert common_posts(one[0]) == before + 2
         await check([*calls, *(call(group[2]) for group in (one, other))], 3)

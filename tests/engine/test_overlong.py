@@ -1,4 +1,4 @@
-"""A rank that sends more than it has announced: nobody takes it, and the group fails by the name of that rank."""
+"""Messages longer than announced: the receiver refuses them, and the group fails and names the sender."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 from ..internals import comm_of, without_accelerator
 from ..ranks import LINKS, run_ranks
 
-#: Bytes too many: two elements.
+#: Surplus bytes: two elements.
 EXTRA = 16
-#: Elements of a message of one frame, of one whose payload is received in its place, and of one of some frames.
+#: Elements of messages: in one frame, in one frame received directly into the array, and in several frames.
 COUNTS = (5, 20_000, 2 * SEGMENT // 8 + 7)
 MARK = -7.0
 
 
-class Stretched:
-    """A link that puts bytes behind the last frame of every message, and counts them in."""
+class StretchingLink:
+    """A link that appends bytes to the last frame of every message, and adds them to its length."""
 
     def __init__(self, link: Any) -> None:
         self._link = link
@@ -42,12 +42,12 @@ class Stretched:
 
 
 def gather(pg: ProcessGroup, array: Any) -> Work[Any]:
-    """Rank 0 sends what comes first in the output of all: what is too much would be in the part of rank 1."""
+    """Start an allgather in which surplus bytes of rank 0 would overwrite the part of rank 1."""
     half = len(array) // 2
     return pg.allgather_into_tensor(array, array[pg.rank() * half : (pg.rank() + 1) * half].copy())
 
 
-#: How many times the elements of a message the array has, and the call.
+#: The length of the array in messages, and the call.
 CALLS: dict[str, tuple[int, Callable[[ProcessGroup, Any], Work[Any]]]] = {
     "broadcast": (1, lambda pg, array: pg.broadcast(array, 0)),
     "reduce": (1, lambda pg, array: pg.reduce(array, 1)),
@@ -65,14 +65,14 @@ async def test_overlong_message_fails_the_group(transport: str, name: str, count
     ready = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
-        without_accelerator(pg)  # which sends no frames
-        # There is a link, and nothing on its way.
+        without_accelerator(pg)  # the accelerator sends no frames
+        # After this call, links exist and no frames are on their way.
         await pg.alltoall_object([None] * 2)
         whole = np.full(times * count + 4, MARK)
         array = whole[2:-2]
         if pg.rank() == 0:
             channel = comm_of(pg).channels[1]
-            channel.link = Stretched(channel.link)  # type: ignore[assignment]
+            channel.link = StretchingLink(channel.link)  # type: ignore[assignment]
             await ready.wait()
             call(pg, array)
         else:
@@ -80,7 +80,7 @@ async def test_overlong_message_fails_the_group(transport: str, name: str, count
             ready.set()
             with pytest.raises(GroupError, match=r"rank 0 sent more than the \d+ bytes of its message"):
                 await work
-            # What was called for may hold anything by now, but nothing is where nothing belongs.
+            # The part of the message may have been overwritten, but nothing beyond it.
             assert (array[count:] == MARK).all()
         await pg.wait_revoked()
         assert (whole[:2] == MARK).all()

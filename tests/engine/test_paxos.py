@@ -1,6 +1,6 @@
-"""The one decision of a shrinking group when notes are lost or come late: promises are kept, acceptances remembered.
+"""The agreement on one shrunk group when messages are lost or late: voters keep promises and acceptances.
 
-Ranks run on a virtual clock with links that are whole. What is lost or late are the notes of the agreement alone.
+Ranks run on a virtual clock, and their links never break. Only messages of the agreement are lost or late.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from aiocoll.testing.virtual import run_virtual
 
 from ..internals import comm_of, replaced
 
-#: Seconds a frame takes at least and at most.
+#: Shortest and longest latency of a frame in seconds.
 LATENCY = (0.0005, 0.02)
 
-Say = Callable[[Voter, int, dict[str, Any]], None]
+SendMessage = Callable[[Voter, int, dict[str, Any]], None]
 Ranks = tuple[int, ...]
 
-say: Say = Voter.send
+send_message: SendMessage = Voter.send
 
 
-def shrunk(
+def shrunk_groups(
     world_size: int,
-    between: Say,
+    between: SendMessage,
     monkeypatch: pytest.MonkeyPatch,
     seed: int = 0,
     late: Callable[[], float] = float,
     tries: int = 1,
 ) -> list[Ranks | None]:
-    """Shrink a group of which nobody has died; return the group that each rank goes on in, None if in none.
+    """Shrink a group without deaths; return the members of each rank's new group, None for a rank without one.
 
     Args:
         world_size: number of ranks.
-        between: called for each note in place of `say`.
-        monkeypatch: of the test.
-        seed: of the latencies.
-        late: seconds after which a rank calls `shrink`.
-        tries: how often it does, if there is no quorum.
+        between: called for each message in place of `send_message`.
+        monkeypatch: the fixture.
+        seed: seed of the latencies.
+        late: returns the seconds after which a rank calls `shrink`.
+        tries: number of calls of each rank while there is no quorum.
     """
 
     async def rank(pg: ProcessGroup) -> Ranks | None:
@@ -60,7 +60,7 @@ def shrunk(
             except GroupError:
                 pass
             break
-        # Nobody ends before all have decided: who has ended has no say.
+        # Every rank stays until all have decided: a rank that has ended has no vote.
         await asyncio.sleep(200)
         if small is None:
             return None
@@ -76,7 +76,7 @@ def shrunk(
 def test_value_that_may_be_decided_is_proposed_again(
     world_size: int, reached: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 decides by the acceptances of a bare quorum and falls silent; another coordinator takes over."""
+    """Rank 0 decides with the acceptances of a bare quorum and falls silent. Another coordinator takes over."""
     silent = False
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -85,16 +85,16 @@ def test_value_that_may_be_decided_is_proposed_again(
             silent = silent or note["what"] == "decided"
             if silent or (note["what"] == "propose" and rank not in reached):
                 return
-        say(self, rank, note)
+        send_message(self, rank, note)
 
-    everybody = tuple(range(world_size))
-    assert shrunk(world_size, between, monkeypatch) == [everybody] * world_size
+    all_ranks = tuple(range(world_size))
+    assert shrunk_groups(world_size, between, monkeypatch) == [all_ranks] * world_size
     assert silent
 
 
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proposals of rank 0 are late: all others have passed it over, and voted at rank 1."""
+    """The proposals of rank 0 arrive after all other ranks have skipped it and sent their votes to rank 1."""
     kept: list[tuple[Voter, int, dict[str, Any]]] = []
     voted: set[int] = set()
 
@@ -107,11 +107,11 @@ def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch:
         if rank == 1 and note["what"] == "vote" and note["ballot"] % world_size == 1:
             voted.add(me)
             if len(voted) == world_size - 1:
-                # When all these votes have come, and before rank 1 has waited long enough for that of rank 0.
-                self.parts.context.runtime.call_later(1, lambda: [say(*each) for each in kept])
-        say(self, rank, note)
+                # After the arrival of these votes, but before rank 1 stops waiting for the vote of rank 0.
+                self.parts.context.runtime.call_later(1, lambda: [send_message(*each) for each in kept])
+        send_message(self, rank, note)
 
-    first, *others = shrunk(world_size, between, monkeypatch)
+    first, *others = shrunk_groups(world_size, between, monkeypatch)
     assert len(kept) >= world_size - 2
     assert voted == set(range(1, world_size))
     assert others == [tuple(range(1, world_size))] * (world_size - 1)
@@ -119,7 +119,7 @@ def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch:
 
 
 def test_latest_accepted_value_is_proposed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 4 alone accepts what rank 0 proposes, then ranks 1 to 3 decide something else, and rank 1 falls silent."""
+    """Only rank 4 accepts the proposal of rank 0. Then ranks 1 to 3 decide another one, and rank 1 falls silent."""
     silent = False
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -133,16 +133,16 @@ def test_latest_accepted_value_is_proposed_again(monkeypatch: pytest.MonkeyPatch
             silent = silent or what == "decided"
             if silent or (what == "propose" and rank == 4):
                 return
-        say(self, rank, note)
+        send_message(self, rank, note)
 
-    results = shrunk(5, between, monkeypatch)
+    results = shrunk_groups(5, between, monkeypatch)
     assert silent
     assert results[1:4] == [(1, 2, 3)] * 3
     assert {results[0], results[4]} == {None}
 
 
 def test_voter_keeps_its_latest_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has accepted its own proposal alone, then accepts, unasked before, what decides for ranks 1 and 2."""
+    """Rank 0 alone accepts its own proposal, and later accepts the one that ranks 1 and 2 decide."""
     decided = False
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -154,27 +154,27 @@ def test_voter_keeps_its_latest_acceptance(monkeypatch: pytest.MonkeyPatch) -> N
                 return
             if me == 1 and (decided or (rank == 0) != (what == "propose")):
                 return
-        say(self, rank, note)
+        send_message(self, rank, note)
 
-    first, *others = shrunk(3, between, monkeypatch, tries=9)
+    first, *others = shrunk_groups(3, between, monkeypatch, tries=9)
     assert decided
     assert others == [(1, 2)] * 2
     assert first is None
 
 
 def test_new_coordinator_requests_votes_of_ranks_that_voted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rank 0 only rank 2 hears anything, so it alone would stay there, and be left out by the others."""
+    """Only rank 2 gets messages of rank 0. It must not stay with rank 0 and be excluded by the others."""
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         if self.rank != 0 or rank in (0, 2):
-            say(self, rank, note)
+            send_message(self, rank, note)
 
-    everybody = (0, 1, 2, 3, 4)
-    assert shrunk(5, between, monkeypatch) == [everybody] * 5
+    all_ranks = (0, 1, 2, 3, 4)
+    assert shrunk_groups(5, between, monkeypatch) == [all_ranks] * 5
 
 
 def test_coordinator_learns_dead_ranks_from_a_vote() -> None:
-    """Only rank 2 has seen the end of rank 3: the others need not wait for its vote."""
+    """Only rank 2 knows that rank 3 is dead. With its vote, the other ranks do not wait for rank 3."""
 
     async def rank(pg: ProcessGroup) -> Ranks | None:
         if pg.rank() == 3:
@@ -197,8 +197,10 @@ def test_coordinator_learns_dead_ranks_from_a_vote() -> None:
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
 )
-def test_agreement_yields_one_group_despite_lost_and_late_notes(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    went_on = 0
+def test_agreement_yields_one_group_despite_lost_and_late_messages(
+    seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials_continued = 0
     for seed in seeds:
         chance = random.Random(seed)
         world_size = chance.randrange(2, 7)
@@ -213,14 +215,14 @@ def test_agreement_yields_one_group_despite_lost_and_late_notes(seeds: range, mo
             delay: float = delay,
         ) -> None:
             if rank == self.rank:
-                say(self, rank, note)
+                send_message(self, rank, note)
             elif chance.random() >= loss:
-                self.parts.context.runtime.call_later(chance.uniform(0, delay), say, self, rank, note)
+                self.parts.context.runtime.call_later(chance.uniform(0, delay), send_message, self, rank, note)
 
-        results = shrunk(
+        results = shrunk_groups(
             world_size, between, monkeypatch, seed, late=lambda chance=chance: chance.choice([0.0, 0.1, 4.0, 9.0])
         )
         groups = {result for result in results if result is not None}
         assert len(groups) <= 1, f"seed {seed}: {results}"
-        went_on += bool(groups)
-    assert went_on > len(seeds) / 2
+        trials_continued += bool(groups)
+    assert trials_continued > len(seeds) / 2

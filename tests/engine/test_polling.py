@@ -1,4 +1,4 @@
-"""Polling by one rank, on a clock that the test moves: when it ends, when it rests, and how often it looks."""
+"""Polling by one rank on a clock that the test moves: its duration, its frequency and its pauses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from aiocoll.engine.polling import DOUBT, TURN, Polling
 from aiocoll.runtime import BUDGET
 
-#: Seconds that a rank polls without result, and that one look at the links takes.
+#: Seconds that a rank polls without a result, and seconds that one poll takes.
 SPIN, LOOK = 50e-6, 1e-6
 
 
 class Clock:
-    """A runtime whose clock goes on by `LOOK` whenever it is read."""
+    """A runtime whose clock moves forward by `LOOK` at every reading."""
 
     may_spin = True
     due = False
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Bench:
-    """A rank with one link, whose polls have the results that a test gives: what comes later is nothing."""
+    """A rank with one link, whose polls return `results` and then False."""
 
     def __init__(self, results: list[bool], *, crowded: bool = False, spin: float = SPIN) -> None:
         self.clock = Clock()
@@ -48,7 +48,7 @@ class Bench:
         self.completion: Any = SimpleNamespace(done=False)
         self.ends_at = 0
         # Whether the peer is on the same core; None: it shares no memory.
-        self.beside: bool | None = None
+        self.same_core: bool | None = None
         self.context: Any = SimpleNamespace(runtime=self.clock, quiet=contextvars.copy_context())
         self.polling = Polling(self.context, {1: self}, spin, crowded)  # type: ignore[dict-item]
         self.polling.links = (self,)  # type: ignore[assignment]
@@ -59,10 +59,10 @@ class Bench:
 
     @property
     def shared(self) -> Bench | None:
-        return None if self.beside is None else self
+        return None if self.same_core is None else self
 
     def is_beside(self) -> bool:
-        return bool(self.beside)
+        return bool(self.same_core)
 
     def poll(self) -> bool:
         self.polls += 1
@@ -78,7 +78,7 @@ def test_await_polls_until_its_work_is_done() -> None:
     bench.polling.spin(bench.completion)
     assert bench.polls == 3
     bench.polling.spin(bench.completion)
-    assert bench.polls == 4, "it may poll again in this turn"
+    assert bench.polls == 4, "an await whose work is done may poll again in the same iteration"
 
 
 def test_await_without_result_polls_briefly_once_per_iteration() -> None:
@@ -105,18 +105,18 @@ def test_arriving_data_extends_polling_up_to_the_callback_budget() -> None:
 def test_yielded_core_time_does_not_count_as_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Bench] = []
 
-    def give_way() -> None:
+    def yield_core() -> None:
         given[0].clock.now += SPIN
 
-    monkeypatch.setattr("os.sched_yield", give_way, raising=False)
+    monkeypatch.setattr("os.sched_yield", yield_core, raising=False)
     bench = Bench([], crowded=True)
     given.append(bench)
     bench.polling.spin(bench.completion)
-    assert bench.polls == pytest.approx(BUDGET / SPIN, abs=1), "what bounds it is the time of a callback"
+    assert bench.polls == pytest.approx(BUDGET / SPIN, abs=1), "only the budget of a callback bounds the polling"
 
 
 def test_ranks_sharing_cores_yield_before_each_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who awaits has looked just now."""
+    """The first yield precedes the first poll, because the caller has polled just before the await."""
     given: list[int] = []
     monkeypatch.setattr("os.sched_yield", lambda: given.append(bench.polls), raising=False)
     bench = Bench([], crowded=True)
@@ -125,36 +125,38 @@ def test_ranks_sharing_cores_yield_before_each_poll(monkeypatch: pytest.MonkeyPa
     assert given == [0, 1, 2]
 
 
-@pytest.mark.parametrize("beside", [None, False, True])
+@pytest.mark.parametrize("same_core", [None, False, True])
 def test_peer_on_the_same_core_gets_the_core_after_a_moment(
-    beside: bool | None, monkeypatch: pytest.MonkeyPatch
+    same_core: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench([])
-    bench.beside = beside
+    bench.same_core = same_core
     given: list[int] = []
 
-    def give_way() -> None:
+    def yield_core() -> None:
         given.append(bench.polls)
         if len(given) == 3:
             bench.completion.done = True
 
-    monkeypatch.setattr("os.sched_yield", give_way, raising=False)
+    monkeypatch.setattr("os.sched_yield", yield_core, raising=False)
     bench.polling = Polling(bench.context, {1: bench}, SPIN, False)  # type: ignore[dict-item]
     bench.polling.links = (bench,)  # type: ignore[assignment]
     bench.polling.spin(bench.completion)
-    if not beside:
+    if not same_core:
         assert given == []
         return
     assert given[0] == pytest.approx(DOUBT / LOOK, abs=2)
     bench.completion.done = False
     before = bench.polls
     bench.polling.spin(bench.completion)
-    assert given[3] == before, "it is still there: the next await yields before its first look"
+    assert given[3] == before, "while the peer is on this core, an await yields before its first poll"
     bench.clock.turn()
-    bench.beside = False
+    bench.same_core = False
     yields = len(given)
     bench.polling.spin(bench.completion)
-    assert len(given) - yields == pytest.approx(DOUBT / LOOK / 2, abs=2), "until it is seen that the peer has gone"
+    assert len(given) - yields == pytest.approx(DOUBT / LOOK / 2, abs=2), (
+        "the rank must stop yielding once the peer has left the core"
+    )
 
 
 @pytest.mark.parametrize(("spin", "links"), [(0.0, True), (SPIN, False)])
@@ -173,7 +175,7 @@ def test_iteration_with_progress_polls_until_an_operation_ends() -> None:
     assert not bench.polling.linger(False)
     assert bench.polling.linger(True)
     assert bench.polls == 5
-    assert bench.polling.linger(True), "nothing is in flight: the next turn looks, this one does not"
+    assert bench.polling.linger(True), "without operations in flight, the next iteration polls and this one does not"
     assert bench.polls == 5
 
 
@@ -191,7 +193,7 @@ def test_iteration_that_uses_up_its_budget_is_followed_by_another() -> None:
     assert bench.polling.linger(True)
     first = bench.polls
     assert first == pytest.approx(BUDGET / LOOK, abs=1)
-    assert bench.polling.linger(False), "it was busy"
+    assert bench.polling.linger(False), "the iteration after a busy one must poll"
     assert bench.polls > first
 
 

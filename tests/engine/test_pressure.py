@@ -1,4 +1,4 @@
-"""Many calls in flight, giants in every order, receivers that are slow: everything completes, within the windows."""
+"""Many calls in flight, large messages in any order, and slow receivers: all calls complete within the windows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 
 async def fill_the_window(pg: ProcessGroup) -> None:
-    """Rank 0 sends rank 1 as much as may travel unasked, with tag 9, and nobody receives it."""
+    """Send eager messages with tag 9 from rank 0 to rank 1 until the window is full; rank 1 does not receive."""
     if pg.rank() == 0:
         for _ in range(LINK_WINDOW // EAGER_WINDOW):
             pg.send(np.zeros(EAGER_WINDOW, "uint8"), 1, tag=9)
@@ -35,7 +35,7 @@ async def fill_the_window(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2, timeout=5)
 @over(*LINKS)
 async def test_message_behind_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
-    """Else its receive would wait for ever, or a later message of the same tag would take its place."""
+    """Without an announcement, its receive would hang or get a later message with the same tag."""
     await fill_the_window(pg)
     if pg.rank() == 0:
         work = pg.send(np.full(nbytes, 1, "uint8"), 1)
@@ -59,7 +59,7 @@ async def test_object_behind_a_full_window_is_announced(pg: ProcessGroup) -> Non
 
 
 async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> None:
-    """Reduce one large array per key, called in the order of `keys`: all before any is awaited, or from tasks."""
+    """Reduce one large array per key in the order of `keys`: all calls before the first await, or in tasks."""
     arrays = {key: np.full(nbytes // 4, pg.rank() + 1, "float32") for key in keys}
     if tasks:
         async with asyncio.TaskGroup() as group:
@@ -75,7 +75,7 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
 @pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
 @pytest.mark.parametrize("transport", LINKS)
 async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transport: str, tasks: bool) -> None:
-    """Two groups, each rank in its own order; giant messages both ways; and small calls that need not wait for them."""
+    """Each rank calls two groups in its own order, and small calls need not wait for the large messages."""
     store = HashStore()
     over = options(transport)
 
@@ -92,7 +92,7 @@ async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transp
             running = [asyncio.create_task(exchange(*giant, tasks)) for giant in giants]
             for number in range(50):
                 assert await one.allreduce(number) == 2 * number
-            # Not before all else is in flight: the message waits for its receive, and nothing waits for the message.
+            # The receive comes last: the message waits for it, and no other call waits for the message.
             await two.recv(room, 1 - rank)
             await sending
             await asyncio.gather(*running)
@@ -118,7 +118,7 @@ async def test_ten_thousand_concurrent_collectives_complete(transport: str, keye
     count = 10_000
 
     async def rank(pg: ProcessGroup) -> None:
-        async def one(number: int) -> None:
+        async def reduce_number(number: int) -> None:
             result = await pg.allreduce(np.full(4, number), key=f"key {number}" if keyed else None)
             assert result.tolist() == [2 * number] * 4
 
@@ -127,9 +127,9 @@ async def test_ten_thousand_concurrent_collectives_complete(transport: str, keye
             random.Random(pg.rank()).shuffle(order)
         async with asyncio.TaskGroup() as tasks:
             for number in order:
-                tasks.create_task(one(number))
+                tasks.create_task(reduce_number(number))
         assert pg.pending() == []
-        assert jobs.early(pg) == 0
+        assert jobs.unclaimed_bytes(pg) == 0
 
     await run_ranks(2, rank, transport=transport)
 
@@ -150,8 +150,8 @@ async def test_data_for_groups_not_made_yet_counts_in_the_window(transport: str)
                     works += [two.broadcast(data, 0), two.send(data, 1), one.send(data, 1, 5)]
             await one.barrier()
             if rank == 1:
-                await until(lambda: jobs.early(one) > LINK_WINDOW - 2 * nbytes)
-                assert jobs.early(one) <= LINK_WINDOW
+                await until(lambda: jobs.unclaimed_bytes(one) > LINK_WINDOW - 2 * nbytes)
+                assert jobs.unclaimed_bytes(one) <= LINK_WINDOW
                 two = await new_group(store=store, rank=1, world_size=2, options=over)
                 for number in range(count):
                     for work in (
@@ -160,7 +160,7 @@ async def test_data_for_groups_not_made_yet_counts_in_the_window(transport: str)
                         one.recv(np.zeros(nbytes, "uint8"), 0, 5),
                     ):
                         assert (await work == number).all()
-                assert jobs.early(one) == jobs.early(two) == 0
+                assert jobs.unclaimed_bytes(one) == jobs.unclaimed_bytes(two) == 0
             for work in works:
                 await work
             await two.shutdown()
@@ -176,9 +176,9 @@ async def test_fast_sender_fills_only_the_windows_of_a_slow_receiver(seconds: fl
     fast, slow = await run_processes(2, jobs.flood, seconds)
     assert LINK_WINDOW / 2 < slow.early <= LINK_WINDOW
     assert fast.early <= LINK_WINDOW
-    # What waits, once more while it is put in its place; and what an allocator keeps of that.
+    # The waiting bytes, a copy of them during delivery, and memory that the allocator keeps.
     assert max(fast.resident, slow.resident) <= 4 * LINK_WINDOW
-    assert slow.received > 8 * LINK_WINDOW, "more has come than may have been kept"
+    assert slow.received > 8 * LINK_WINDOW, "rank 1 received too little to show that the window is reused"
 
 
 @pytest.mark.slow
@@ -186,15 +186,15 @@ async def test_fast_sender_fills_only_the_windows_of_a_slow_receiver(seconds: fl
 @pytest.mark.parametrize(("count", "warm"), [(25_000, 5_000), pytest.param(1_000_000, 10_000, marks=pytest.mark.soak)])
 async def test_memory_is_flat_over_many_operations(count: int, warm: int) -> None:
     for blocks, nbytes in await run_processes(2, jobs.operate_long, count, warm, timeout=1200):
-        # Numbers above 256 are objects of their own, so what is remembered of each operation may grow by one.
-        # Beyond that, a leak of one object in a hundred operations would show.
+        # Numbers above 256 are separate objects, so each record of an operation may grow by one object.
+        # Beyond that, the bound reveals a leak of one object in a hundred operations.
         assert blocks < HISTORY + count / 100
         assert nbytes < 4 * MIB
 
 
 @pytest.mark.ranks(2)
 async def test_key_takes_only_the_memory_of_its_name_and_a_count(pg: ProcessGroup) -> None:
-    """Other ranks may still have to call it for the first time, so its count cannot be forgotten."""
+    """The count of a key must be kept, because other ranks may not have called the key yet."""
     count = 2000
     names = [f"step {number}" for number in range(count)]
     for name in names:

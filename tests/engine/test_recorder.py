@@ -1,4 +1,4 @@
-"""What is recorded of operations: when they were entered and ended, how they failed, and no more than that."""
+"""Records of operations: their calls, times and errors, and no references to user objects."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_call_of_several_parts_ends_with_its_last_part(pg: ProcessGroup) -
     assert block.entered <= block.started <= block.ended
 
 
-def test_recorded_times_are_of_the_groups_clock() -> None:
+def test_recorded_times_use_the_clock_of_the_group() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(3.0 * pg.rank())
         await pg.barrier()
@@ -103,8 +103,8 @@ def test_recorded_times_are_of_the_groups_clock() -> None:
     run_virtual(2, rank)
 
 
-class Coarse(asyncio.SelectorEventLoop):
-    """A loop whose clock shows milliseconds, as that of uvloop."""
+class CoarseClockLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock has a resolution of one millisecond, like that of uvloop."""
 
     def time(self) -> float:
         return super().time() // 0.001 * 0.001
@@ -118,7 +118,7 @@ def test_recorded_times_are_finer_than_a_coarse_loop_clock() -> None:
         assert len({record.entered for record in records}) == len(records)
         assert abs(records[-1].entered - dispatcher_of(pg).runtime.time()) < 1
 
-    with asyncio.Runner(loop_factory=Coarse) as runner:
+    with asyncio.Runner(loop_factory=CoarseClockLoop) as runner:
         runner.run(run_ranks(1, rank))
 
 
@@ -165,7 +165,7 @@ async def test_recorder_entry_keeps_no_objects_of_the_caller_alive(pg: ProcessGr
 
 @pytest.mark.ranks(1, 2)
 async def test_recorder_rings_are_bounded(pg: ProcessGroup) -> None:
-    """Of collectives alone, and with the messages between them."""
+    """A single rank makes collectives only, and two ranks also exchange messages."""
     world_size = pg.size()
     x = np.zeros(3)
     for _ in range(HISTORY + 9):

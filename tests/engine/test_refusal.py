@@ -1,4 +1,4 @@
-"""What a rank says is held against its shape, and whatever it raises ends its links and groups by name, everywhere."""
+"""Malformed messages and failing handlers: the groups of the rank at fault end with an error that names it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 from ..internals import comm_of, failing, group_of, spied, unmade_groups
 from ..ranks import LINKS, options, over, run_ranks, until
 
-Say = Callable[[ProcessGroup, ProcessGroup], Any]
+#: Sends a malformed message, given the group of all ranks and the group of ranks 0 and 1.
+Misuse = Callable[[ProcessGroup, ProcessGroup], Any]
 
 CAUSE = {"kind": "GroupError", "text": "x", "op": None, "seq": None, "group": None, "ranks": [], "how": None}
 REPORT = {"upto": 0, "missing": [], "keyed": []}
-#: Seconds within which everybody has heard of it (contract), and where ranks share a core with much to send.
+#: Seconds within which every rank gets the error, by contract, and a limit for large sends on a shared core.
 SOON, OVER = 1.0, 10.0
 
 
@@ -43,22 +44,22 @@ def data_link(pg: ProcessGroup, rank: int) -> Link:
     return link
 
 
-def frame(link: Link, *header: int, payload: bytes = b"") -> None:
+def send_frame(link: Link, *header: int, payload: bytes = b"") -> None:
     link.write(HEADER.pack(*header, len(payload), len(payload)), memoryview(payload) if payload else None)
 
 
-def note(link: Link, what: Any) -> None:
+def send_control_message(link: Link, what: Any) -> None:
     body = what if isinstance(what, bytes) else msgpack.packb(what)
-    frame(link, FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, payload=body)
+    send_frame(link, FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, payload=body)
 
 
-def noting(**what: Any) -> Say:
-    """Say something to the hub about the group of all ranks."""
-    return lambda pg, _: note(control_link(pg, 0), {"g": comm_of(pg).id, **what})
+def control_message(**what: Any) -> Misuse:
+    """Return a function that sends the hub a control message about the group of all ranks."""
+    return lambda pg, _: send_control_message(control_link(pg, 0), {"g": comm_of(pg).id, **what})
 
 
-def shrinking(**what: Any) -> Say:
-    return noting(t="shrink", ranks=[0, 1, 2], **what)
+def agreement_message(**what: Any) -> Misuse:
+    return control_message(t="shrink", ranks=[0, 1, 2], **what)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -68,59 +69,67 @@ def nested(depth: int) -> dict[str, Any]:
     return found
 
 
-def future_revocation(pg: ProcessGroup, pair: ProcessGroup) -> None:
-    note(control_link(pg, 0), {"t": "revoke", "g": 77, "cause": {"kind": [], "text": 3}})
+def send_future_revocation(pg: ProcessGroup, pair: ProcessGroup) -> None:
+    send_control_message(control_link(pg, 0), {"t": "revoke", "g": 77, "cause": {"kind": [], "text": 3}})
 
 
-SAID: dict[str, Say] = {
-    "a message of a dtype that there is not": lambda pg, _: frame(
+MISUSES: dict[str, Misuse] = {
+    "a message of an unknown dtype": lambda pg, _: send_frame(
         data_link(pg, 0), FrameKind.DATA, EAGER, 0, comm_of(pg).id, P2P | 5 << 32 | 1, 200, 0, payload=b"x"
     ),
-    "a message of half an element": lambda pg, _: frame(
+    "a message of half an element": lambda pg, _: send_frame(
         data_link(pg, 0), FrameKind.DATA, EAGER, 0, comm_of(pg).id, P2P | 5 << 32 | 1, 11, 0, payload=b"xyz"
     ),
-    "more credit than was given": lambda pg, _: frame(data_link(pg, 0), FrameKind.WINDOW, 0, 0, 0, 0, 0, 1 << 30),
-    "bytes nobody asked for": lambda pg, _: frame(
+    "more window bytes returned than sent": lambda pg, _: send_frame(
+        data_link(pg, 0), FrameKind.WINDOW, 0, 0, 0, 0, 0, 1 << 30
+    ),
+    "bytes without a grant": lambda pg, _: send_frame(
         data_link(pg, 0), FrameKind.DATA, 0, 0, comm_of(pg).id, 1000, 0, 0, payload=b"x"
     ),
-    "a frame that is no note on a control link": lambda pg, _: frame(
+    "a frame other than CONTROL on a control link": lambda pg, _: send_frame(
         control_link(pg, 0), FrameKind.GRANT, 0, 0, comm_of(pg).id, 1, 0, 0
     ),
-    "a frame of no kind": lambda pg, _: frame(control_link(pg, 0), 9, 0, 0, 0, 0, 0, 0),
-    "a note behind data that is no note": lambda pg, _: note(data_link(pg, 0), b"\xc1"),
-    "a note of bytes that are no note": lambda pg, _: note(control_link(pg, 0), b"\xc1"),
-    "a note that is a number": lambda pg, _: note(control_link(pg, 0), 3),
-    "a note of no kind": noting(t="sings"),
-    "a note whose kind is a list": noting(t=[]),
-    "a report whose description is a number": noting(t="report", op=1, mine=3),
-    "a report without an operation": noting(t="report", mine=None),
-    "a report with a field too many": noting(t="report", op=1, mine=None, more=1),
-    "a report for somebody else": noting(t="report", op=1, mine={"rank": 1, "op": "BARRIER", "seq": 1, "key": None}),
-    "notes passed on 990 times": lambda pg, _: note(control_link(pg, 0), nested(990)),
-    "notes passed on twice": lambda pg, _: note(control_link(pg, 0), nested(2)),
-    "a note passed on to nobody": lambda pg, _: note(control_link(pg, 0), {"t": "relay", "to": 7, "note": {}}),
-    "a note passed on that does not fit": lambda pg, _: note(
+    "a frame of an unknown kind": lambda pg, _: send_frame(control_link(pg, 0), 9, 0, 0, 0, 0, 0, 0),
+    "an invalid control message on a data link": lambda pg, _: send_control_message(data_link(pg, 0), b"\xc1"),
+    "an invalid control message on a control link": lambda pg, _: send_control_message(control_link(pg, 0), b"\xc1"),
+    "a control message that is a number": lambda pg, _: send_control_message(control_link(pg, 0), 3),
+    "a control message of an unknown kind": control_message(t="sings"),
+    "a control message whose kind is a list": control_message(t=[]),
+    "a report whose description is a number": control_message(t="report", op=1, mine=3),
+    "a report without an operation": control_message(t="report", mine=None),
+    "a report with a field too many": control_message(t="report", op=1, mine=None, more=1),
+    "a report in the name of another rank": control_message(
+        t="report", op=1, mine={"rank": 1, "op": "BARRIER", "seq": 1, "key": None}
+    ),
+    "control messages nested 990 times": lambda pg, _: send_control_message(control_link(pg, 0), nested(990)),
+    "control messages nested twice": lambda pg, _: send_control_message(control_link(pg, 0), nested(2)),
+    "a relayed message to an unknown rank": lambda pg, _: send_control_message(
+        control_link(pg, 0), {"t": "relay", "to": 7, "note": {}}
+    ),
+    "a relayed message with invalid fields": lambda pg, _: send_control_message(
         control_link(pg, 0), {"t": "relay", "to": 1, "note": {"t": "revoke", "g": 5, "cause": 5}}
     ),
-    "a vote of numbers": shrinking(what="vote", ballot=0, exclude=3, completed=3, accepted=3, dead=3),
-    "a vote without a ballot": shrinking(what="vote", exclude=[], completed=REPORT, accepted=None, dead=[]),
-    "a vote for somebody else": shrinking(what="vote", ballot=1, exclude=[], completed=REPORT, accepted=None, dead=[]),
-    "a decision that is a number": shrinking(what="decided", outcome=3),
-    "a decision for nobody": shrinking(
+    "a vote of numbers": agreement_message(what="vote", ballot=0, exclude=3, completed=3, accepted=3, dead=3),
+    "a vote without a ballot": agreement_message(what="vote", exclude=[], completed=REPORT, accepted=None, dead=[]),
+    "a vote for the ballot of another coordinator": agreement_message(
+        what="vote", ballot=1, exclude=[], completed=REPORT, accepted=None, dead=[]
+    ),
+    "a decision that is a number": agreement_message(what="decided", outcome=3),
+    "a decision without members": agreement_message(
         what="decided", outcome={"members": [], "excluded": [], "everywhere": REPORT, "somewhere": REPORT}
     ),
-    "a proposal with nothing": shrinking(what="propose", ballot=2, outcome={}),
-    "a revocation of a group to come": future_revocation,
-    "the end of all ranks": lambda pg, _: note(
+    "an empty proposal": agreement_message(what="propose", ballot=2, outcome={}),
+    "an invalid revocation of an unknown group": send_future_revocation,
+    "a notice that all ranks have ended": lambda pg, _: send_control_message(
         control_link(pg, 0), {"t": "ended", "ranks": [[0, []], [1, []], [2, []]]}
     ),
-    "an end without links": lambda pg, _: note(control_link(pg, 0), {"t": "end"}),
-    "that all ranks are there": lambda pg, _: note(control_link(pg, 0), {"t": "formed"}),
-    "the death of a rank that there is not": lambda pg, _: note(
+    "a notice of an end without links": lambda pg, _: send_control_message(control_link(pg, 0), {"t": "end"}),
+    "a notice that all ranks have joined": lambda pg, _: send_control_message(control_link(pg, 0), {"t": "formed"}),
+    "the death of an unknown rank": lambda pg, _: send_control_message(
         control_link(pg, 0), {"t": "died", "rank": 3, "detail": "", "how": "killed"}
     ),
-    "what a device has, as a number": noting(t="device", card=3),
-    "members without end": noting(
+    "a device card that is a number": control_message(t="device", card=3),
+    "a member list of endless length": control_message(
         t="differ",
         one={
             "rank": 2,
@@ -134,13 +143,13 @@ SAID: dict[str, Say] = {
 }
 
 
-async def met(pg: ProcessGroup) -> None:
-    """Have links between all ranks."""
+async def open_links(pg: ProcessGroup) -> None:
+    """Open the links between all ranks."""
     await pg.alltoall([np.zeros(1) for _ in range(pg.size())], [np.zeros(1)] * pg.size())
 
 
-async def fails(pg: ProcessGroup, work: Any, words: str) -> None:
-    """Await a work that fails since rank 2 said something, and see that nothing is left."""
+async def check_failure(pg: ProcessGroup, work: Any, words: str) -> None:
+    """Check that `work` fails with an error about rank 2, and that nothing stays pending."""
     with pytest.raises(PeerProtocolError) as failure:
         async with asyncio.timeout(SOON):
             await work
@@ -156,17 +165,17 @@ async def fails(pg: ProcessGroup, work: Any, words: str) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_group_ignores_frames_of_ranks_outside_it(transport: str) -> None:
-    """They may mean another group, whose id is the same."""
+    """The frames may belong to another group with the same id."""
 
     async def rank(pg: ProcessGroup) -> None:
-        await met(pg)
+        await open_links(pg)
         pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
         await pg.barrier()
         if pg.rank() == 2:
             identity = group_id(f"{comm_of(pg).id}\0split\0{(comm_of(pg).id, 0, None, (0, 1))}")
-            frame(data_link(pg, 0), FrameKind.DATA, EAGER, 0, identity, 1, 0, 0, payload=b"x")
+            send_frame(data_link(pg, 0), FrameKind.DATA, EAGER, 0, identity, 1, 0, 0, payload=b"x")
             for message in ({"t": "revoke"}, {"t": "bye", "linked": False}):
-                note(control_link(pg, 0), {**message, "g": identity, "cause": CAUSE})
+                send_control_message(control_link(pg, 0), {**message, "g": identity, "cause": CAUSE})
         await pg.barrier()
         if pg.rank() == 0:
             await until(lambda: len(unmade_groups(pg)) == 1)
@@ -177,13 +186,13 @@ async def test_group_ignores_frames_of_ranks_outside_it(transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", SAID)
+@pytest.mark.parametrize("what", MISUSES)
 @pytest.mark.parametrize("transport", LINKS)
 async def test_malformed_message_fails_its_groups_and_names_the_rank(transport: str, what: str) -> None:
     waiting: list[int] = []
 
     async def rank(pg: ProcessGroup) -> None:
-        await met(pg)
+        await open_links(pg)
         pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
         work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3, tag=1)
         if pair.size() == 2:
@@ -191,18 +200,18 @@ async def test_malformed_message_fails_its_groups_and_names_the_rank(transport: 
             waiting.append(pg.rank())
         else:
             await until(lambda: len(waiting) == 2)
-            named = comm_of(pg).endpoint.group_id  # the group of the others, which this rank has not made
+            named = comm_of(pg).endpoint.group_id  # the group of ranks 0 and 1, which this rank has not made
             identity = named(f"{comm_of(pg).id}\0split\0{(comm_of(pg).id, 0, None, (0, 1))}")
-            SAID[what](pg, _Named(identity))  # type: ignore[arg-type]
-        await fails(pg, work, "")
-        if pair.size() == 2:  # which has no part in it
+            MISUSES[what](pg, _GroupId(identity))  # type: ignore[arg-type]
+        await check_failure(pg, work, "")
+        if pair.size() == 2:  # a group without rank 2 is not affected
             assert (await pair.allreduce(np.ones(1))).tolist() == [2.0]
 
     await run_ranks(3, rank, transport=transport)
 
 
-class _Named:
-    """Stands for a group by its id."""
+class _GroupId:
+    """A stand-in for a group, with its id only."""
 
     def __init__(self, identity: int) -> None:
         self._comm = self
@@ -221,7 +230,7 @@ async def test_exception_in_a_frame_handler_fails_its_groups_and_names_the_rank(
             raise error(12, "no memory")
 
     async def rank(pg: ProcessGroup) -> None:
-        await met(pg)
+        await open_links(pg)
         pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
         work = pg.recv(np.zeros(1), 1 if pg.rank() == 0 else 0)
         waiting.append(pg.rank())
@@ -229,7 +238,7 @@ async def test_exception_in_a_frame_handler_fails_its_groups_and_names_the_rank(
         if pg.rank() == 2:
             spied(monkeypatch, message_delivered=refuse)
             pg.send(np.zeros(1), 0).add_done_callback(lambda _: None)
-        await fails(pg, work, error.__name__)
+        await check_failure(pg, work, error.__name__)
         if pair.size() == 2:
             assert (await pair.allreduce(np.ones(1))).tolist() == [2.0]
 
@@ -237,10 +246,10 @@ async def test_exception_in_a_frame_handler_fails_its_groups_and_names_the_rank(
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_exception_in_a_note_handler_fails_its_groups_and_names_the_rank(
+async def test_exception_in_a_control_message_handler_fails_its_groups_and_names_the_rank(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Be it that it was passed on: whose note it was is named, not who passed it on."""
+    """The error names the author of a relayed message, not the rank that relayed it."""
 
     def refuse(stalls: StallInspector, peer: int, _: dict[str, Any]) -> None:
         if group_of(stalls).rank == 1 and peer == 2:
@@ -248,11 +257,11 @@ async def test_exception_in_a_note_handler_fails_its_groups_and_names_the_rank(
 
     async def rank(pg: ProcessGroup) -> None:
         pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
-        await met(pg)
+        await open_links(pg)
         work = pg.recv(np.zeros(1), 0 if pg.rank() else 1)
         if pg.rank() == 2:
             what = {"t": "query", "g": comm_of(pg).id, "op": 9}
-            note(control_link(pg, 0), {"t": "relay", "to": 1, "note": what})
+            send_control_message(control_link(pg, 0), {"t": "relay", "to": 1, "note": what})
         with pytest.raises(PeerProtocolError, match="could not handle control message 'query' of rank 2: MemoryErr"):
             async with asyncio.timeout(SOON):
                 await work
@@ -267,14 +276,14 @@ async def test_exception_in_a_note_handler_fails_its_groups_and_names_the_rank(
 @pytest.mark.ranks(2, 4, 7)
 @over(*LINKS)
 async def test_refused_rank_gets_the_reason(pg: ProcessGroup) -> None:
-    """Also where it is the hub, and where much is on its way to it."""
-    await met(pg)
+    """The refused rank may be the hub, and large transfers to it may be in flight."""
+    await open_links(pg)
     last = pg.size() - 1
     big = np.ones(500_000)
     works = [pg.allreduce(big.copy(), key=str(each)) for each in range(2)] if pg.rank() in (0, last) else []
     work = pg.recv(np.zeros(1), (pg.rank() + 1) % pg.size())
     if pg.rank() == 0:
-        note(control_link(pg, last), {"t": "nonsense"})
+        send_control_message(control_link(pg, last), {"t": "nonsense"})
     with pytest.raises(
         PeerProtocolError, match=r"rank 0 sent an invalid control message on a control link: .* kind 'nonsense'"
     ):
@@ -285,9 +294,9 @@ async def test_refused_rank_gets_the_reason(pg: ProcessGroup) -> None:
             await each
 
 
-async def call(pg: ProcessGroup) -> str:
-    """Let rank 0 fail while it handles what rank 1 sends; return what both hear."""
-    await met(pg)
+async def error_of_failing_handler(pg: ProcessGroup) -> str:
+    """Let rank 0 fail while it handles a frame of rank 1; return the error text of this rank."""
+    await open_links(pg)
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
     if pg.rank() == 0:
 
@@ -304,19 +313,19 @@ async def call(pg: ProcessGroup) -> str:
     except PeerProtocolError as error:
         work.add_done_callback(lambda _: None)
         return str(error)
-    return "nothing"
+    return "no error"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS[1:])
 async def test_exception_in_a_frame_handler_is_reported_to_processes(transport: str) -> None:
-    told = await run_processes(2, call, options=options(transport))
-    assert all("could not handle a frame of rank 1, a DATA frame" in each and "MemoryError" in each for each in told)
+    errors = await run_processes(2, error_of_failing_handler, options=options(transport))
+    assert all("could not handle a frame of rank 1, a DATA frame" in each and "MemoryError" in each for each in errors)
 
 
-# -- what runs for a group of its own accord
+# -- errors in timers and operations
 
-#: Called by timers: as an operation waits for long, and as the answers about it have gathered.
+#: Calls made by timers: when an operation has waited for long, and when the answers about it are complete.
 CALLBACKS = {"a report": "stall_reported", "an answer": "stall_gathered"}
 
 
@@ -333,7 +342,7 @@ async def test_exception_in_a_timer_fails_the_group_and_names_the_rank(
             await work
 
 
-#: What an operation does, by the class of what a call of `Start` makes.
+#: Steps of an operation: the internal call that fails, and a user's call that reaches it.
 STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
     "at the call": ("receive_entered", lambda pg: pg.recv(np.zeros(1), 0)),
     "as bytes leave": ("message_sent", lambda pg: pg.send(np.zeros(1), 0)),
@@ -355,7 +364,7 @@ async def test_exception_in_an_operation_fails_the_group_and_names_the_rank(
             raise LookupError("planted")
 
     async def rank(pg: ProcessGroup) -> None:
-        await met(pg)
+        await open_links(pg)
         work = pg.recv(np.zeros(1), 0, tag=5) if pg.rank() == 2 else None
         await pg.barrier()
         if pg.rank() == 1:
@@ -368,7 +377,7 @@ async def test_exception_in_an_operation_fails_the_group_and_names_the_rank(
     await run_ranks(3, rank, transport=transport)
 
 
-#: Lengths of frames of a broadcast of 800 bytes of eight each, and what is wrong with the last of them.
+#: Frame lengths of a broadcast of 100 elements of eight bytes, and a pattern of the error about the last frame.
 TOO_MUCH: dict[str, tuple[list[int], str]] = {
     "a frame beyond the end": ([792, 16], "more than the 800 bytes"),
     "a frame without bytes": ([0], "sent an empty frame for a message of 800 bytes"),
@@ -383,14 +392,14 @@ async def test_data_beyond_the_end_of_a_message_is_refused(transport: str, what:
     waiting: list[int] = []
 
     async def rank(pg: ProcessGroup) -> None:
-        await met(pg)
+        await open_links(pg)
         if pg.rank() == 0:
             work = pg.broadcast(np.zeros(100), 1)
             waiting.append(comm_of(pg).entered)
         else:
             await until(lambda: waiting)
             work = pg.recv(np.zeros(1), 0)
-            pg.broadcast(np.zeros(100), 1, key="alike").add_done_callback(lambda _: None)
+            pg.broadcast(np.zeros(100), 1, key="other").add_done_callback(lambda _: None)
             signature = comm_of(pg).journal.last().signature  # type: ignore[union-attr]
             at = 0
             for length in lengths:

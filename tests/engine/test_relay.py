@@ -1,4 +1,4 @@
-"""Large reductions in shared memory: the order of the pieces, and operations that want the lane at the same time."""
+"""Large reductions through chunk queues: the order of chunks, and operations that compete for a queue."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
 from ..internals import Limits, comm_of, make_pure
 from ..ranks import over, until
 from ..shared_memory import QUEUE
-from .test_slot_program import call, check, fails, jobs, mine, shrunk
+from .test_slot_program import call, check, check_failure, jobs, rank_array, shrunk_groups
 
 MIB = 1024 * 1024
-#: Elements of float64 in a piece, and pieces that a queue holds.
+#: Elements of float64 in a chunk, and chunks that a queue holds.
 PIECE, CHUNKS = QUEUE.chunk_nbytes // 8, QUEUE.chunks_count
-#: Pieces of a queue that two operations can fill.
+#: Chunks of a short queue, which two operations can fill.
 FEW = 4
 
 
 @pytest.fixture(autouse=True)
-def _nobody_asks(limits: Limits) -> None:
-    """Who waits looks again when it reports that. Here nothing but what it waits for wakes it.
+def _no_stall_reports(limits: Limits) -> None:
+    """Disable stall reports, so that only the awaited data wakes a waiting rank.
 
-    And however slow the machine is, an operation that looks does all that it can.
+    Also lift the time budget, so that an operation does all it can at each look, even on a slow machine.
     """
     limits(report_after=1000.0, ring_budget=100.0)
 
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("steps", range(2, 9))
-def test_relay_schedule_has_each_piece_once_after_its_dependencies(steps: int, pieces: int) -> None:
+def test_relay_schedule_has_each_chunk_once_after_its_dependencies(steps: int, pieces: int) -> None:
     found = order(steps, pieces)
     assert sorted(each[:2] for each in found) == [(step, piece) for step in range(steps) for piece in range(pieces)]
     for number, (step, piece, before) in enumerate(found):
@@ -45,48 +45,48 @@ def test_relay_schedule_has_each_piece_once_after_its_dependencies(steps: int, p
             assert found[before][:2] == (step - 1, piece)
             assert before < number
     for step in range(steps):
-        mine = [piece for each, piece, _ in found if each == step]
-        assert all(one < other for one, other in pairwise(mine))
-    # It knows no rank, so it is the same for all; nor does it depend on what was asked before.
+        order_of_step = [piece for each, piece, _ in found if each == step]
+        assert all(one < other for one, other in pairwise(order_of_step))
+    # Without an argument for the rank, all ranks have the same order. Without its cache, the function returns the same.
     assert order.__wrapped__(steps, pieces) == found
 
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_relay_schedule_does_not_deadlock_with_the_chunks_of_a_queue(world_size: int, pieces: int) -> None:
-    """The worst order of turns: each rank does all it can before another one has its turn."""
+    """In the worst case, each rank does all it can before the next rank has its turn."""
     found = order(2 * (world_size - 1), pieces)
     put, taken = [0] * world_size, [0] * world_size
     moved = True
     while moved:
         moved = False
         for rank in range(world_size):
-            going = True
-            while going:
-                going = False
+            progressed = True
+            while progressed:
+                progressed = False
                 free = put[rank] - taken[(rank + 1) % world_size] < CHUNKS
                 if put[rank] < len(found) and found[put[rank]][2] < taken[rank] and free:
                     put[rank] += 1
-                    going = moved = True
+                    progressed = moved = True
                 if taken[rank] < put[rank - 1]:
                     taken[rank] += 1
-                    going = moved = True
+                    progressed = moved = True
     assert put == taken == [len(found)] * world_size
 
 
 def pieces_put(pg: ProcessGroup, peer: int) -> int:
-    """Return how many pieces this rank has put into its lane to `peer`."""
+    """Return the number of chunks that this rank has put into its queue to `peer`."""
     shared = comm_of(pg).channels[peer].shared
     assert shared is not None
     return shared.chunks.number
 
 
-def in_the_lane(pg: ProcessGroup) -> list[bool]:
+def holds_queue(pg: ProcessGroup) -> list[bool]:
     return [operation._holds for operation in comm_of(pg).in_flight.pending if isinstance(operation, ShmRing)]
 
 
 def look(pg: ProcessGroup) -> None:
-    """Let this rank do all that it can without the other ones."""
+    """Let this rank do all that it can without the other ranks."""
     while any(operation.look() for operation in list(comm_of(pg).in_flight.pending) if isinstance(operation, ShmRing)):
         pass
 
@@ -114,7 +114,7 @@ async def test_large_arrays_go_in_frames_until_a_link_exists(pg: ProcessGroup) -
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_pieces_larger_than_a_chunk_go_in_frames(world_size: int) -> None:
-    """A peer may say one thing about its accelerator to all, and another one while the link is made."""
+    """The chunk size of a link may be smaller than the one that the peers' cards promise."""
     async with jobs(world_size) as (pgs,):
         for pg in pgs:
             make_pure(pg)
@@ -130,17 +130,17 @@ async def test_pieces_larger_than_a_chunk_go_in_frames(world_size: int) -> None:
 async def test_chunk_queue_serves_one_operation_and_others_use_frames(world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         calls = [call(pg, 300_000) for pg in pgs for _ in range(3)]
-        assert all(holds.count(True) <= 1 for holds in map(in_the_lane, pgs))
+        assert all(holds.count(True) <= 1 for holds in map(holds_queue, pgs))
         await check(calls, world_size)
-        # It is free again.
+        # The queue is free again.
         calls = [call(pg, 300_000) for pg in pgs]
-        assert all(holds == [True] for holds in map(in_the_lane, pgs))
+        assert all(holds == [True] for holds in map(holds_queue, pgs))
         await check(calls, world_size)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_chunks_of_a_rank_that_has_left_are_still_read(world_size: int, limits: Limits) -> None:
-    """The others have read a part of it when they hear that it has left: one piece takes all the time they have."""
+    """Rank 0 leaves while its peers have read a part. The budget allows one chunk per look."""
     async with jobs(world_size) as (pgs,):
         limits(ring_budget=-1.0)
         calls = [call(pg, 300_000) for pg in pgs]
@@ -176,7 +176,7 @@ async def test_large_keyed_calls_finish_in_opposite_orders(tasks: bool) -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         keys = "ab" if pg.rank() else "ba"
-        arrays = [mine(pg, count) for _ in keys]
+        arrays = [rank_array(pg, count) for _ in keys]
         if tasks:
             async with asyncio.TaskGroup() as group:
                 for key, array in zip(keys, arrays, strict=True):
@@ -190,8 +190,8 @@ async def test_large_keyed_calls_finish_in_opposite_orders(tasks: bool) -> None:
         await asyncio.gather(*(rank(pg) for pg in pgs))
 
 
-class Gate:
-    """A link that takes one frame, and no more until it is open."""
+class GatedLink:
+    """A link that accepts one frame, and further frames only when it is open."""
 
     def __init__(self, link: Any) -> None:
         self._link = link
@@ -213,7 +213,7 @@ class Gate:
 async def test_relay_ends_with_its_last_frame() -> None:
     async with jobs(2) as ((zero, one),):
         channel = comm_of(zero).channels[1]
-        gate = channel.link = Gate(channel.link)  # type: ignore[assignment]
+        gate = channel.link = GatedLink(channel.link)  # type: ignore[assignment]
         calls = [call(zero, 2 * PIECE), call(one, 2 * PIECE)]
         (operation,) = comm_of(zero).in_flight.pending
         await until(lambda: not operation.awaited())
@@ -236,30 +236,30 @@ async def test_waiting_relay_has_no_step_to_do() -> None:
 async def test_operation_unknown_to_its_reader_delays_no_other() -> None:
     async with jobs(2) as ((zero, one),):
         held = [call(zero, 300_000, "later")]
-        assert in_the_lane(zero) == [True]
+        assert holds_queue(zero) == [True]
         calls = [call(pg, 300_000) for _ in range(3) for pg in (zero, one)]
         await check(calls, 2)
         await check([*held, call(one, 300_000, "later")], 2)
 
 
-# -- groups that fail
+# -- failed groups
 
 
-async def whole_lane(pgs: list[ProcessGroup]) -> None:
-    """Large reductions get the lane, and through it."""
+async def check_free_queue(pgs: list[ProcessGroup]) -> None:
+    """Check that large reductions get the chunk queue and complete."""
     for _ in range(2):
         calls = [call(pg, 300_000) for pg in pgs]
-        assert [in_the_lane(pg) for pg in pgs] == [[True]] * len(pgs)
+        assert [holds_queue(pg) for pg in pgs] == [[True]] * len(pgs)
         await check(calls, len(pgs))
 
 
-async def test_next_ordered_call_puts_its_pieces_behind_unread_ones() -> None:
+async def test_next_ordered_call_puts_its_chunks_behind_unread_ones() -> None:
     async with jobs(2) as (pgs,):
         for pg in pgs:
             make_pure(pg)
-        # Rank 0 is done with the lane, and rank 1 has not looked into it.
+        # Rank 0 has put all its chunks of the first call, and rank 1 has read none.
         calls = [call(pgs[1], PIECE + 1), call(pgs[0], PIECE + 1), call(pgs[0], 300_000)]
-        assert in_the_lane(pgs[0])[-1]
+        assert holds_queue(pgs[0])[-1]
         await check([*calls, call(pgs[1], 300_000)], 2)
 
 
@@ -268,9 +268,9 @@ async def test_chunks_of_a_failed_group_are_freed() -> None:
         _, work = call(pgs[0], 10 * PIECE)
         assert pieces_put(pgs[0], 1) == LAG
         pgs[0].abort("a test")
-        await fails(work)
-        groups = await shrunk(pgs)
-        await whole_lane(groups)
+        await check_failure(work)
+        groups = await shrunk_groups(pgs)
+        await check_free_queue(groups)
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
@@ -279,27 +279,27 @@ async def test_chunks_put_after_the_peer_gave_up_block_no_other() -> None:
         count = PIECE + 1
         lost = [call(pgs[1], count)[1]]
         pgs[1].abort("a test")
-        # It finds the piece of the other rank, and puts all of its own: it needs the lane no more.
+        # Rank 0 finds the chunk of rank 1 and puts all its own chunks, so it no longer needs the queue.
         lost.append(call(pgs[0], count)[1])
         assert pieces_put(pgs[0], 1) == 2
         for work in lost:
-            await fails(work)
-        groups = await shrunk(pgs)
+            await check_failure(work)
+        groups = await shrunk_groups(pgs)
         await check([call(pg, 300_000) for pg in groups], 2)
-        await whole_lane(groups)
+        await check_free_queue(groups)
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
 @pytest.fixture
 def _short_queues(limits: Limits) -> None:
-    """Let queues hold few pieces."""
+    """Limit queues to `FEW` chunks."""
     if CHUNKS > FEW:
         limits(chunks=FEW)
 
 
 @pytest.mark.usefixtures("_short_queues")
 async def test_writer_waiting_for_a_chunk_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one loop find the free block by themselves; those of processes may be asleep."""
+    """Ranks of one loop would find a free chunk by themselves, but ranks of other processes may sleep."""
     async with jobs(2) as (pgs,):
         for pg in pgs:
             make_pure(pg)
@@ -313,7 +313,7 @@ async def test_writer_waiting_for_a_chunk_is_woken_once(monkeypatch: pytest.Monk
         look(pgs[1])
         await check(calls, 2)
         assert full
-        # One announcement has no new piece: the first block is free again.
+        # One announcement brings no new chunk: it reports the first freed one.
         assert [one == other for one, other in pairwise(put)].count(True) == 1
 
 
@@ -323,17 +323,17 @@ async def test_writer_waiting_behind_a_failed_group_is_woken() -> None:
         for pg in (*a, *b):
             make_pure(pg)
         count = 2 * PIECE + 1
-        # Rank 0 is done with the lane, but three pieces lie there unread, and another group's behind it.
+        # Rank 0 no longer needs the queue, but it holds unread chunks, with a chunk of another group behind them.
         calls = [call(a[1], count), call(a[0], count)]
         (reader,) = comm_of(a[1]).in_flight.pending
         assert isinstance(reader, ShmRing)
         assert reader._take_next()
         later = call(b[0], 300_000)
-        assert in_the_lane(b[0]) == [True]
+        assert holds_queue(b[0]) == [True]
         assert pieces_put(b[0], 1) == FEW + 1
         a[1].abort("a test")
         for _, work in calls:
-            await fails(work)
+            await check_failure(work)
         await check([later, call(b[1], 300_000)], 2)
 
 
@@ -346,23 +346,23 @@ async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(world_siz
         works = [call(pg, 300_000, "sum")[1] for pg in pgs[1:]]
         for pg in pgs:
             try:
-                works.append(pg.allreduce(mine(pg, 300_000), ReduceOp.custom(bad)))
-            except Exception:  # the group has failed by now
+                works.append(pg.allreduce(rank_array(pg, 300_000), ReduceOp.custom(bad)))
+            except Exception:  # the group has already failed
                 assert works
         for work in works:
-            await fails(work)
-        groups = await shrunk(pgs)
+            await check_failure(work)
+        groups = await shrunk_groups(pgs)
         await check([call(pg, 300_000) for pg in groups], world_size)
-        await whole_lane(groups)
+        await check_free_queue(groups)
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_mismatch_in_the_chunk_queue_names_both_calls(world_size: int) -> None:
-    """It does not wait until all ranks have reported what they are in."""
+    """The error must not wait until all ranks have reported their operations."""
     async with jobs(world_size) as (pgs,):
-        works = [pg.allreduce(mine(pg, 300_000), ReduceOp.MAX if pg.rank() else ReduceOp.SUM) for pg in pgs]
-        assert in_the_lane(pgs[0]) == [True]
+        works = [pg.allreduce(rank_array(pg, 300_000), ReduceOp.MAX if pg.rank() else ReduceOp.SUM) for pg in pgs]
+        assert holds_queue(pgs[0]) == [True]
         for work in works:
             with pytest.raises(CollectiveMismatchError, match=r"rank 0 called ALLREDUCE.*SUM.*; rank \d called .*MAX"):
                 async with asyncio.timeout(20):

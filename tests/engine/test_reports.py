@@ -1,4 +1,4 @@
-"""Deaths that the program reports: of ranks that nobody sees, and of ranks that live after all."""
+"""Deaths reported by the program: of unreachable ranks, and of ranks that still live."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup
 
 from ..internals import comm_of
 from .hosts import Hosts
-from .test_shrink import Job, fails, now, works
+from .test_shrink import Job, check_group, now, wait_for_loss
 
 REASON = "the operator has pulled the plug"
 
@@ -20,7 +20,7 @@ REASON = "the operator has pulled the plug"
 @pytest.mark.parametrize("when", ["before", "within", "after"])
 @pytest.mark.parametrize("lost", [[0, 1], [0, 2, 3], [1, 2, 3]])
 def test_remaining_ranks_continue_after_a_reported_death(lost: list[int], when: str) -> None:
-    """Each rank is alone on its host: the others are unreachable, and without the report too few are left."""
+    """Each rank has its own host: lost ranks are unreachable, and without the report no quorum is left."""
     job = Job(Hosts(range(4)))
     left = [rank for rank in range(4) if rank not in lost]
 
@@ -35,7 +35,7 @@ def test_remaining_ranks_continue_after_a_reported_death(lost: list[int], when: 
         reporter = pg.rank() == left[-1]
         if when == "before" and reporter:
             asyncio.get_running_loop().call_later(0.99, report)
-        cause = await fails(pg)
+        cause = await wait_for_loss(pg)
         assert cause.how == ("killed" if when == "before" else "unreachable")
         start = now()
         if when == "within" and reporter:
@@ -45,11 +45,11 @@ def test_remaining_ranks_continue_after_a_reported_death(lost: list[int], when: 
                 await pg.shrink()
             if reporter:
                 report()
-            await asyncio.sleep(1)  # virtual
+            await asyncio.sleep(1)  # virtual second
         group = await pg.shrink()
         if when == "within":
-            assert now() - start < 2.5  # the lost ones are not tried any longer
-        return await works(group)
+            assert now() - start < 2.5  # lost ranks are not retried
+        return await check_group(group)
 
     found = job.run(4, body)
     assert [found[rank] for rank in left] == [tuple(left)] * len(left)
@@ -79,20 +79,20 @@ def test_living_rank_reported_dead_is_excluded(victim: int, reporter: int) -> No
     async def body(pg: ProcessGroup) -> Any:
         if pg.rank() == reporter:
             pg.report_death(victim, REASON)
-        cause = await fails(pg)
+        cause = await wait_for_loss(pg)
         assert (cause.how, cause.ranks) == ("killed", (victim,))
         assert REASON in str(cause)
         if pg.rank() != victim:
             group = await pg.shrink()
             for _ in range(10):
-                await works(group)
-                await asyncio.sleep(1)  # virtual: in which the other one does what it can
-            return await works(group)
+                await check_group(group)
+                await asyncio.sleep(1)  # a virtual second, in which the victim does all it can
+            return await check_group(group)
         with pytest.raises(GroupError, match=rf"rank {victim} was declared dead .*{REASON}.*join=True"):
             await pg.shrink()
         endpoint = comm_of(pg).endpoint
         for rank in others:
-            endpoint.roster.died(rank, "it says so", how="killed")
+            endpoint.roster.died(rank, "a test", how="killed")
         with pytest.raises(GroupError, match="was declared dead by other ranks"):
             await pg.shrink(assume_dead=others)
         return None
@@ -102,7 +102,7 @@ def test_living_rank_reported_dead_is_excluded(victim: int, reporter: int) -> No
 
 
 def test_living_rank_with_a_late_report_learns_of_its_exclusion() -> None:
-    """It is cut off, and waits for votes, when the others go on without it."""
+    """Rank 2 is cut off, and still waits for votes when the others continue without it."""
     job = Job(Hosts(range(3)))
 
     async def body(pg: ProcessGroup) -> Any:
@@ -110,16 +110,16 @@ def test_living_rank_with_a_late_report_learns_of_its_exclusion() -> None:
             for rank in range(2):
                 job.hosts.cut(2, rank)
                 job.hosts.cut(rank, 2)
-        await fails(pg)
+        await wait_for_loss(pg)
         if pg.rank() < 2:
             pg.report_death(2, REASON)
             group = await pg.shrink()
-            await works(group)
+            await check_group(group)
             for rank in range(2):
                 job.hosts.heal(2, rank)
                 job.hosts.heal(rank, 2)
-            await asyncio.sleep(20)  # virtual
-            return await works(group)
+            await asyncio.sleep(20)  # virtual seconds
+            return await check_group(group)
         while True:
             with pytest.raises(GroupError) as raised:
                 await pg.shrink()
@@ -160,13 +160,13 @@ async def test_long_reason_of_a_death_report_is_truncated(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_death_report_does_nothing_after_the_end(pg: ProcessGroup) -> None:
+async def test_death_report_does_nothing_after_the_shutdown(pg: ProcessGroup) -> None:
     await pg.shutdown()
     pg.report_death(1 - pg.rank(), REASON)
 
 
 @pytest.mark.ranks(3)
-async def test_new_group_with_a_reported_rank_fails(pg: ProcessGroup) -> None:
+async def test_group_with_a_reported_rank_is_revoked(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         pg.report_death(1, REASON)
     await pg.wait_revoked()

@@ -1,4 +1,4 @@
-"""Programs of one round, sorted by what is posted, read and folded."""
+"""Schedules of one round, sorted into contributions, takes and folds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rounds(kind: str, algorithm: str, world: int = WORLD, small: int = SMALL) ->
 def test_round_of_every_slot_program_pairs_each_contribution_with_a_take(
     kind: str, algorithm: str, world: int, small: int
 ) -> None:
-    """Both ends know the lane and the slots of it."""
+    """The writer and the reader of a contribution use the same lane and slots."""
     made = rounds(kind, algorithm, world, small)
     posted = sorted(
         (rank, reader, contribution.nbytes, *contribution[3:])
@@ -45,8 +45,8 @@ def test_round_of_every_slot_program_pairs_each_contribution_with_a_take(
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), IN_SLOTS)
-def test_two_ranks_use_the_lanes_for_one_reader(kind: str, algorithm: str) -> None:
-    """So two groups of two ranks each, which have a rank in common, never wait for each other's slots."""
+def test_group_of_two_ranks_does_not_use_the_common_lane(kind: str, algorithm: str) -> None:
+    """Two groups of two ranks that share a rank thus never wait for each other's slots."""
     for each in rounds(kind, algorithm, 2):
         assert not any(part.is_common for part in (*each.first, *each.last, *each.takes))
 

@@ -1,4 +1,4 @@
-"""Scratch memory outlives an operation, within bounds."""
+"""Scratch memory: its reuse by later operations, and its bounds."""
 
 from __future__ import annotations
 

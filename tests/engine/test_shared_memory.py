@@ -1,4 +1,4 @@
-"""Reductions through shared memory when something goes wrong: no block of a link is lost, none is used twice."""
+"""Failing reductions in shared memory: every slot and chunk is freed exactly once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from aiocoll import GroupError, HashStore, ProcessGroup, ReduceOp, new_group
 from tests.ranks import options, run_ranks
 from tests.shared_memory import mapped
 
-#: Elements of float64 that go through lanes, in some pieces of them.
+#: Elements of float64 that take several chunks of a queue.
 LARGE = 400_003
 
 
 class Broken(Exception):
-    """What a function of the user's raises."""
+    """The error of a user's reduce function."""
 
 
 @pytest.mark.parametrize("count", [8, LARGE])
 async def test_raising_reduce_function_frees_the_lane(count: int) -> None:
-    """A piece is freed once: by the operation, or with all that the failed group has there."""
+    """A chunk is freed once: by its operation, or with all chunks of the failed group."""
 
     async def rank(number: int, store: Any) -> None:
         def function(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
@@ -49,7 +49,7 @@ async def test_raising_reduce_function_frees_the_lane(count: int) -> None:
 
 
 async def test_operation_failing_during_a_scan_fails_the_others_of_its_group() -> None:
-    """Whoever is looked at after it has failed already, and the caller's memory is the caller's again."""
+    """The scan reaches an operation that has already failed. It must not write to the caller's array."""
     tensors = [np.ones(4), np.ones(4)]
     entered = asyncio.Event()
 
@@ -71,24 +71,24 @@ async def test_operation_failing_during_a_scan_fails_the_others_of_its_group() -
             with pytest.raises(GroupError, match="its reduce function raised Broken"):
                 await work
 
-    with heard():
+    with no_callback_errors():
         await run_ranks(2, rank, transport="shm", timeout=20)
     assert (tensors[1] == 1).all()
 
 
 @contextmanager
-def heard() -> Iterator[None]:
-    """Raise exceptions of callbacks in the test."""
+def no_callback_errors() -> Iterator[None]:
+    """Check that no callback raises an exception."""
     loop = asyncio.get_running_loop()
-    told: list[dict[str, Any]] = []
-    loop.set_exception_handler(lambda _, context: told.append(context))
+    contexts: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: contexts.append(context))
     yield
-    assert told == []
+    assert contexts == []
     loop.set_exception_handler(None)
 
 
 async def test_shared_memory_is_freed_with_the_group_without_garbage_collection() -> None:
-    """It is much, and the collector, which does not see how much, may come hours later."""
+    """Mapped memory is large, but the garbage collector does not see its size and may run hours later."""
 
     async def rank(pg: ProcessGroup) -> bool:
         for count in (1, 1000, LARGE):

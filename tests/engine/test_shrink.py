@@ -1,4 +1,4 @@
-"""The agreement on who goes on, on a virtual clock: ranks die, are cut off or come late at every step of it."""
+"""The agreement on the members of a shrunk group: ranks die, are cut off or come late at every step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def now() -> float:
 
 
 class Job:
-    """Ranks of one host that can be killed: run `body` on each, and return None for those that were."""
+    """Ranks on a virtual clock that can be killed. By default they share one host."""
 
     def __init__(self, hosts: Hosts | None = None) -> None:
         self.hosts = hosts or Hosts([])
@@ -41,6 +41,7 @@ class Job:
         return self.hosts.killed
 
     def run(self, world_size: int, body: Body, seed: int = 0, linked: bool = True) -> list[Any]:
+        """Run `body` on each rank; return the results, None for killed ranks."""
         if not self.hosts.hosts:
             self.hosts = Hosts([0] * world_size, seed)
         hosts = self.hosts
@@ -52,7 +53,7 @@ class Job:
                 pg = self.groups[rank]
                 if linked:
                     await pg.barrier()
-                    await asyncio.sleep(1)  # virtual: all have left the barrier
+                    await asyncio.sleep(1)  # a virtual second, after which all ranks have left the barrier
                 return await body(pg)
 
         async def main() -> list[Any]:
@@ -69,13 +70,13 @@ class Job:
         self.hosts.kill(rank)
 
     async def die(self, rank: int) -> None:
-        """Kill `rank`, which is calling, when all others wait for it."""
+        """Kill `rank`, the caller, once all other ranks wait for it."""
         await asyncio.sleep(1)
         self.kill(rank)
         await asyncio.get_running_loop().create_future()
 
     def cut(self, one: Iterable[int], other: Iterable[int]) -> None:
-        """Let nothing through between the ranks of both sides, which is not noticed."""
+        """Hold back all frames between two sets of ranks. No rank notices it."""
         network = hub(self.groups[0])
         for a in one:
             for b in other:
@@ -83,8 +84,8 @@ class Job:
                 network.block(b, a)
 
 
-async def works(pg: ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of a group in which everything arrives."""
+async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
+    """Check that collectives of a group work; return its ranks."""
     tensor = np.full(30_000, 2.0 ** pg.rank())
     await pg.allreduce(tensor)
     assert (tensor == 2.0 ** pg.size() - 1).all()
@@ -92,8 +93,8 @@ async def works(pg: ProcessGroup) -> tuple[int, ...]:
     return pg.global_ranks
 
 
-async def fails(pg: ProcessGroup) -> PeerLostError:
-    """Reduce now and then, until the group fails; return the cause."""
+async def wait_for_loss(pg: ProcessGroup) -> PeerLostError:
+    """Reduce repeatedly until the group fails; return the cause."""
     try:
         while True:
             await pg.allreduce(np.ones(30_000))
@@ -105,16 +106,16 @@ async def fails(pg: ProcessGroup) -> PeerLostError:
 
 
 async def recover(pg: ProcessGroup) -> tuple[int, ...]:
-    """Shrink until it works, as a program would."""
+    """Shrink until a group works, as a program would; return its ranks."""
     while True:
         pg = await pg.shrink()
         try:
-            return await works(pg)
+            return await check_group(pg)
         except (PeerLostError, GroupRevokedError):
             continue
 
 
-# -- who has a say
+# -- quorum
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ async def recover(pg: ProcessGroup) -> tuple[int, ...]:
         ([0, 3], [0, 1, 2, 3], [], True),
         ([1, 2, 3], [0, 1, 2, 3], [], True),
         ([2, 3], [0, 1, 2, 3], [0, 1], True),
-        ([2, 3], [0, 1, 2, 3], [1], False),  # 0 may have gone on with 1 before it died
+        ([2, 3], [0, 1, 2, 3], [1], False),  # rank 0 may have continued with rank 1 before rank 1 died
         ([3, 4], [0, 1, 2, 3, 4], [0, 1], False),
         ([3], [0, 1, 2, 3, 4], [0, 1, 2, 4], True),
         ([1, 2], [1, 2, 5], [], True),
@@ -138,7 +139,7 @@ async def recover(pg: ProcessGroup) -> tuple[int, ...]:
         ([], [], [], False),
     ],
 )
-def test_quorum_is_all_living_ranks_a_majority_or_half_with_the_lowest_rank(
+def test_quorum_is_a_majority_half_with_the_lowest_rank_or_all_living_ranks(
     ranks: list[int], group: list[int], away: list[int], decide: bool
 ) -> None:
     assert decides(ranks, group, away) is decide
@@ -146,7 +147,7 @@ def test_quorum_is_all_living_ranks_a_majority_or_half_with_the_lowest_rank(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_two_parts_of_a_group_never_both_have_a_quorum(size: int) -> None:
-    """Whoever is away may have been in the other part before."""
+    """A dead rank may have belonged to the other part before."""
     group = range(size)
     for parts in itertools.product(("here", "there", "dead, was there"), repeat=size):
         here, there, dead = ([rank for rank in group if parts[rank] == part] for part in ("here", "there", parts[-1]))
@@ -172,7 +173,7 @@ def test_ranks_that_reach_each_other_continue(
     assert connected(candidates, lost) == kept
 
 
-# -- ranks die
+# -- deaths
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
@@ -190,7 +191,7 @@ def test_living_ranks_continue_after_any_death(world_size: int) -> None:
             small = await pg.shrink()
             assert now() - start < 0.5
             assert small.group_name == "world:0~1"
-            return await works(small)
+            return await check_group(small)
 
         living = tuple(rank for rank in range(world_size) if rank != victim)
         assert job.run(world_size, body) == [None if rank == victim else living for rank in range(world_size)]
@@ -201,22 +202,22 @@ def test_living_ranks_continue_after_any_death(world_size: int) -> None:
 def test_agreement_survives_another_death_at_any_message(
     first: int, also: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = Voter.send
+    send = Voter.send
     steps = 0
 
     def run(step: int, seed: int) -> bool:
         """Kill the sender or the receiver of message number `step`; return whether there was one."""
         job = Job()
-        said = 0
+        sent = 0
 
-        def watched(self: Voter, rank: int, note: dict[str, Any]) -> None:
-            nonlocal said
+        def send_and_kill(self: Voter, rank: int, note: dict[str, Any]) -> None:
+            nonlocal sent
             me = self.rank
-            said += rank != me and not {me, rank} & job.killed
-            if said == step and len(job.killed) == 1:
+            sent += rank != me and not {me, rank} & job.killed
+            if sent == step and len(job.killed) == 1:
                 job.kill(me if also == "sender" else rank)
             if me not in job.killed:
-                say(self, rank, note)
+                send(self, rank, note)
 
         async def body(pg: ProcessGroup) -> Any:
             if pg.rank() == first:
@@ -225,7 +226,7 @@ def test_agreement_survives_another_death_at_any_message(
                 await pg.allreduce(np.ones(3))
             return await recover(pg)
 
-        replaced(monkeypatch, vote_said=watched)
+        replaced(monkeypatch, vote_said=send_and_kill)
         results = job.run(5, body, seed)
         living = tuple(rank for rank in range(5) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"message {step}, seed {seed}"
@@ -233,7 +234,7 @@ def test_agreement_survives_another_death_at_any_message(
 
     while run(steps + 1, seed=steps):
         steps += 1
-    assert steps >= 3 * 4  # a vote, an acceptance and two answers of each that is not the coordinator
+    assert steps >= 3 * 4  # a vote, an acceptance and two replies for each rank except the coordinator
 
 
 def test_agreement_survives_the_death_of_hub_and_next_hub() -> None:
@@ -268,7 +269,7 @@ def test_shrinking_continues_until_one_rank_is_left() -> None:
     assert job.run(5, body)[0] == [(0, 1, 3, 4), (0, 1, 4), (0, 4), (0,)]
 
 
-# -- ranks are cut off, come late, or do not come
+# -- cut-off, late and absent ranks
 
 
 def test_half_with_the_lowest_rank_continues() -> None:
@@ -284,7 +285,7 @@ def test_half_with_the_lowest_rank_continues() -> None:
         await asyncio.sleep(2)
         start = now()
         try:
-            return await works(await pg.shrink())
+            return await check_group(await pg.shrink())
         except PeerLostError as error:
             assert now() - start < 15
             return error.how, error.ranks, str(error)
@@ -313,7 +314,7 @@ def test_rank_that_does_not_call_shrink_is_excluded_and_notified(late: int) -> N
             return None
         small = await pg.shrink()
         assert 6 <= now() - start < 6.5
-        return await works(small)
+        return await check_group(small)
 
     living = tuple(rank for rank in range(4) if rank != late)
     assert job.run(4, body) == [None if rank == late else living for rank in range(4)]
@@ -332,15 +333,15 @@ def test_shrink_of_two_ranks_times_out_and_can_be_retried() -> None:
             assert 6 <= now() - start < 6.5
         else:
             await asyncio.sleep(10)
-        return await works(await pg.shrink())
+        return await check_group(await pg.shrink())
 
     assert job.run(2, body) == [(0, 1), (0, 1)]
 
 
 def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def deaf(handle: Any, voter: Voter, *heard: Any) -> None:
+    def ignore_on_rank_1(handle: Any, voter: Voter, *message: Any) -> None:
         if voter.rank != 1:
-            handle(voter, *heard)
+            handle(voter, *message)
 
     async def body(pg: ProcessGroup) -> Any:
         if pg.rank() in (0, 1):
@@ -348,10 +349,10 @@ def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
             return None
         start = now()
         small = await pg.shrink(exclude=[0])
-        assert 8 <= now() - start < 8.5  # two seconds for an answer, six for the vote
-        return await works(small)
+        assert 8 <= now() - start < 8.5  # two seconds for an answer of the silent coordinator, and six for its vote
+        return await check_group(small)
 
-    wrapped(monkeypatch, vote_heard=deaf)
+    wrapped(monkeypatch, vote_heard=ignore_on_rank_1)
     assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
 
 
@@ -367,7 +368,7 @@ def test_shrink_after_a_cancelled_one_returns_the_group() -> None:
             await asyncio.sleep(5)
         elif pg.rank() == 1:
             await asyncio.sleep(1)
-        return await works(await pg.shrink())
+        return await check_group(await pg.shrink())
 
     assert job.run(3, body) == [(0, 1, 2)] * 3
 
@@ -401,14 +402,14 @@ def test_rank_that_has_left_the_group_has_no_vote() -> None:
         start = now()
         small = await pg.shrink()
         assert now() - start < 0.5
-        return await works(small)
+        return await check_group(small)
 
     assert job.run(4, body) == [None, None, (2, 3), (2, 3)]
 
 
 @pytest.mark.parametrize("lost", [{2, 3}, {0, 1}])
-def test_unreachable_ranks_are_retried_and_count(lost: set[int]) -> None:
-    """Half of the ranks is lost without being proven dead: a quorum of all must go on, or the program's word."""
+def test_unreachable_ranks_are_retried_and_count_in_the_quorum(lost: set[int]) -> None:
+    """Half of the ranks are lost without proof of death: the others need a quorum of all ranks, or `assume_dead`."""
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -417,7 +418,7 @@ def test_unreachable_ranks_are_retried_and_count(lost: set[int]) -> None:
             return None
         job.cut(lost, {0, 1, 2, 3} - lost)
         for rank in lost:
-            comm_of(pg).endpoint.roster.died(rank, "nothing has been heard of it", how="unreachable")
+            comm_of(pg).endpoint.roster.died(rank, "it has not answered", how="unreachable")
         start = now()
         if 0 in lost:
             with pytest.raises(PeerLostError, match=r"certainly dead, call shrink\(assume_dead=\[0, 1\]\)") as raised:
@@ -426,14 +427,14 @@ def test_unreachable_ranks_are_retried_and_count(lost: set[int]) -> None:
             assert 2.5 <= now() - start < 5
         small = await pg.shrink(assume_dead=[0, 1] if 0 in lost else None)
         assert now() - start < 5
-        return await works(small)
+        return await check_group(small)
 
     living = tuple({0, 1, 2, 3} - lost)
     assert job.run(4, body) == [living if rank in living else None for rank in range(4)]
 
 
 def test_death_is_proven_by_a_process_of_the_same_host() -> None:
-    """Ranks 2 and 3 see that 1 is gone; 0, on another host, hears it from them, and goes on with them."""
+    """Ranks 2 and 3 see that rank 1 has died, and report it to rank 0 on another host."""
     hosts = Hosts([0, 1, 1, 1])
 
     async def body(pg: ProcessGroup) -> Any:
@@ -446,9 +447,9 @@ def test_death_is_proven_by_a_process_of_the_same_host() -> None:
         assert cause.ranks == (1,)
         assert now() - start < 2
         small = await pg.shrink()
-        assert now() - start < 2.5  # at once: nobody is tried again
+        assert now() - start < 2.5  # at once, because no rank is retried
         assert [comm_of(pg).endpoint.roster.dead[1][0]] == ["killed"]
-        return await works(small)
+        return await check_group(small)
 
     assert Job(hosts).run(4, body) == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
 
@@ -463,14 +464,14 @@ def test_broken_connection_between_living_ranks_excludes_none() -> None:
             ) -> Any:
                 if pg.rank() == one:
                     asyncio.get_running_loop().call_later(1, hosts.reset, one, other)
-                cause = await fails(pg)
+                cause = await wait_for_loss(pg)
                 assert cause.how == "unreachable"
                 if len(set(where)) == 1:
                     text = f"the connection between ranks {one} and {other} of group 'world:0' broke, though both live"
                     assert (str(cause), cause.ranks) == (text, (one, other))
                 else:
                     assert set(cause.ranks) <= {one, other}
-                return await works(await pg.shrink())
+                return await check_group(await pg.shrink())
 
             assert Job(hosts).run(3, body) == [(0, 1, 2)] * 3, (one, other, where)
 
@@ -483,12 +484,12 @@ def test_partition_of_two_ranks_excludes_one() -> None:
         if pg.rank() == 1:
             hosts.cut(1, 2)
             hosts.cut(2, 1)
-        await fails(pg)
+        await wait_for_loss(pg)
         try:
             small = await pg.shrink()
         except GroupError as error:
             return str(error)
-        return await works(small)
+        return await check_group(small)
 
     *others, left_out, other = Job(hosts).run(4, body)
     assert [*others, other] == [(0, 1, 3)] * 3
@@ -499,7 +500,7 @@ def test_partition_of_two_ranks_excludes_one() -> None:
     "seeds", [range(25), pytest.param(range(25, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
 )
 def test_agreement_survives_any_deaths_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    say = Voter.send
+    send = Voter.send
     for seed in seeds:
         chance = random.Random(seed)
         world_size = chance.randrange(3, 8)
@@ -508,7 +509,7 @@ def test_agreement_survives_any_deaths_at_any_messages(seeds: range, monkeypatch
         job = Job()
         messages = itertools.count()
 
-        def watched(
+        def send_and_kill(
             self: Voter,
             rank: int,
             note: dict[str, Any],
@@ -520,7 +521,7 @@ def test_agreement_survives_any_deaths_at_any_messages(seeds: range, monkeypatch
             if victim is not None and victim not in job.killed and len(job.killed) + 1 < len(job.groups):
                 job.kill(victim)
             if self.rank not in job.killed:
-                say(self, rank, note)
+                send(self, rank, note)
 
         async def body(pg: ProcessGroup, job: Job = job, first: int = first, chance: random.Random = chance) -> Any:
             if pg.rank() == first:
@@ -529,7 +530,7 @@ def test_agreement_survives_any_deaths_at_any_messages(seeds: range, monkeypatch
             await asyncio.sleep(chance.choice([0, 0.01, 1.5]))
             return await recover(pg)
 
-        replaced(monkeypatch, vote_said=watched)
+        replaced(monkeypatch, vote_said=send_and_kill)
         results = job.run(world_size, body, seed)
         living = tuple(rank for rank in range(world_size) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"seed {seed}"
@@ -545,11 +546,11 @@ def test_death_while_the_group_meets_newcomers_is_survived() -> None:
         where = {"store": parts_of(pg).reconfigurer._origin._store_handle.store}  # type: ignore[attr-defined]
         newcomers = []
 
-        def another() -> None:
+        def start_newcomer() -> None:
             if pg.rank() == 0:
                 newcomers.append(asyncio.ensure_future(new_group(join=True, timeout=20, **where)._make()))
 
-        another()
+        start_newcomer()
         if pg.rank() == 2:
             parts_of(pg).reconfigurer._origin.meet_anew = lambda *_: job.die(2)  # type: ignore[method-assign]
         start = now()
@@ -558,14 +559,14 @@ def test_death_while_the_group_meets_newcomers_is_survived() -> None:
         assert raised.value.ranks == (2,)
         assert now() - start < 3
         small = await pg.shrink()
-        another()
+        start_newcomer()
         grown = await small.grow(1)
         if pg.rank():
-            return await works(grown)
+            return await check_group(grown)
         lost, other = newcomers
-        found, ranks = await asyncio.gather(works(await other), works(grown))
+        found, ranks = await asyncio.gather(check_group(await other), check_group(grown))
         await asyncio.gather((await other).shutdown(), grown.shutdown())
-        # To die is to be cancelled here, and who is cancelled tells the newcomers.
+        # In this simulation a death cancels the task of the rank, and a cancelled rank notifies the newcomers.
         with pytest.raises(RendezvousError, match="group that was to meet them does not: a rank was cancelled"):
             await lost
         assert found == ranks

@@ -1,4 +1,4 @@
-"""Small reductions in shared memory: every way a tensor may take, and what is left behind."""
+"""Small reductions in shared memory: slots, frames in their place, and slots that failed groups leave behind."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from aiocoll.work import Work
 from ..internals import comm_of, use_same_slots
 from ..ranks import options, over, until
 
-#: Elements of float64: in the line of a block, in a small one, in a middle one.
+#: Elements of float64 that fit into the line of a slot, into a small slot, and into a middle slot.
 COUNTS = [1, 5, 6, 512, 513, 8192]
 
-#: A call that has started: its work, and a check of what it has left.
+#: A started call: its work, and a check of its results.
 Started = tuple[Work[Any], Callable[[], None]]
 
 
-async def link(pgs: list[ProcessGroup]) -> None:
+async def open_links(pgs: list[ProcessGroup]) -> None:
     """Open all data links."""
     await asyncio.gather(*(pg.allgather(None, np.zeros(1)) for pg in pgs))
     await until(lambda: all(comm_of(pg).channels[peer].shared for pg in pgs for peer in comm_of(pg).others))
@@ -35,7 +35,7 @@ async def link(pgs: list[ProcessGroup]) -> None:
 
 @asynccontextmanager
 async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[ProcessGroup]]]:
-    """Yield the ranks of a group for each of `names`, linked, whose calls have the same numbers and slots."""
+    """Yield the linked ranks of a group for each of `names`. Calls of all groups use the same numbers and slots."""
     store = HashStore()
     pgs = [
         await asyncio.gather(
@@ -48,7 +48,7 @@ async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[Pro
     ]
     try:
         for group in pgs:
-            await link(group)
+            await open_links(group)
             for pg in group:
                 use_same_slots(pg)
         yield pgs
@@ -58,18 +58,18 @@ async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[Pro
 
 
 def posts(pg: ProcessGroup, peer: int) -> int:
-    """Return how often this rank has posted something for `peer`."""
+    """Return how often this rank has posted to `peer`."""
     shared = comm_of(pg).channels[peer].shared
     assert shared is not None
     return int(shared.lane_writer.total)
 
 
-def mine(pg: ProcessGroup, count: int = 3) -> np.ndarray:
+def rank_array(pg: ProcessGroup, count: int = 3) -> np.ndarray:
     return np.full(count, 2.0 ** pg.rank())
 
 
 def call(pg: ProcessGroup, count: int = 3, key: str | None = None) -> tuple[np.ndarray, Work[object]]:
-    array = mine(pg, count)
+    array = rank_array(pg, count)
     return array, pg.allreduce(array, key=key)
 
 
@@ -81,7 +81,7 @@ async def check(calls: list[tuple[np.ndarray, Work[object]]], world_size: int) -
 
 
 async def finish(calls: list[Started]) -> None:
-    """Wait for calls, and check what each has left."""
+    """Wait for calls, and check their results."""
     async with asyncio.timeout(20):
         for work, check_result in calls:
             await work
@@ -94,8 +94,8 @@ async def until_revoked(*pgs: ProcessGroup) -> None:
         await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
 
 
-def overwrite_what_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what a rank reads overwritten as soon as it has freed the slot, as by a peer that posts at once."""
+def overwrite_freed_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwrite each slot as soon as its reader frees it, like a peer that posts at once."""
     view, free = SlotReader.view, SlotReader.free
     read: dict[tuple[int, int], list[np.ndarray]] = {}
 
@@ -115,7 +115,7 @@ def overwrite_what_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_slots_carry_what_fits(world_size: int, count: int) -> None:
+async def test_contributions_that_fit_use_slots(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]
@@ -137,14 +137,14 @@ async def test_frames_are_used_until_a_link_exists(pg: ProcessGroup, count: int)
 
 
 @pytest.mark.parametrize(
-    ("count", "blocks"), [(1, SMALL_SLOTS), (512, SMALL_SLOTS), (513, MIDDLE_SLOTS), (8192, MIDDLE_SLOTS)]
+    ("count", "slots"), [(1, SMALL_SLOTS), (512, SMALL_SLOTS), (513, MIDDLE_SLOTS), (8192, MIDDLE_SLOTS)]
 )
-async def test_full_slots_do_not_delay_calls(count: int, blocks: int) -> None:
+async def test_full_slots_do_not_delay_calls(count: int, slots: int) -> None:
     async with jobs(2) as ((zero, one),):
         before = posts(zero, 1)
-        calls = [call(zero, count) for _ in range(3 * blocks)]
-        assert posts(zero, 1) - before == blocks
-        calls += [call(one, count) for _ in range(3 * blocks)]
+        calls = [call(zero, count) for _ in range(3 * slots)]
+        assert posts(zero, 1) - before == slots
+        calls += [call(one, count) for _ in range(3 * slots)]
         await check(calls, 2)
         assert zero.pending() == one.pending() == []
 
@@ -153,13 +153,13 @@ async def test_contribution_of_a_frame_outlives_the_frame() -> None:
     async with jobs(3) as (pgs,):
         array, work = call(pgs[0])
         (operation,) = comm_of(pgs[0]).in_flight.pending
-        frame = bytearray(mine(pgs[1]).tobytes())
+        frame = bytearray(rank_array(pgs[1]).tobytes())
         assert operation.deliver(1, 0, len(frame), memoryview(frame), len(frame))
         frame[:] = bytes(len(frame))
         other = call(pgs[2])[1]
         await check([(array, work)], 3)
         pgs[2].abort("its peer has called nothing")
-        await fails(other)
+        await check_failure(other)
 
 
 async def test_peer_that_has_posted_is_not_awaited() -> None:
@@ -184,16 +184,16 @@ async def test_frame_frees_the_slot_of_a_finished_group() -> None:
         await check(calls, 2)
         assert list(shared.lane_writer.consumed) == list(shared.lane_writer.posted)
         a_zero.abort("a test")
-        await fails(late)
+        await check_failure(late)
 
 
 async def test_frame_sent_at_once_may_complete_the_call() -> None:
-    """The last thing to happen, then, happens within the call."""
+    """The send of the frame is then the last step of the call."""
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
         calls = [call(a_one), call(b_zero)]
         before = posts(b_one, 0)
         calls.append(call(b_one))
-        assert posts(b_one, 0) == before, "the call of the other group has the block"
+        assert posts(b_one, 0) == before, "the call of the other group still holds the slot"
         assert calls[-1][1].done()
         calls.append(call(a_zero))
         await check(calls, 2)
@@ -201,7 +201,7 @@ async def test_frame_sent_at_once_may_complete_the_call() -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 async def test_slots_are_shared_by_groups(count: int) -> None:
-    """Each rank calls them in another order, so that blocks are in use for groups their reader comes to last."""
+    """Each rank calls the groups in another order, so slots stay in use for groups that a reader calls last."""
     world_size, names = 3, "abcd"
     async with jobs(world_size, names) as groups:
         calls = []
@@ -212,7 +212,7 @@ async def test_slots_are_shared_by_groups(count: int) -> None:
 
 
 async def test_slot_is_not_read_after_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    overwrite_what_is_freed(monkeypatch)
+    overwrite_freed_slots(monkeypatch)
     async with jobs(3) as (pgs,):
         for count in COUNTS:
             await check([call(pg, count) for pg in pgs], 3)
@@ -232,34 +232,34 @@ async def test_keyed_calls_finish_in_opposite_orders(count: int) -> None:
 @pytest.mark.parametrize("count", [*COUNTS, 100_000])
 @pytest.mark.parametrize("linked", [False, True])
 async def test_rank_may_leave_as_soon_as_it_has_its_result(pg: ProcessGroup, count: int, linked: bool) -> None:
-    array = mine(pg, count)
+    array = rank_array(pg, count)
     if linked:
         await pg.allreduce(np.zeros(1))
     await pg.allreduce(array)
     assert (array == 2.0 ** pg.size() - 1).all()
 
 
-# -- groups that fail
+# -- failed groups
 
 
-async def shrunk(pgs: list[ProcessGroup]) -> list[ProcessGroup]:
+async def shrunk_groups(pgs: list[ProcessGroup]) -> list[ProcessGroup]:
     async with asyncio.timeout(20):
         return await asyncio.gather(*(pg.shrink() for pg in pgs))
 
 
-async def fails(work: Work[object]) -> None:
+async def check_failure(work: Work[object]) -> None:
     with pytest.raises(GroupError):
         await work
 
 
-async def whole_board(pgs: list[ProcessGroup]) -> None:
-    """Every block is free: as many calls as there are blocks find one, without an answer."""
+async def check_free_slots(pgs: list[ProcessGroup]) -> None:
+    """Check that all slots are free: as many calls find a slot each, before the peer has read any."""
     zero, one = pgs
-    for count, blocks in ((1, SMALL_SLOTS), (8192, MIDDLE_SLOTS)):
+    for count, slots in ((1, SMALL_SLOTS), (8192, MIDDLE_SLOTS)):
         before = posts(zero, 1)
-        calls = [call(zero, count) for _ in range(blocks)]
-        assert posts(zero, 1) - before == blocks
-        await check(calls + [call(one, count) for _ in range(blocks)], 2)
+        calls = [call(zero, count) for _ in range(slots)]
+        assert posts(zero, 1) - before == slots
+        await check(calls + [call(one, count) for _ in range(slots)], 2)
 
 
 async def test_posts_for_a_failed_group_are_freed() -> None:
@@ -267,9 +267,9 @@ async def test_posts_for_a_failed_group_are_freed() -> None:
         works = [call(pgs[0], count)[1] for count in (1, 8192) for _ in range(SMALL_SLOTS)]
         pgs[0].abort("a test")
         for work in works:
-            await fails(work)
-        groups = await shrunk(pgs)
-        await whole_board(groups)
+            await check_failure(work)
+        groups = await shrunk_groups(pgs)
+        await check_free_slots(groups)
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
@@ -285,19 +285,19 @@ async def test_barrier_waits_for_all_ranks(world_size: int) -> None:
             await asyncio.gather(*(work.join() for work in works))
 
 
-async def test_a_barrier_received_in_frames_frees_no_slot() -> None:
-    """Its slot is in use by a gather, which the root reads later."""
+async def test_barrier_received_in_frames_frees_no_slot() -> None:
+    """The slot of its number is in use by a gather, which the root reads later."""
     async with jobs(2) as (pgs,):
         root, peer = pgs
         number = comm_of(root).entered + 1
         key = next(key for key in map(str, range(10_000)) if (hash62(f"{key}\0{1}") - number) % SMALL_SLOTS == 0)
-        gather = peer.gather(None, mine(peer), 0, key=key)
+        gather = peer.gather(None, rank_array(peer), 0, key=key)
         await asyncio.gather(peer.barrier(), root.barrier())
-        blocks = [np.zeros(3), np.zeros(3)]
+        outputs = [np.zeros(3), np.zeros(3)]
         async with asyncio.timeout(20):
-            await root.gather(blocks, mine(root), 0, key=key)
+            await root.gather(outputs, rank_array(root), 0, key=key)
             await gather
-        assert [block.tolist() for block in blocks] == [[1] * 3, [2] * 3]
+        assert [output.tolist() for output in outputs] == [[1] * 3, [2] * 3]
         shared = comm_of(root).channels[1].shared
         assert shared is not None
         assert shared.peer_outbox.unread() == []

@@ -1,4 +1,4 @@
-"""Small allgathers and reduce_scatters in shared memory: every way a block may take, and what is left behind."""
+"""Small allgathers and reduce_scatters in shared memory: slots, frames in their place, and failed groups."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_what_is_freed, posts
+from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts
 
-#: Starts a call; its work, and a check of what it has left.
+#: Starts a call; returns its work and a check of its results.
 Call = Callable[..., Started]
 
 
-def gathered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> Started:
+def start_allgather(pg: ProcessGroup, counts: list[int], key: str | None = None) -> Started:
     outputs = [np.zeros(count, np.int64) for count in counts]
     work = pg.allgather(outputs, np.full(counts[pg.rank()], 10 + pg.rank()), key=key)
 
@@ -32,7 +32,7 @@ def gathered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> Sta
     return work, check
 
 
-def scattered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> Started:
+def start_reduce_scatter(pg: ProcessGroup, counts: list[int], key: str | None = None) -> Started:
     size, rank = pg.size(), pg.rank()
     output = np.zeros(counts[rank], np.int64)
     inputs = [np.full(count, 1000 * peer + rank) for peer, count in enumerate(counts)]
@@ -40,18 +40,20 @@ def scattered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> St
 
     def check() -> None:
         assert output.tolist() == [1000 * rank * size + sum(range(size))] * counts[rank]
-        assert all((each == 1000 * peer + rank).all() for peer, each in enumerate(inputs)), "inputs stay as they are"
+        assert all((each == 1000 * peer + rank).all() for peer, each in enumerate(inputs)), (
+            "reduce_scatter has changed its inputs"
+        )
 
     return work, check
 
 
-CALLS = pytest.mark.parametrize("call", [gathered, scattered])
+CALLS = pytest.mark.parametrize("call", [start_allgather, start_reduce_scatter])
 
 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_slots_carry_what_fits(call: Call, world_size: int, count: int) -> None:
+async def test_contributions_that_fit_use_slots(call: Call, world_size: int, count: int) -> None:
     counts = [count] * world_size
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
@@ -66,7 +68,7 @@ async def test_slots_carry_what_fits(call: Call, world_size: int, count: int) ->
 @CALLS
 @pytest.mark.parametrize("counts", [[0, 1, 600], [600, 0, 0], [5, 6, 7], [0, 0, 8192], [0, 0, 0]])
 async def test_blocks_of_different_lengths_get_the_closed_form_results(call: Call, counts: list[int]) -> None:
-    """The longest one decides which slots all of them take."""
+    """The longest block decides which slots all blocks use."""
     async with jobs(3) as (pgs,):
         for _ in range(3):
             await finish([call(pg, counts) for pg in pgs])
@@ -105,7 +107,7 @@ async def test_keyed_calls_finish_in_opposite_orders(call: Call) -> None:
 
 @CALLS
 async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    overwrite_what_is_freed(monkeypatch)
+    overwrite_freed_slots(monkeypatch)
     async with jobs(3) as (pgs,):
         for counts in ([1, 1, 1], [5, 600, 7]):
             await finish([call(pg, counts) for pg in pgs])
@@ -121,7 +123,7 @@ async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
 
 @pytest.mark.parametrize("op", ["AVG", "affine"])
 async def test_reduction_is_in_rank_order(op: str) -> None:
-    """Of an op that is not commutative, too; and what finishes it comes once."""
+    """The rank order also holds for an op that is not commutative, and AVG divides once."""
     size = 3
 
     def subtract(a: Any, b: Any, out: Any) -> None:
@@ -140,11 +142,11 @@ async def test_reduction_is_in_rank_order(op: str) -> None:
 
 
 async def test_raising_reduce_function_fails_the_group() -> None:
-    def fails(a: Any, b: Any, out: Any) -> None:
+    def raise_error(a: Any, b: Any, out: Any) -> None:
         raise ArithmeticError("no")
 
     async with jobs(2) as (pgs,):
-        works = [pg.reduce_scatter(np.zeros(1), [np.ones(1)] * 2, ReduceOp.custom(fails)) for pg in pgs]
+        works = [pg.reduce_scatter(np.zeros(1), [np.ones(1)] * 2, ReduceOp.custom(raise_error)) for pg in pgs]
         found = await asyncio.gather(*works, return_exceptions=True)
         assert all(isinstance(error, GroupError) for error in found)
         assert "its reduce function raised" in str(found[0]) + str(found[1])
@@ -153,11 +155,11 @@ async def test_raising_reduce_function_fails_the_group() -> None:
 @pytest.mark.parametrize("other", ["counts", "kind", "dtype", "op"])
 async def test_different_calls_are_a_mismatch(other: str) -> None:
     async with jobs(2) as ((zero, one),):
-        first = scattered(zero, [2, 2])[0]
+        first = start_reduce_scatter(zero, [2, 2])[0]
         if other == "counts":
-            second = scattered(one, [2, 3])[0]
+            second = start_reduce_scatter(one, [2, 3])[0]
         elif other == "kind":
-            second = gathered(one, [2, 2])[0]
+            second = start_allgather(one, [2, 2])[0]
         elif other == "dtype":
             second = one.reduce_scatter(np.zeros(2), [np.ones(2)] * 2)
         else:

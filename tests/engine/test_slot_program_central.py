@@ -1,4 +1,4 @@
-"""Small reductions of many ranks in shared memory: what goes to rank 0 and back, by slots and in frames."""
+"""Small reductions of many ranks in shared memory, through rank 0: in slots and in frames."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_slot_program import COUNTS, call, check, fails, jobs, mine, overwrite_what_is_freed, posts
+from .test_slot_program import COUNTS, call, check, check_failure, jobs, overwrite_freed_slots, posts, rank_array
 
 WORLD_SIZES = [5, 7, 17]
 
 
-def fits(pg: ProcessGroup, count: int) -> bool:
+def fits_slot(pg: ProcessGroup, count: int) -> bool:
     return count * 8 <= comm_of(pg).slots.largest
 
 
@@ -30,11 +30,11 @@ async def test_ranks_post_to_rank_0_which_posts_to_all(world_size: int) -> None:
             before = [posts(pg, peer) for pg, peer in ends]
             calls = [call(pg, count) for pg in pgs]
             kinds = {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).in_flight.pending}
-            assert kinds == {fits(pgs[0], count)}
+            assert kinds == {fits_slot(pgs[0], count)}
             await check(calls, world_size)
             after = [posts(pg, peer) for pg, peer in ends]
             assert [new - old for old, new in zip(before, after, strict=True)] == [
-                fits(pg, count) and 0 in (pg.rank(), peer) for pg, peer in ends
+                fits_slot(pg, count) and 0 in (pg.rank(), peer) for pg, peer in ends
             ]
 
 
@@ -49,7 +49,7 @@ async def test_frames_are_used_until_a_link_exists(pg: ProcessGroup, count: int)
 @pytest.mark.parametrize("late", [0, 1, 4])
 @pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
 async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) -> None:
-    """Late is rank 0, which has to read what frames have brought; or another, for which results lie in frames."""
+    """If rank 0 is late, it reads contributions in frames. If another rank is late, it reads results in frames."""
     async with jobs(5) as (pgs,):
         others = [pg for pg in pgs if pg.rank() != late]
         calls = [call(pg, count) for pg in others for _ in range(3 * slots)]
@@ -59,12 +59,12 @@ async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) 
 
 
 async def test_contributions_go_in_frames_when_slots_are_in_use() -> None:
-    """Another group has posted to the same slots, and rank 0 waits for one that has not called."""
+    """Another group occupies the same slots: its rank 0 waits for rank 1, which has not called."""
     async with jobs(5, "ab") as (a, b):
         held = [call(a[0])]
         held += [call(pg) for pg in a[2:]]
         pending = comm_of(a[0]).in_flight.pending
-        assert pending, "rank 1 is missing"
+        assert pending, "the call of rank 0 has completed without rank 1"
         first = [call(pg) for pg in b]
         await check(first, 5)
         held.append(call(a[1]))
@@ -72,14 +72,14 @@ async def test_contributions_go_in_frames_when_slots_are_in_use() -> None:
 
 
 async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
-    """Rank 0 has sent so much in another group that slots and rings are full; then it needs nobody but who reads."""
+    """Another group has filled all slots and rings of rank 0, so the result waits until its readers free them."""
     count = 8192
     async with jobs(5, "ab") as (a, b):
         fill = [np.full(count, float(number)) for number in range(MIDDLE_SLOTS + 64)]
         sent = [b[0].broadcast(each, 0) for each in fill]
-        arrays = [mine(pg, count) for pg in a]
+        arrays = [rank_array(pg, count) for pg in a]
         works = [pg.allreduce(array, ReduceOp.AVG) for pg, array in reversed([*zip(a, arrays, strict=True)])]
-        # Their slots are free again, and get something else.
+        # Slots that the result has freed get other contributions.
         keys = [str(number) for number in range(16 * MIDDLE_SLOTS)]
         later = [call(pg, count, key) for pg in b[1:] for key in keys]
         (operation,) = comm_of(a[0]).in_flight.pending
@@ -95,14 +95,14 @@ async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
 
 
 async def test_slot_is_not_read_after_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    overwrite_what_is_freed(monkeypatch)
+    overwrite_freed_slots(monkeypatch)
     async with jobs(5) as (pgs,):
         for count in COUNTS:
             await check([call(pg, count) for pg in pgs], 5)
 
 
 async def test_results_are_bitwise_equal_on_all_ranks() -> None:
-    """Sums of floats depend on the order, which is that of the ranks."""
+    """Float sums depend on the order of the additions, which is the rank order."""
     tenths = [np.array([0.1 * (rank + 1), 1e16, -1e16 if rank else 1.0]) for rank in range(7)]
     expected = tenths[0].copy()
     for each in tenths[1:]:
@@ -135,7 +135,7 @@ async def test_abort_of_one_rank_fails_the_call_on_all(gone: int) -> None:
         works = [call(pg)[1] for pg in pgs if pg.rank() != gone]
         pgs[gone].abort("a test")
         for work in works:
-            await fails(work)
+            await check_failure(work)
 
 
 @pytest.mark.ranks(5, 7)

@@ -1,4 +1,4 @@
-"""Small gathers, scatters and alltoalls in shared memory: every way a block may take, beside blocks that are large."""
+"""Small gathers, scatters and alltoalls in shared memory, alone and together with large blocks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_slot_program import Started, finish, jobs, overwrite_what_is_freed, posts, until_revoked
+from .test_slot_program import Started, finish, jobs, overwrite_freed_slots, posts, until_revoked
 
 #: More elements of float64 than a slot holds.
 LARGE = 8193
-#: Elements of a block: none, in the line of a slot, in a small one, in a middle one, in frames.
+#: Elements of a block: none, in the line of a slot, in a small slot, in a middle slot, in frames.
 COUNTS = [0, 1, 5, 6, 512, 513, 8192, LARGE]
 
-#: Starts a call with a root, which alltoall does not have. `count(a, b)`: elements that rank a has for rank b.
+#: Starts a call with counts and a root, which alltoall ignores.
 Call = Callable[..., Started]
+#: Returns the number of elements that the first rank has for the second.
 Counts = Callable[[int, int], int]
 
 
 def block(count: int, source: int, target: int) -> np.ndarray:
-    """Rank `source` has this for rank `target`."""
+    """Return the block that rank `source` has for rank `target`."""
     return np.full(count, 100.0 * source + target)
 
 
@@ -53,7 +54,7 @@ def scatter(pg: ProcessGroup, count: Counts, root: int, key: str | None = None) 
     output = np.zeros(count(root, rank))
     inputs = [block(count(root, peer), root, peer) for peer in range(size)] if rank == root else None
     work = pg.scatter(output, inputs, root, key=key)
-    return work, lambda: _same(output, block(count(root, rank), root, rank))
+    return work, lambda: _check_equal(output, block(count(root, rank), root, rank))
 
 
 def alltoall(pg: ProcessGroup, count: Counts, root: int, key: str | None = None) -> Started:
@@ -63,12 +64,12 @@ def alltoall(pg: ProcessGroup, count: Counts, root: int, key: str | None = None)
 
     def check() -> None:
         for peer, output in enumerate(outputs):
-            _same(output, block(count(peer, rank), peer, rank))
+            _check_equal(output, block(count(peer, rank), peer, rank))
 
     return work, check
 
 
-def _same(found: np.ndarray, expected: np.ndarray) -> None:
+def _check_equal(found: np.ndarray, expected: np.ndarray) -> None:
     assert found.tolist() == expected.tolist()
 
 
@@ -95,19 +96,19 @@ async def test_small_blocks_go_through_slots(call: Call, world_size: int) -> Non
                 await finish(calls)
                 after = sum(posts(pg, peer) for pg in pgs for peer in comm_of(pg).others)
                 messages = (world_size - 1) * (world_size if call is alltoall else 1)
-                told = count > 0 or call is gather  # of no elements, only the root of a gather is told
-                assert after - before == (messages if told and count < LARGE else 0)
+                is_posted = count > 0 or call is gather  # of empty blocks, only those of a gather are posted
+                assert after - before == (messages if is_posted and count < LARGE else 0)
 
 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 async def test_small_blocks_use_slots_next_to_large_ones(call: Call, world_size: int) -> None:
-    """Who has large ones for or from anybody carries out a program, and finds small ones in slots and in frames."""
+    """A rank with large blocks runs a schedule, and finds its small blocks in slots and in frames."""
     seen = set()
     async with jobs(world_size) as (pgs,):
         for large in range(world_size):
             for root in range(world_size):
-                # Everything between `large` and the rank after it is large; the rest is small, or nothing.
+                # Blocks between `large` and the next rank are large. All other blocks are small or empty.
                 pair = {large, (large + 1) % world_size}
                 calls = [
                     call(pg, lambda a, b, pair=pair: LARGE * 3 if {a, b} == pair else (a + 2 * b) % 3 * 300, root)
@@ -116,13 +117,15 @@ async def test_small_blocks_use_slots_next_to_large_ones(call: Call, world_size:
                 seen |= executors(pgs)
                 await finish(calls)
     expected = {ProgramExecutor, SlotProgram} if world_size > 2 else {executor_of_large(world_size)}
-    assert seen >= expected - ({ProgramExecutor} if call is scatter else set()), "the root of a scatter ends at once"
+    assert seen >= expected - ({ProgramExecutor} if call is scatter else set()), (
+        f"missing executors; the root of a scatter finishes before it is seen: {seen}"
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("late", [False, True])
 async def test_gather_root_without_counts_gets_all_blocks(world_size: int, late: bool) -> None:
-    """It finds blocks in slots of either size and in frames, whoever calls first."""
+    """The root finds blocks in small slots, in middle slots and in frames, whether it calls first or last."""
     async with jobs(world_size) as (pgs,):
         for root in range(world_size):
             for first in range(len(COUNTS)):
@@ -134,21 +137,21 @@ async def test_gather_root_without_counts_gets_all_blocks(world_size: int, late:
                     outputs = await works.pop(root)
                     await asyncio.gather(*(work.join() for work in works.values()))
                 for found, expected in zip(outputs, blocks, strict=True):
-                    _same(found, expected)
+                    _check_equal(found, expected)
 
 
 async def test_gather_root_without_counts_does_not_read_a_freed_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    overwrite_what_is_freed(monkeypatch)
+    overwrite_freed_slots(monkeypatch)
     async with jobs(2) as ((zero, one),):
         for count in COUNTS:
             work = zero.gather(None, block(1, 0, 0), 0)
             async with asyncio.timeout(20):
                 await one.gather(None, block(count, 1, 0), 0)
-                _same((await work)[1], block(count, 1, 0))
+                _check_equal((await work)[1], block(count, 1, 0))
 
 
 async def test_peer_that_has_posted_is_not_awaited() -> None:
-    """Not in a program with larger blocks, nor where lengths are not known."""
+    """Check a schedule with larger blocks, and a gather without known lengths."""
     async with jobs(3) as (pgs,):
         for start in (
             lambda pg: alltoall(pg, lambda a, b: 3 if 2 in (a, b) else LARGE, 0),
@@ -198,7 +201,7 @@ async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int,
 
 @pytest.mark.parametrize("unsized", [False, True])
 async def test_slot_is_reused_after_it_was_read(unsized: bool) -> None:
-    """By a rank whose peer carries out a program with larger blocks, or knows no lengths."""
+    """The reader runs a schedule with larger blocks, or a gather without known lengths."""
     async with jobs(3) as (pgs,):
         before = posts(pgs[1], 0)
         for _ in range(SMALL_SLOTS + 3):
@@ -222,7 +225,7 @@ async def test_keyed_calls_finish_in_opposite_orders(call: Call, root: int) -> N
 
 @CALLS
 async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    overwrite_what_is_freed(monkeypatch)
+    overwrite_freed_slots(monkeypatch)
     async with jobs(3) as (pgs,):
         for counts in ([1, 1, 1], [5, 600, 7], [1, 600, LARGE]):
             for root in range(3):
@@ -237,13 +240,13 @@ async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
             await finish([call(group, lambda a, b: 4 + a + b, root) for group in groups])
 
 
-#: Of the block between ranks 0 and 1: what rank 0 takes for its length, and rank 1.
+#: Lengths of the block between ranks 0 and 1, as rank 0 and as rank 1 assume them.
 DIFFERENT = [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)]
 
 
 @CALLS
 async def test_mismatch_of_counts_is_reported(call: Call) -> None:
-    """Of what rank 2 has, some is large."""
+    """The blocks of rank 2 are once small and once large."""
 
     async def differ(counts: tuple[int, int], large: bool) -> None:
         async with jobs(3) as (pgs,):

@@ -1,4 +1,4 @@
-"""Small broadcasts, reduces and scans in shared memory: every way a tensor may take, and calls that do not match."""
+"""Small broadcasts, reduces and scans in shared memory: slots, frames in their place, and mismatched calls."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from aiocoll.work import Work
 from ..internals import comm_of
 from ..ranks import over
 from ..steady import run_steadily
-from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_what_is_freed, posts, until_revoked
+from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts, until_revoked
 
-#: Starts a call of so many elements with a root, which scans do not have; its work, and a check of what it has left.
+#: Starts a call with a number of elements and a root, which scans ignore; returns its work and a check of its results.
 Call = Callable[..., Started]
 
 
 def array_of(pg: ProcessGroup, count: int) -> np.ndarray:
-    """Rank r has 2^r: a sum says whose were added."""
+    """Return an array of 2^rank: a sum of them shows which ranks contributed."""
     return np.full(count, 2.0 ** pg.rank())
 
 
-def checked(work: Work[Any], array: np.ndarray, expected: float) -> Started:
+def with_check(work: Work[Any], array: np.ndarray, expected: float) -> Started:
     def check() -> None:
         assert (array == expected).all(), (array, expected)
 
@@ -37,30 +37,30 @@ def checked(work: Work[Any], array: np.ndarray, expected: float) -> Started:
 
 def broadcast(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> Started:
     array = array_of(pg, count)
-    return checked(pg.broadcast(array, root, key=key), array, 2.0**root)
+    return with_check(pg.broadcast(array, root, key=key), array, 2.0**root)
 
 
 def reduce(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> Started:
     array = array_of(pg, count)
     everything = 2.0 ** pg.size() - 1
-    return checked(pg.reduce(array, root, key=key), array, everything if pg.rank() == root else 2.0 ** pg.rank())
+    return with_check(pg.reduce(array, root, key=key), array, everything if pg.rank() == root else 2.0 ** pg.rank())
 
 
 def scan(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> Started:
     array = array_of(pg, count)
-    return checked(pg.scan(array, key=key), array, 2.0 ** (pg.rank() + 1) - 1)
+    return with_check(pg.scan(array, key=key), array, 2.0 ** (pg.rank() + 1) - 1)
 
 
 def exscan(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> Started:
     array = array_of(pg, count)
-    return checked(pg.exscan(array, key=key), array, 2.0 ** pg.rank() - 1 if pg.rank() else 1.0)
+    return with_check(pg.exscan(array, key=key), array, 2.0 ** pg.rank() - 1 if pg.rank() else 1.0)
 
 
 CALLS = pytest.mark.parametrize("call", [broadcast, reduce, scan, exscan])
 
 
-def sends(call: Call, size: int, root: int, rank: int, peer: int) -> bool:
-    """Whether `rank` posts to `peer`."""
+def is_posted(call: Call, size: int, root: int, rank: int, peer: int) -> bool:
+    """Return whether `rank` posts to `peer`."""
     if call is broadcast:
         return rank == root
     return peer == root if call is reduce else rank < peer
@@ -81,7 +81,7 @@ async def test_rank_posts_to_the_ranks_that_need_its_tensor(call: Call, world_si
                 await finish(calls)
                 after = [posts(pg, peer) for pg, peer in ends]
                 assert [new - old for old, new in zip(before, after, strict=True)] == [
-                    fits and sends(call, world_size, root, pg.rank(), peer) for pg, peer in ends
+                    fits and is_posted(call, world_size, root, pg.rank(), peer) for pg, peer in ends
                 ]
 
 
@@ -99,7 +99,7 @@ async def test_frames_are_used_until_a_link_exists(call: Call, count: int, pg: P
 @pytest.mark.parametrize("root", [0, 1])
 async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int, root: int) -> None:
     async with jobs(2) as ((zero, one),):
-        first, last = (zero, one) if sends(call, 2, root, 0, 1) else (one, zero)
+        first, last = (zero, one) if is_posted(call, 2, root, 0, 1) else (one, zero)
         before = posts(first, last.rank())
         calls = [call(first, count, root) for _ in range(3 * slots)]
         assert posts(first, last.rank()) - before == slots
@@ -120,7 +120,7 @@ async def test_keyed_calls_finish_in_opposite_orders(call: Call, root: int) -> N
 
 @CALLS
 async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    overwrite_what_is_freed(monkeypatch)
+    overwrite_freed_slots(monkeypatch)
     async with jobs(3) as (pgs,):
         for count in COUNTS:
             for root in range(3):
@@ -137,7 +137,7 @@ async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 async def test_reduction_is_in_rank_order(world_size: int) -> None:
-    """Of an op that is not commutative, too; and what finishes it comes once, at the root."""
+    """The rank order also holds for an op that is not commutative, and AVG divides once, at the root."""
 
     def first(a: Any, b: Any, out: Any) -> None:
         np.subtract(2 * a, b, out=out)
@@ -163,19 +163,19 @@ async def test_reduction_is_in_rank_order(world_size: int) -> None:
 
 
 async def test_raising_reduce_function_at_the_root_fails_the_group() -> None:
-    def fails(a: Any, b: Any, out: Any) -> None:
+    def raise_error(a: Any, b: Any, out: Any) -> None:
         raise ArithmeticError("no")
 
     async with jobs(2) as ((zero, one),):
-        work = zero.reduce(np.zeros(1), 0, ReduceOp.custom(fails))
-        await one.reduce(np.zeros(1), 0, ReduceOp.custom(fails))
+        work = zero.reduce(np.zeros(1), 0, ReduceOp.custom(raise_error))
+        await one.reduce(np.zeros(1), 0, ReduceOp.custom(raise_error))
         with pytest.raises(GroupError, match="its reduce function raised"):
             await work
         await until_revoked(one)
 
 
-#: Calls of rank 0 and of rank 1 that do not match. Of most pairs both ends are done with what they have posted: nobody
-#: looks into the slots.
+#: Mismatched calls of rank 0 and rank 1. In most pairs, both calls finish with their posts, and neither rank reads the
+#: slots.
 PAIRS: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], Any]]] = {
     "both post": (lambda pg: pg.broadcast(np.zeros(3), 0), lambda pg: pg.reduce(np.zeros(3), 0)),
     "counts": (lambda pg: pg.broadcast(np.zeros(3), 0), lambda pg: pg.broadcast(np.zeros(4), 0)),
@@ -193,11 +193,11 @@ PAIRS: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], A
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("late", [0, 1])
 def test_mismatch_is_found_within_a_second(pair: str, late: int) -> None:
-    """Whoever calls first, and on both ranks, whose calls may be over."""
-    run_steadily(calls_differ(pair, late))
+    """Either rank may call first, and both calls may have finished before."""
+    run_steadily(check_mismatch(pair, late))
 
 
-async def calls_differ(pair: str, late: int) -> None:
+async def check_mismatch(pair: str, late: int) -> None:
     async with jobs(2) as (pgs,):
         works: list[Work[Any]] = []
         for rank in (1 - late, late):
@@ -218,7 +218,7 @@ async def calls_differ(pair: str, late: int) -> None:
 
 @pytest.mark.parametrize("late", [1, 2])
 async def test_early_post_is_not_reported_as_stray(late: int) -> None:
-    """What is posted long before its reader calls stays there, and is compared when that one has called."""
+    """A post stays in its slot until the reader calls, and is compared only then."""
     async with jobs(3) as (pgs,):
         works = [pg.broadcast(np.full(2, 7.0), 0) for pg in pgs if pg.rank() != late]
         await works[0]
@@ -249,7 +249,7 @@ async def test_failed_group_frees_its_slots_for_other_groups(call: Call) -> None
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 async def test_coalesced_calls_use_slots(world_size: int) -> None:
-    """Many calls are one operation then, of another name; a logical op makes what a rank has itself 0 or 1."""
+    """The calls of a block form one operation. A logical op also maps the rank's own values to 0 or 1."""
     async with jobs(world_size) as (pgs,):
         root = world_size - 1
 

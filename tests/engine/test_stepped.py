@@ -1,4 +1,4 @@
-"""Calls written as generators of steps: their results, and what becomes of the generator."""
+"""Calls written as generators of steps: results, errors, and the end of the generator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Steps = Callable[[Dispatcher], StepGenerator[Any]]
 
 
 def start(pg: ProcessGroup, steps: Steps, timeout: float = 60.0) -> Work[Any]:
-    """Start a call that consists of `steps`."""
+    """Start a call made of `steps`."""
     d = dispatcher_of(pg)
     signature = Signature("STEPS", "int64", (), None, None)
     plan = d.plans.counting_plan(signature)
@@ -39,7 +39,7 @@ def start(pg: ProcessGroup, steps: Steps, timeout: float = 60.0) -> Work[Any]:
 
 
 def add(d: Dispatcher, name: str, values: np.ndarray) -> StepGenerator[None]:
-    """Sum `values` over all ranks, in place."""
+    """Return a step that sums `values` over all ranks, in place."""
     plan = d.plans.plan("allreduce", INT64, (len(values),), op=ReduceOp.SUM)
     return collective(name, plan, [values])
 
@@ -97,8 +97,8 @@ async def test_step_error_on_one_rank_fails_the_call_on_all(place: str) -> None:
 
 
 async def test_failed_call_closes_its_generator() -> None:
-    """Also while a thread runs, whose result is dropped."""
-    held, begun, closed, went_on = threading.Event(), [], [], []
+    """The call may still run a thread, whose result is then dropped."""
+    held, begun, closed, continued = threading.Event(), [], [], []
 
     async def one(pg: ProcessGroup) -> None:
         def wait() -> None:
@@ -110,7 +110,7 @@ async def test_failed_call_closes_its_generator() -> None:
                 yield from exchange(0)
                 if d.rank == 0:
                     yield from in_thread(wait)
-                    went_on.append(d.rank)
+                    continued.append(d.rank)
                 yield from add(d, "one", np.zeros(2, np.int64))
             except GeneratorExit:
                 closed.append(d.rank)
@@ -128,11 +128,11 @@ async def test_failed_call_closes_its_generator() -> None:
 
     await run_ranks(2, one)
     assert sorted(closed) == [0, 1]
-    assert went_on == []
+    assert continued == []
 
 
 async def test_long_calculation_is_not_blamed_on_other_ranks() -> None:
-    """The other ranks have done their part, and have no such step."""
+    """The other ranks have finished their parts, so the timeout names no ranks."""
     held = threading.Event()
 
     async def one(pg: ProcessGroup) -> None:
@@ -154,7 +154,7 @@ async def test_long_calculation_is_not_blamed_on_other_ranks() -> None:
     await run_ranks(2, one)
 
 
-async def test_waiting_later_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_later_step_that_waits_for_long_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     held = threading.Event()
 
     def is_logged() -> bool:

@@ -1,4 +1,4 @@
-"""Posts that nobody reads, with a clock and an outbox that do what the test says."""
+"""Checks for posts that are never read, with a clock and an outbox that the test controls."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ GROUP, OP = 7, 3
 
 
 class Job:
-    """The outbox of one peer, a group, and a clock.
+    """The outbox of one peer, a group and a clock.
 
     Attributes:
-        timers: what is to be called.
-        posts: unread posts: operation, group and fingerprint.
-        told: operations of which it was said that calls differ.
+        timers: pending callbacks.
+        posts: operation, group and fingerprint of each unread post.
+        mismatches: peer, operation and local call of each reported mismatch.
     """
 
     def __init__(self) -> None:
         self.timers: list[Callable[[], None]] = []
         self.posts: list[tuple[int, int, int]] = []
-        self.told: list[tuple[int, int, str]] = []
+        self.mismatches: list[tuple[int, int, str]] = []
         self.operations: dict[int, Any] = {}
         self.group: Any = SimpleNamespace(
             rank=0,
             position={4: 1},
             in_flight=SimpleNamespace(find=self.operations.get),
             record=lambda op: None,
-            mismatches=SimpleNamespace(disagree=lambda *said: self.told.append(said)),
+            mismatches=SimpleNamespace(disagree=lambda *mismatch: self.mismatches.append(mismatch)),
         )
         clock: Any = SimpleNamespace(call_later=lambda seconds, call: self.timers.append(call))
         self.strays = StrayPosts(clock, {GROUP: self.group})
         outbox: Any = SimpleNamespace(unread=lambda: self.posts)
         self.strays.outboxes = ((4, outbox),)
 
-    def look(self) -> None:
+    def run_check(self) -> None:
         (timer,) = self.timers
         self.timers.clear()
         timer()
@@ -48,31 +48,31 @@ def test_stray_check_runs_once_for_many_posts_and_again_for_later_ones() -> None
     for _ in range(2):
         job.strays.watch()
         job.strays.watch()
-        job.look()
-        assert job.timers == [], "all has been read"
+        job.run_check()
+        assert job.timers == [], "a check is scheduled although no posts are unread"
 
 
 def test_early_post_is_checked_until_this_rank_has_called() -> None:
     job = Job()
     job.posts = [(OP, GROUP, 1)]
     job.strays.watch()
-    job.look()
-    job.look()
-    assert job.told == []
+    job.run_check()
+    job.run_check()
+    assert job.mismatches == []
     job.operations[OP] = SimpleNamespace(fingerprint=1, describe=lambda: "the same")
-    job.look()
-    assert job.told == []
+    job.run_check()
+    assert job.mismatches == []
     job.operations[OP] = SimpleNamespace(fingerprint=2, describe=lambda: "another")
-    job.look()
-    assert job.told == [(1, OP, "another")]
+    job.run_check()
+    assert job.mismatches == [(1, OP, "another")]
 
 
 def test_post_for_an_unknown_group_is_not_reported() -> None:
     job = Job()
     job.posts = [(OP, GROUP + 1, 1)]
     job.strays.watch()
-    job.look()
-    assert job.told == []
+    job.run_check()
+    assert job.mismatches == []
 
 
 def test_chunk_is_compared_after_it_stays_next_for_two_checks() -> None:
@@ -82,12 +82,12 @@ def test_chunk_is_compared_after_it_stays_next_for_two_checks() -> None:
     job.strays.links = ((4, link),)
     job.operations[OP] = SimpleNamespace(fingerprint=2, describe=lambda: "mine")
     job.strays.watch()
-    job.look()
+    job.run_check()
     heads.pop(0)
-    job.look()
-    assert job.told == [], "an operation may be reading"
-    job.look()
-    assert job.told == [(1, OP, "mine")]
+    job.run_check()
+    assert job.mismatches == [], "a chunk was reported while an operation may still read it"
+    job.run_check()
+    assert job.mismatches == [(1, OP, "mine")]
     heads.pop(0)
-    job.look()
-    assert job.timers == [], "all has been read"
+    job.run_check()
+    assert job.timers == [], "a check is scheduled although no posts are unread"

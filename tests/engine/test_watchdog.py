@@ -1,4 +1,4 @@
-"""The thread that watches, with other seconds; and where there is none."""
+"""The watchdog thread with shortened times, and groups without a watchdog."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..internals import Limits
 from ..ranks import LINKS, over
 
 
-class Heard:
-    """What a watchdog has told."""
+class Reports:
+    """The reports of a watchdog."""
 
     def __init__(self) -> None:
         self.lost: list[tuple[int, str, float]] = []
@@ -40,24 +40,24 @@ class Heard:
         self.anything.set()
 
 
-def make(heard: Heard, states: Callable[[int], str] = {}.__getitem__) -> Watchdog:
-    return Watchdog(3, asyncio.get_running_loop(), time.perf_counter, states, heard.on_lost, heard.on_ended)
+def make_watchdog(reports: Reports, states: Callable[[int], str] = {}.__getitem__) -> Watchdog:
+    return Watchdog(3, asyncio.get_running_loop(), time.perf_counter, states, reports.on_lost, reports.on_ended)
 
 
 @asynccontextmanager
-async def started(states: Callable[[int], str] = {}.__getitem__) -> AsyncIterator[tuple[Watchdog, Heard]]:
-    heard = Heard()
-    made = make(heard, states)
+async def running_watchdog(states: Callable[[int], str] = {}.__getitem__) -> AsyncIterator[tuple[Watchdog, Reports]]:
+    reports = Reports()
+    made = make_watchdog(reports, states)
     made.start()
     try:
-        yield made, heard
+        yield made, reports
     finally:
         made.stop()
 
 
 @pytest.fixture
 def quick(limits: Limits) -> None:
-    """Let its seconds pass twenty times as fast."""
+    """Divide the times of the watchdog by twenty."""
     limits(
         watchdog_round=watchdog.ROUND / 20,
         unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
@@ -67,106 +67,108 @@ def quick(limits: Limits) -> None:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    with ours, theirs:
-        yield ours, theirs
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.setblocking(False)
+    with near, far:
+        yield near, far
 
 
-def plain(sock: socket.socket) -> PlainStream:
+def plain_stream(sock: socket.socket) -> PlainStream:
     return PlainStream(asyncio.get_running_loop(), sock)
 
 
 @pytest.mark.usefixtures("quick")
 async def test_silent_heartbeat_is_reported_once_as_a_lost_rank(pair: tuple[socket.socket, socket.socket]) -> None:
-    async with started() as (watch, heard):
-        watch.add_heartbeat(7, plain(pair[0]))
+    async with running_watchdog() as (watch, reports):
+        watch.add_heartbeat(7, plain_stream(pair[0]))
         started_at = time.perf_counter()
-        await heard.anything.wait()
+        await reports.anything.wait()
         assert time.perf_counter() - started_at >= watchdog.UNREACHABLE_AFTER - watchdog.ROUND
         assert watch.silence(7) is None
-    ((rank, how, seconds),) = heard.lost
+    ((rank, how, seconds),) = reports.lost
     assert (rank, how) == (7, "unreachable")
     assert seconds >= watchdog.UNREACHABLE_AFTER
     assert pair[0].fileno() == -1
-    assert len(pair[1].recv(1000)) >= watchdog.UNREACHABLE_AFTER / watchdog.ROUND / 2, "it has sent its own bytes"
+    assert len(pair[1].recv(1000)) >= watchdog.UNREACHABLE_AFTER / watchdog.ROUND / 2, (
+        "the watchdog has sent too few heartbeats"
+    )
 
 
 @pytest.mark.usefixtures("quick")
 async def test_heartbeats_keep_each_other_alive_while_the_loop_is_blocked(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
-    async with started() as (one, heard), started() as (two, heard_too):
-        one.add_heartbeat(7, plain(pair[0]))
-        two.add_heartbeat(8, plain(pair[1]))
-        time.sleep(2 * watchdog.UNREACHABLE_AFTER)  # noqa: ASYNC251 - that is the fault
+    async with running_watchdog() as (one, reports), running_watchdog() as (two, other_reports):
+        one.add_heartbeat(7, plain_stream(pair[0]))
+        two.add_heartbeat(8, plain_stream(pair[1]))
+        time.sleep(2 * watchdog.UNREACHABLE_AFTER)  # noqa: ASYNC251 - the injected fault
         await asyncio.sleep(0)
         assert one.silence(7) is not None
         assert two.silence(8) is not None
-    assert heard.lost == heard_too.lost == []
+    assert reports.lost == other_reports.lost == []
 
 
 @pytest.mark.usefixtures("quick")
 async def test_closed_heartbeat_is_not_a_death(pair: tuple[socket.socket, socket.socket]) -> None:
-    async with started() as (watch, heard):
-        watch.add_heartbeat(7, plain(pair[0]))
+    async with running_watchdog() as (watch, reports):
+        watch.add_heartbeat(7, plain_stream(pair[0]))
         pair[1].close()
-        await heard.anything.wait()
-    assert (heard.ended, heard.lost) == ([7], [])
+        await reports.anything.wait()
+    assert (reports.ended, reports.lost) == ([7], [])
 
 
 async def test_heartbeat_added_after_the_stop_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
-    async with started() as (watch, _):
+    async with running_watchdog() as (watch, _):
         watch.stop()
-        watch.add_heartbeat(7, plain(pair[0]))
+        watch.add_heartbeat(7, plain_stream(pair[0]))
     assert pair[0].fileno() == -1
 
 
 @pytest.mark.usefixtures("quick")
 async def test_ended_process_is_reported() -> None:
-    async with started({1: "running", 2: GONE, 4: UNKNOWN}.__getitem__) as (watch, heard):
+    async with running_watchdog({1: "running", 2: GONE, 4: UNKNOWN}.__getitem__) as (watch, reports):
         watch.observe([1, 2, 4])
-        await heard.anything.wait()
-    assert {(rank, how) for rank, how, _ in heard.lost} == {(2, "killed")}
+        await reports.anything.wait()
+    assert {(rank, how) for rank, how, _ in reports.lost} == {(2, "killed")}
 
 
 async def test_stopped_process_is_reported_despite_missing_observations() -> None:
-    """Rounds without an observation neither count nor begin the count again."""
-    heard = Heard()
+    """Rounds without an observation neither count nor restart the count."""
+    reports = Reports()
     seen = iter([STOPPED, UNKNOWN] * 11)
-    watch = make(heard, lambda rank: next(seen))
+    watch = make_watchdog(reports, lambda rank: next(seen))
     for _ in range(20):
         watch.observe([1])
         watch._check_processes(0.0, watchdog.ROUND)
-    assert watchdog.STOPPED_AFTER / watchdog.ROUND == 9  # so the tenth observation ends it
+    assert watchdog.STOPPED_AFTER / watchdog.ROUND == 9  # so the tenth observation is reported
     await asyncio.sleep(0)
-    assert heard.lost == [(1, "stopped", watchdog.STOPPED_AFTER)]
+    assert reports.lost == [(1, "stopped", watchdog.STOPPED_AFTER)]
 
 
 @pytest.mark.usefixtures("quick")
 async def test_watchdog_thread_continues_without_optional_features(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread can be started for a log line, the state of no process can be read, and where the loop is neither."""
-    async with started() as (watch, heard):  # no state: KeyError
+    """The watchdog can start no log thread, read no process state and find no place of the blocked loop."""
+    async with running_watchdog() as (watch, reports):  # each query of a process state raises KeyError
         monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         monkeypatch.setattr(watchdog, "place", mock.Mock(side_effect=MemoryError))
-        watch.add_heartbeat(7, plain(pair[0]))
+        watch.add_heartbeat(7, plain_stream(pair[0]))
         watch.observe([1])
-        time.sleep(2 * watchdog.BLOCKED_AFTER)  # noqa: ASYNC251 - that is the fault
+        time.sleep(2 * watchdog.BLOCKED_AFTER)  # noqa: ASYNC251 - the injected fault
         monkeypatch.undo()
         before = len(pair[1].recv(1000))
         assert before >= watchdog.BLOCKED_AFTER / watchdog.ROUND
         pair[1].close()
-        await heard.anything.wait()
-    assert (heard.ended, heard.lost) == ([7], [])
+        await reports.anything.wait()
+    assert (reports.ended, reports.lost) == ([7], [])
 
 
 async def test_warning_without_a_thread_is_logged_by_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = make(Heard())
+    watch = make_watchdog(Reports())
     monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
     watch._check_itself(watchdog.ROUND + watchdog.BLOCKED_AFTER)
     assert not caplog.records
@@ -175,17 +177,17 @@ async def test_warning_without_a_thread_is_logged_by_the_loop(
 
 
 async def test_watchdog_can_stop_while_a_warning_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a crowded host `stop` does not wait long enough for that."""
+    """On a crowded host, `stop` does not wait long enough for the start of that thread."""
     begun, go_on, start = threading.Event(), threading.Event(), threading.Thread.start
 
-    def started_late(thread: threading.Thread) -> None:
+    def start_late(thread: threading.Thread) -> None:
         if thread.name.startswith("aiocoll warning"):
             begun.set()
             go_on.wait()
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", started_late)
-    async with started() as (made, _):
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    async with running_watchdog() as (made, _):
         warning = threading.Thread(target=made._log, args=(logging.WARNING, "a warning of a test"))
         warning.start()
         begun.wait()
@@ -198,11 +200,11 @@ async def test_watchdog_can_stop_while_a_warning_thread_starts(monkeypatch: pyte
 
 @pytest.mark.usefixtures("quick")
 def test_loop_that_does_not_run_is_not_reported_as_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    """And a loop that is closed ends the thread."""
+    """A closed loop also ends the thread."""
     loop = asyncio.new_event_loop()
 
     async def start() -> Watchdog:
-        made = make(Heard())
+        made = make_watchdog(Reports())
         made.start()
         return made
 

@@ -1,4 +1,4 @@
-"""What may be sent unasked: bounded per message and per link, and nothing waits behind what waits."""
+"""Windows of eager data, per message and per link: a message that waits blocks no other message."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..ranks import LINKS, options, over, run_ranks
 MIB = 1024 * 1024
 
 
-class Tap:
-    """Records every frame that any rank receives."""
+class FrameRecorder:
+    """A record of every frame that any rank receives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.frames: list[tuple[int, Header]] = []
@@ -38,7 +38,7 @@ class Tap:
         return sum(peer == sender and header[0] == kind for peer, header in self.frames)
 
     def eager(self, sender: int) -> Counter[int]:
-        """Return the unasked bytes of each operation."""
+        """Return the eager bytes from `sender` for each operation."""
         sums: Counter[int] = Counter()
         for peer, header in self.frames:
             if peer == sender and header[0] == FrameKind.DATA and header[1] & EAGER:
@@ -47,17 +47,17 @@ class Tap:
 
 
 @pytest.fixture
-def tap(monkeypatch: pytest.MonkeyPatch) -> Tap:
-    return Tap(monkeypatch)
+def tap(monkeypatch: pytest.MonkeyPatch) -> FrameRecorder:
+    return FrameRecorder(monkeypatch)
 
 
-def stash(pg: ProcessGroup) -> int:
-    """Return the bytes that wait here for calls not made yet."""
+def waiting_early_bytes(pg: ProcessGroup) -> int:
+    """Return the bytes that wait on this rank for calls not made yet."""
     return early_bytes(pg)
 
 
 async def settle(pg: ProcessGroup) -> None:
-    """Let all that is on its way arrive: an answer comes behind it on the same link."""
+    """Wait until all sent frames have arrived: the reply comes after them on the same link."""
     peer = 1 - pg.rank()
     if pg.rank():
         await pg.send(np.zeros(1), peer, tag=99)
@@ -68,8 +68,10 @@ async def settle(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_unexpected_large_message_sends_one_window_and_blocks_no_other(transport: str, tap: Tap) -> None:
-    # What is read in place is only announced: the receiver would have to copy it.
+async def test_unexpected_large_message_sends_one_window_and_blocks_no_other(
+    transport: str, tap: FrameRecorder
+) -> None:
+    # A message read in place is only announced: the receiver would have to copy eager data.
     is_announced = transport == "shm" and can_read() is None
     window = 0 if is_announced else EAGER_WINDOW
 
@@ -83,7 +85,7 @@ async def test_unexpected_large_message_sends_one_window_and_blocks_no_other(tra
             assert (await pg.allgather(None, tensor))[1 - pg.rank()].tolist() == tensor.tolist()
         await settle(pg)
         if pg.rank() == 1:
-            assert stash(pg) == window
+            assert waiting_early_bytes(pg) == window
             work = pg.broadcast(giant, 0, key="giant")
         await work
         assert not giant.any()
@@ -109,8 +111,8 @@ async def test_large_messages_in_opposite_orders_complete(pg: ProcessGroup, op: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS)
-async def test_ten_thousand_early_operations_stay_within_the_window(transport: str, tap: Tap) -> None:
-    """Their bytes are three times what a link may carry unasked."""
+async def test_ten_thousand_early_operations_stay_within_the_window(transport: str, tap: FrameRecorder) -> None:
+    """Together they have about three times as many bytes as the window."""
     count, nbytes = 10_000, 1200
 
     async def rank(pg: ProcessGroup) -> None:
@@ -120,11 +122,11 @@ async def test_ten_thousand_early_operations_stay_within_the_window(transport: s
             assert not works[-1].done()
         else:
             await settle(pg)
-            assert LINK_WINDOW - nbytes <= stash(pg) <= LINK_WINDOW
+            assert LINK_WINDOW - nbytes <= waiting_early_bytes(pg) <= LINK_WINDOW
             works = [pg.broadcast(np.zeros(nbytes, "uint8"), 0) for _ in range(count)]
         for number, work in enumerate(works):
             assert ((await work) == number % 251).all()
-        assert stash(pg) == 0
+        assert waiting_early_bytes(pg) == 0
 
     await run_ranks(2, rank, transport=transport, timeout=60)
     assert tap.count(FrameKind.READY, sender=0) > 0
@@ -132,7 +134,7 @@ async def test_ten_thousand_early_operations_stay_within_the_window(transport: s
     assert tap.count(FrameKind.WINDOW, sender=1) > 0
 
 
-async def test_frames_of_several_messages_alternate(tap: Tap) -> None:
+async def test_frames_of_several_messages_alternate(tap: FrameRecorder) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensors = [np.full(4 * MIB, pg.rank(), "uint8") for _ in range(3)]
         for work in [pg.broadcast(tensor, 0) for tensor in tensors]:
@@ -143,13 +145,13 @@ async def test_frames_of_several_messages_alternate(tap: Tap) -> None:
     order = [header[4] for peer, header in tap.frames if peer == 0 and header[0] == FrameKind.DATA and header[7]]
     last = {op: max(place for place, each in enumerate(order) if each == op) for op in set(order)}
     assert len(last) == 3
-    # One after the other, the first would have ended before the last began.
+    # Sent one after the other, the first message would have ended before the last one began.
     assert min(last.values()) > order.index(3)
 
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_failed_group_returns_its_window(transport: str) -> None:
-    """Two groups share the link; the early bytes of the one that fails must not burden the other for ever."""
+    """Two groups share a link. Early bytes of the failed group must not fill the window of the other for ever."""
     store = HashStore()
     over = options(transport)
 
@@ -163,20 +165,20 @@ async def test_failed_group_returns_its_window(transport: str) -> None:
                     one.broadcast(np.zeros(LINK_WINDOW // 32, "uint8"), 0)
             await settle(two)
             if rank == 1:
-                assert stash(one) > LINK_WINDOW // 2
+                assert waiting_early_bytes(one) > LINK_WINDOW // 2
                 one.abort()
             await one.wait_revoked()
             await settle(two)
             if rank == 0:
                 assert unasked(comm_of(two).channels[1]) < LINK_WINDOW // 2
-            assert stash(one) == 0
+            assert waiting_early_bytes(one) == 0
 
     await asyncio.gather(rank(0), rank(1))
     await store.aclose()
 
 
-async def window_is_whole(pg: ProcessGroup) -> None:
-    """Fill the window from rank 0 to rank 1: but for a lot that is not reported yet, all of it can be used."""
+async def check_window(pg: ProcessGroup) -> None:
+    """Check that rank 0 can use the whole window to rank 1, except one lot that is not returned yet."""
     nbytes = LINK_WINDOW // 16
     works = []
 
@@ -188,7 +190,7 @@ async def window_is_whole(pg: ProcessGroup) -> None:
         fill()
     await settle(pg)
     if pg.rank() == 1:
-        assert stash(pg) > LINK_WINDOW - WINDOW_LOT - nbytes
+        assert waiting_early_bytes(pg) > LINK_WINDOW - WINDOW_LOT - nbytes
         fill()
     for work in works:
         await work
@@ -197,14 +199,14 @@ async def window_is_whole(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -> None:
-    """Some windows of messages go by, which never fill a lot exactly."""
-    without_accelerator(pg)  # which sends no frames
+    """The messages have several times the bytes of the window, and never fill a lot exactly."""
+    without_accelerator(pg)  # the accelerator sends no frames
     nbytes = 200_003
     for number in range(5 * LINK_WINDOW // nbytes):
         await pg.broadcast(np.zeros(nbytes, "uint8"), 0)
         if number % 8 == 0:
             await settle(pg)
-    await window_is_whole(pg)
+    await check_window(pg)
 
 
 @pytest.mark.slow
@@ -213,7 +215,7 @@ async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -
 @pytest.mark.parametrize("fate", ["received", "aborted", "never made"])
 @pytest.mark.parametrize("sort", ["collectives", "messages"])
 async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: ProcessGroup, sort: str, fate: str) -> None:
-    """Rank 0 sends three quarters of the window for a group that rank 1 makes later, or never; and again."""
+    """Twice, rank 0 sends three quarters of the window for a group that rank 1 makes later or never."""
     count, nbytes = 12, LINK_WINDOW // 16
 
     def call(group: ProcessGroup) -> Work[Any]:
@@ -224,7 +226,7 @@ async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: Proces
 
     for number in range(2):
         if pg.rank() == 1:
-            await settle(pg)  # what rank 0 sends for the group is here
+            await settle(pg)  # the data from rank 0 for the group has arrived
         ranks = [1] if pg.rank() and fate == "never made" else [0, 1]
         part = await pg.split_group(ranks, group_name=f"part{number}")
         assert part is not None
@@ -243,11 +245,11 @@ async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: Proces
             await part.wait_revoked()
         await settle(pg)
         await part.shutdown()
-    await window_is_whole(pg)
+    await check_window(pg)
 
 
 def test_data_for_a_closed_group_is_returned_to_the_window() -> None:
-    """Rank 1 has left the group before the frames come that rank 0 sends, which has not heard of it."""
+    """Rank 1 leaves the group while rank 0, which does not know it yet, still sends frames."""
 
     async def rank(pg: ProcessGroup) -> None:
         for number in range(3):
@@ -258,7 +260,7 @@ def test_data_for_a_closed_group_is_returned_to_the_window() -> None:
                 await asyncio.gather(*(part.broadcast(np.zeros(LINK_WINDOW // 16, "uint8"), 0) for _ in range(12)))
             await part.shutdown()
             await settle(pg)
-        await window_is_whole(pg)
+        await check_window(pg)
 
     run_virtual(2, rank, latency=(0.01, 0.02))
 

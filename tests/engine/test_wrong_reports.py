@@ -1,4 +1,4 @@
-"""Reports of deaths that have not happened: of one job never two groups continue."""
+"""Wrong reports of deaths: two groups of one job must never both continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aiocoll.transport.frame import HEADER
 
 from ..internals import channels_of, comm_of
 from .hosts import Hosts
-from .test_shrink import Job, fails, now, works
+from .test_shrink import Job, check_group, now, wait_for_loss
 
 REASON = "by mistake"
 #: Virtual second of the first report, and the one at which the groups that continue are recorded.
@@ -30,16 +30,16 @@ Ranks = tuple[int, ...]
 
 
 class Trial:
-    """One job with wrong reports; everything in it is a function of the seed.
+    """A job with wrong reports, all drawn from the seed.
 
     Args:
-        seed: of the trial.
+        seed: seed of all random choices.
         reports: reporter, victim and time of each report; drawn from the seed by default.
         world_size: number of ranks; drawn from the seed by default.
 
     Attributes:
         made: members of each group that `shrink` returned, by the id of the group that was shrunk.
-        on: members of the group in which each rank still communicates at the end.
+        continued: members of the group in which each rank still communicates at the end.
     """
 
     def __init__(self, seed: int, reports: list[tuple[int, int, float]] | None = None, world_size: int = 0) -> None:
@@ -52,7 +52,7 @@ class Trial:
         self.part = sorted(chance.sample(range(self.world_size), chance.randrange(2, self.world_size + 1)))
         self.splits = chance.random() < 0.3
         self.made: dict[int, set[Ranks]] = {}
-        self.on: dict[int, Ranks] = {}
+        self.continued: dict[int, Ranks] = {}
 
     def _draw(self) -> list[tuple[int, int, float]]:
         chance, ranks = self.chance, range(self.world_size)
@@ -66,13 +66,15 @@ class Trial:
         return reports
 
     def run(self) -> Trial:
-        """Run the job; fail if two of its groups continued."""
+        """Run the job, and check that no two of its groups continued."""
         run_virtual(self.world_size, self._rank, seed=self.seed, latency=self.latency)
-        told = f"seed {self.seed}: {self.world_size} ranks, {self.reports}: made {self.made}, at the end {self.on}"
-        assert all(len(groups) == 1 for groups in self.made.values()), told
-        for rank, members in self.on.items():
-            assert rank in members, told
-        assert len(set(self.on.values())) <= 1, told
+        details = (
+            f"seed {self.seed}: {self.world_size} ranks, {self.reports}: made {self.made}, at the end {self.continued}"
+        )
+        assert all(len(groups) == 1 for groups in self.made.values()), details
+        for rank, members in self.continued.items():
+            assert rank in members, details
+        assert len(set(self.continued.values())) <= 1, details
         return self
 
     async def _rank(self, pg: ProcessGroup) -> None:
@@ -88,7 +90,7 @@ class Trial:
                 while not await group.allreduce(float(loop.time() > END), ReduceOp.MIN):
                     busy = loop.time() < START + 10 * self.latency[1]
                     await asyncio.sleep(chance.uniform(0, self.latency[1]) if busy else chance.choice([1, 5]))
-                self.on[me] = group.global_ranks
+                self.continued[me] = group.global_ranks
                 break
             except GroupError:
                 pass
@@ -104,10 +106,10 @@ class Trial:
                 break
             else:
                 self.made.setdefault(parent, set()).add(group.global_ranks)
-        await asyncio.sleep(2 * END - loop.time())  # leaving is no part of this
+        await asyncio.sleep(2 * END - loop.time())  # departures are not tested here
 
 
-#: A majority of a split-off group decided, and was then reported by the rest of the job.
+#: Seed that failed once: a majority of a split-off group decided, and then the other ranks reported its members dead.
 FAILED = [947]
 
 
@@ -121,8 +123,8 @@ FAILED = [947]
     ids=["few", "more", "many"],
 )
 def test_wrong_reports_never_make_two_groups(seeds: Sequence[int]) -> None:
-    went_on = sum(bool(Trial(seed).run().on) for seed in seeds)
-    assert went_on > len(seeds) / 2  # it is not safe by never going on
+    jobs_continued = sum(bool(Trial(seed).run().continued) for seed in seeds)
+    assert jobs_continued > len(seeds) / 2  # jobs that never continue would pass the other checks
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
@@ -137,7 +139,7 @@ def test_all_ranks_but_the_reported_one_continue(world_size: int) -> None:
         trial = Trial(seed, [(reporter, victim, 0.0)], world_size)
         trial.splits = False
         others = tuple(rank for rank in range(world_size) if rank != victim)
-        assert trial.run().on == dict.fromkeys(others, others)
+        assert trial.run().continued == dict.fromkeys(others, others)
 
 
 NOTE = {"t": "died", "rank": 1, "detail": REASON, "how": "killed"}
@@ -162,7 +164,7 @@ def _ballot(pg: ProcessGroup) -> ControlMessage:
 def test_any_message_about_its_own_death_excludes_a_rank(
     make: Callable[[ProcessGroup], ControlMessage], relayed: bool, ignored: list[int]
 ) -> None:
-    """A sender that is taken for dead is no exception, unless a majority of the job is left."""
+    """A message from a rank that is taken for dead counts too, since no majority of the job is left."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(START - now())
@@ -186,25 +188,25 @@ def test_any_message_about_its_own_death_excludes_a_rank(
 
 @pytest.mark.parametrize(("world_size", "killed"), [(2, [0]), (3, [0, 1]), (4, [0, 1, 3])])
 def test_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None:
-    """The links of a process that has ended break."""
+    """The links of an ended process break, which proves its death."""
     job = Job(Hosts([0] * world_size))
     left = tuple(rank for rank in range(world_size) if rank not in killed)
 
     async def body(pg: ProcessGroup) -> Any:
         if pg.rank() in killed:
             await job.die(pg.rank())
-        await fails(pg)
+        await wait_for_loss(pg)
         start = now()
         group = await pg.shrink()
         assert now() - start < DOUBT / 2
-        return await works(group)
+        return await check_group(group)
 
     found = job.run(world_size, body)
     assert [found[rank] for rank in left] == [left] * len(left)
 
 
 def test_silent_reported_rank_is_doubted_for_a_second() -> None:
-    """Its host has gone without a trace: the connection stands until the kernel gives up."""
+    """The host of the rank has vanished, so its connection stays open until the kernel gives up."""
     job = Job(Hosts([0, 1]))
 
     async def body(pg: ProcessGroup) -> Any:
@@ -217,23 +219,23 @@ def test_silent_reported_rank_is_doubted_for_a_second() -> None:
         pg.report_death(0, REASON)
         group = await pg.shrink()
         assert now() - start == pytest.approx(DOUBT)
-        return await works(group)
+        return await check_group(group)
 
     assert job.run(2, body)[1] == (1,)
 
 
 def test_lost_majority_makes_a_rank_accept_its_reported_death() -> None:
-    """Ranks 0 and 1 report each other, then rank 0 takes all others for dead, too."""
+    """Ranks 0 and 1 report each other. Then rank 0 takes rank 2 for dead, too."""
 
     async def rank(pg: ProcessGroup) -> Any:
         await asyncio.sleep(START - now())
         roster = comm_of(pg).endpoint.roster
         if pg.rank() == 0:
             roster.died(1, REASON, tell=False)
-            roster.on_own_death("so says rank 1", 1)
+            roster.on_own_death("reported by rank 1", 1)
             assert roster.own_death is None
             roster.died(2, REASON, tell=False)
-            assert roster.own_death == "so says rank 1"
+            assert roster.own_death == "reported by rank 1"
         await asyncio.sleep(END - now())
 
     run_virtual(3, rank)
@@ -252,7 +254,7 @@ def test_reporter_does_not_wait_after_the_answer_of_the_reported_rank() -> None:
     run_virtual(2, rank, latency=(0.01, 0.02))
 
 
-def test_death_note_is_sent_first_on_every_link() -> None:
+def test_death_message_is_sent_first_on_every_link() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         await asyncio.sleep(START - now())
