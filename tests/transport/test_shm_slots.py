@@ -21,7 +21,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import CHUNKS, LINE, SLOTS, LinkLayout, OutboxLayout
+from aiocoll.transport.shm.layout import CHUNKED, CHUNKS, LINE, POSTS, SLOTS, LinkLayout, OutboxLayout
 from aiocoll.transport.shm.outbox import Outbox, PeerOutbox
 from aiocoll.transport.shm.region import OwnRegion, SharedRegion, open_readable
 from aiocoll.transport.shm.slots import SlotReader
@@ -612,6 +612,17 @@ def test_slot_with_an_invalid_consumed_number_is_not_free(value: int, box: Box) 
     assert box.post(5, 5, NEW, block_of(1))
     box.reader._consumed[5] = value
     assert not box.post(5, 133, NEW, block_of(1))
+
+
+def test_counters_of_a_lane_become_zero_after_their_largest_value(box: Box) -> None:
+    for lane in box.lanes:
+        lane.words[POSTS] = lane.words[CHUNKED] = 2**64 - 1
+        lane.count_chunked()
+    assert box.outbox.has_news()
+    assert box.post(5, 5, NEW, block_of(1))
+    assert box.outbox.has_news()
+    assert {(lane.total, lane.words[CHUNKED]) for lane in box.lanes} == {(0, 0)}
+    assert take(box.reader, 5, 5, NEW) == 1
 
 
 # -- chunk queues

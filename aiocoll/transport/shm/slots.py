@@ -52,7 +52,14 @@ _HEAD: Final = 32
 _INLINE_NBYTES = LINE - _HEAD
 #: Largest number of cached views of slots: a program has few call sites.
 _VIEWS = 256
+#: Largest value of a word.
+_LARGEST: Final = (1 << 64) - 1
 _NO_WORDS: Final = memoryview(bytes(8 * SLOTS)).cast("Q")
+
+
+def _increment(words: memoryview, index: int) -> None:
+    """Count in a word of 64 bits, which becomes 0 after its largest value, as in C."""
+    words[index] = (words[index] + 1) & _LARGEST
 
 
 class _Slots:
@@ -184,7 +191,7 @@ class LaneWriter(_Writer):
 
     def count_chunked(self) -> None:
         """Let the peer know that an operation has put its last chunk into the queue of the link."""
-        self.words[CHUNKED] += 1
+        _increment(self.words, CHUNKED)
 
     def reset(self) -> bool:
         """Clear the lane for a new link; return False if no memory is left for it."""
@@ -246,7 +253,7 @@ class LaneWriter(_Writer):
         self._named[slot] = number
         if order is not None:
             order()
-        self.words[POSTS] += 1
+        _increment(self.words, POSTS)
         return True
 
     def reserve(self, slot: int, nbytes: int) -> bool:
@@ -301,7 +308,7 @@ class CommonWriter(_Writer):
             reader.common_named[slot] = number
             if order is not None:
                 order()
-            reader.words[POSTS] += 1
+            _increment(reader.words, POSTS)
         return True
 
     def _withdraw(self, slot: int) -> None:
