@@ -11,7 +11,7 @@ ARGS ?=
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo          processes learn, lose one of them, and go on with another in its place'
+	@echo 'make demo          processes learn, lose one of them, and continue with a replacement'
 	@echo 'make test          every feature once, in three minutes on 2 cores'
 	@echo 'make test-all      everything that needs no GPU and no hour'
 	@echo 'make check         format, lint and types'

@@ -120,10 +120,11 @@ def names_table() -> str:
     lines = []
     for section in dict.fromkeys(each.section for each in names()):
         lines += [f"**{section}**", "", "| torch.distributed | here | notes |", "|---|---|---|"]
+        rows: dict[str, list[str]] = {}  # names with the same verdict and note share a row
         for each in names():
             if each.section == section:
-                lines.append(f"| `{each.name}` | {_verdict(each)} | {each.note} |")
-        lines.append("")
+                rows.setdefault(f"{_verdict(each)} | {each.note}", []).append(f"`{each.name}`")
+        lines += [*(f"| {', '.join(found)} | {row} |" for row, found in rows.items()), ""]
     return "\n".join(lines).rstrip()
 
 

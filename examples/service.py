@@ -1,13 +1,12 @@
 """A web service on several ranks that count together: aiocoll run -n 2 examples/service.py
 
-Each rank serves HTTP on a port of its own. POST /count/3 adds one to bucket 3, on any rank. While
-requests are served, one allreduce follows another and adds up the new counts, so GET /stats on any rank returns the
-counts of all ranks.
+Each rank serves HTTP on a port of its own. POST /count/3 adds one to bucket 3, on any rank. Meanwhile, one allreduce
+after another adds up the new counts, so GET /stats on any rank returns the counts of all ranks.
 
-A request whose client goes away is cancelled while it waits for a collective; that ends the waiting, never the
-collective. A rank that dies takes along only what came in its last round: the others answer all the time, count on
-without it, and take in another: aiocoll run -n 2 --max-restarts 9 examples/service.py starts it. A supervisor of your
-own passes --join and --port to it.
+If a client disconnects, its request stops waiting for the collective, and the collective continues. If a rank dies,
+only its counts since the last round are lost. The other ranks answer all the time, and admit a replacement.
+`aiocoll run -n 2 --max-restarts 9 examples/service.py` starts the replacement. A supervisor of your own passes --join
+and --port to it.
 """
 
 import argparse
