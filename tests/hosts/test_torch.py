@@ -33,7 +33,7 @@ async def run_ranks(network: Network, ranks: Ranks, **environment: str) -> list[
         for host in network.hosts
     ]
     try:
-        return [await process.told() for process in started]
+        return [await process.next_line() for process in started]
     finally:
         for process in started:
             await process.kill()
