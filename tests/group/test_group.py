@@ -156,7 +156,7 @@ async def test_raising_custom_op_fails_every_rank(pg: ProcessGroup) -> None:
 async def test_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
     work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
     with suppress(GroupError):  # rank 0 may cut the link before the others have all objects
-        await pg.allgather_object("so that receiver are data links")
+        await pg.allgather_object("opens the data links")
     if pg.rank() == 0:
         hub(pg).cut(1, 2)
     with pytest.raises(PeerLostError, match=r"rank [12] of group 'world:0' is lost") as raised:

@@ -47,7 +47,7 @@ class Op:
         assert (last.filename, last.line) == (__file__, 'raise Broken("no such case")')
 
 
-async def failure_of(call: Awaitable[Any]) -> GroupError:
+async def failure(call: Awaitable[Any]) -> GroupError:
     with pytest.raises(GroupError) as raised:
         await call
     error = raised.value
@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[ProcessGroup, ReduceOp, int], Awaitable[Any]]] = {
 async def test_raising_op_has_its_line_in_the_traceback(kind: str, world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup, count: int) -> bool:
         op = Op()
-        error = await failure_of(CALLS[kind](pg, op.op, count))
+        error = await failure(CALLS[kind](pg, op.op, count))
         op.check(pg, error)
         return error.ranks == (pg.rank(),)
 
@@ -88,7 +88,7 @@ async def test_raising_op_in_a_block_has_its_line_in_the_traceback(transport: st
                 pg.allreduce(np.ones(3), op.op)
                 pg.allreduce(np.ones(5), op.op)
 
-        error = await failure_of(block())
+        error = await failure(block())
         op.check(pg, error)
         return error.ranks == (pg.rank(),)
 
@@ -98,8 +98,8 @@ async def test_raising_op_in_a_block_has_its_line_in_the_traceback(transport: st
 async def test_raising_op_is_the_cause_of_other_works_and_later_calls() -> None:
     async def rank(pg: ProcessGroup) -> bool:
         op = Op()
-        other = asyncio.ensure_future(failure_of(pg.recv_object()))
-        error = await failure_of(pg.allreduce(np.ones(3), op.op))
+        other = asyncio.ensure_future(failure(pg.recv_object()))
+        error = await failure(pg.allreduce(np.ones(3), op.op))
         op.check(pg, error)
         op.check(pg, await other)
         with pytest.raises(GroupRevokedError) as raised:

@@ -206,9 +206,6 @@ async def test_slow_step_is_not_a_mismatch(debug: Any, monkeypatch: pytest.Monke
     await testing.run_ranks(3, rank, options=GroupOptions(debug=debug))
 
 
-"""Check that each call is one operation."""
-
-
 @pytest.mark.ranks(2)
 async def test_gather_in_a_block_requires_the_roots_length(pg: ProcessGroup) -> None:
     with suppress(errors.GroupError):  # a rank that only sends may be done
@@ -267,7 +264,7 @@ async def test_missing_rank_is_named(pg: ProcessGroup, kind: str) -> None:
 
 @pytest.mark.ranks(3)
 async def test_gathers_with_outputs_take_no_additional_step(pg: ProcessGroup) -> None:
-    """Their operations are those of before: one each."""
+    """Check that each call is one operation."""
     before = len(comm_of(pg).journal.collectives)
     await pg.allgather([np.empty(3) for _ in range(3)], rank_values(pg.rank(), 3))
     await pg.gather([np.empty(3) for _ in range(3)] if pg.rank() == 0 else None, rank_values(pg.rank(), 3), 0)
