@@ -1,4 +1,4 @@
-"""Scenarios on forked ranks, in a process of their own that forks the ranks of each scenario.
+"""Scenarios on forked ranks: a separate process forks the ranks of each scenario.
 
 A run takes a fraction of a second, because a fork imports nothing. Ranks send their reports through a pipe. The clocks
 of processes on one machine agree.

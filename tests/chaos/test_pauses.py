@@ -37,7 +37,7 @@ async def test_paused_processes_compute_right_sums(world_size: int, monkeypatch:
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", MANY)
 async def test_paused_processes_compute_a_million_right_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use another seed each time, which a failure names."""
+    """Use a new seed in each run, and print it."""
     seed = time.time_ns()
     print(f"seed {seed}")
     await run(world_size, MANY[world_size], seed, monkeypatch)

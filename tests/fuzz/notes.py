@@ -1,4 +1,4 @@
-"""Strategies for valid notes of every kind, as rank 2 of 3 sends them to rank 0 about a group of all ranks."""
+"""Strategies for valid notes, the control messages that rank 2 of 3 sends to rank 0 about a group of all ranks."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 def is_torn(rest: bytes) -> bool:
-    """Return whether there are fewer bytes than the record at their start has."""
+    """Return whether the record at the start of these bytes is cut short."""
     return len(rest) < PREFIX + int.from_bytes(rest[:4], "little")
 
 

@@ -1,4 +1,4 @@
-"""Nearly valid notes: they raise nothing but `ProtocolError`, and whatever they contain, every work ends."""
+"""Nearly valid notes, the control messages of ranks: they raise nothing but `ProtocolError`, and every work ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANKS = {ALL: (0, 1, 2), PAIR: (0, 1)}
 
 
 def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.Facts:
-    """Return the facts that a rank of three knows, which is in these groups."""
+    """Return the facts that a rank of three knows if it belongs to these groups."""
     return gate.Facts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
 
 

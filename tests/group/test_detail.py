@@ -63,7 +63,7 @@ async def check_still_works(pg: ProcessGroup) -> None:
     assert await pg.allgather_object(pg.rank(), key="still") == list(range(pg.size()))
 
 
-# -- what differs
+# -- mismatches
 
 
 async def mismatch_texts(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> list[str]:

@@ -33,7 +33,7 @@ LARGE = 1_000_000
 #: The number of calls after which the right neighbour has reported that it maps the array.
 WARM = 3
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no shared memory here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
 
 class Puts:

@@ -230,14 +230,13 @@ async def test_unsupported_layouts_are_refused(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1) == 2
 
 
-# A dtype with these offsets, but without the align flag, has an equal layout.
 def test_layout_name_describes_the_dtype() -> None:
     assert of_numpy(PARTICLE) is of_numpy(np.dtype((np.record, [("id", "i4"), ("mass", "f8")])))
     assert pickle.loads(pickle.dumps(of_numpy(PARTICLE))) is of_numpy(PARTICLE)
     assert of_numpy(DTYPES[2]).name == "{at: {x: <f4[2, 3], name: S5}, when: <M8[s]}"
     assert of_numpy(DTYPES[1]).name == "{id: i1 at 0, mass: <f8 at 8; 16 bytes}"
     assert of_numpy(np.dtype([("a b", "i1"), ("\ud800", "i1")])).name == r"{'a b': i1, '\ud800': i1}"
-    # A dtype with the is_equal offsets, but without the align flag, is the is_equal layout.
+    # A dtype with equal offsets, but without the align flag, has an equal layout.
     packed = np.dtype({"names": ["id", "mass"], "formats": ["i1", "f8"], "offsets": [0, 8]})
     assert of_numpy(packed) is of_numpy(DTYPES[1])
     long = [of_numpy(np.dtype([(f"field{at}", "i4") for at in range(200)] + [(last, "i1")])) for last in "ab"]

@@ -22,7 +22,9 @@ from ..pairwise import Case, cover
 from ..reductions import DTYPES, OPS
 from .test_collectives import MOVING, REDUCING, ROOTED, SIZES, check, label, valid
 
-pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
+pytestmark = pytest.mark.skipif(
+    can_read() is not None, reason=f"cannot read the memory of another process: {can_read()}"
+)
 
 #: The number of elements of messages that take several frames at every world size.
 LARGE = 500_000

@@ -17,7 +17,7 @@ CONDUCTS: dict[str, Conduct] = {"hold": hold, "repeat": repeat, "flood": flood, 
 
 
 async def main(conduct: Conduct, places: list[tuple[str, int]]) -> None:
-    """Visit all places, again and again where no process listens; raise an error if a stranger ends."""
+    """Visit all places until a line of input arrives; raise an error if a stranger ends before."""
     visits = [0] * len(places)
 
     async def visit_repeatedly(number: int) -> None:

@@ -295,7 +295,7 @@ class Strangers:
                     async with asyncio.timeout(LONGEST):
                         await behave(visit, INSIDE.get(kind) or ANYWHERE[kind], number)
                 except TimeoutError:
-                    raise AssertionError(f"{kind} at {place} is not ended") from None
+                    raise AssertionError(f"the server at {place} did not end a connection of kind {kind!r}") from None
                 seconds = time.monotonic() - began
                 visit.check(encrypted)
         found = self.found[kind]

@@ -63,7 +63,7 @@ def written() -> Samples:
 
 
 def scraped(registry: Any) -> Samples:
-    """Return the samples that a registry gives by itself."""
+    """Return the samples of a scrape of this process alone."""
     return samples(prometheus_client.generate_latest(registry).decode())
 
 

@@ -26,7 +26,7 @@ from aiocoll.top.viewer import State, Viewer
 
 from ..internals import comm_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix sockets whose users the kernel names")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs unix sockets that report the user of a peer")
 
 
 @pytest.fixture
