@@ -24,12 +24,12 @@ OUTAGE = 4.0
 
 async def wait_until_ready(started: list[Process]) -> None:
     for process in started:
-        assert await process.report() == "ready"
+        assert await process.next_line() == "ready"
 
 
 async def result_despite_warnings(process: Process) -> Any:
     """Return the result of a rank, which may have warned of slow ranks."""
-    result = await process.report()
+    result = await process.next_line()
     code, complaints = await process.end()
     assert code == 0, complaints
     assert "is gone" not in complaints

@@ -89,7 +89,7 @@ async def test_hosts_with_certificates_of_a_ca_meet(
             started.append(await ranks.start(host, "total", host.number, size, f"tcp://{master}:29500", **environment))
     world = size * (2 if with_launcher else 1)
     for process in started:
-        reports = [await process.reports() for _ in range(2)] if with_launcher else [await process.reports()]
+        reports = [await process.next_line() for _ in range(2)] if with_launcher else [await process.next_line()]
         assert reports == [[world * (world + 1) / 2] * 2] * len(reports)
         assert await process.end() == (0, "")
 
@@ -151,6 +151,6 @@ async def test_host_with_another_job_or_ca_is_refused_at_the_store(
     joining = await ranks.start(
         net.hosts[1], "total", 1, 2, method, **certificate_environment(authority, "rank/1", file="late")
     )
-    assert await joining.result() == await serving.reports() == [3.0, 3.0]
+    assert await joining.result() == await serving.next_line() == [3.0, 3.0]
     _, complaints = await serving.end()
     assert f"refused a connection: {net.hosts[1].ipv4} presented no certificate: give it" in complaints
