@@ -175,7 +175,7 @@ def test_signals_during_a_dump_lead_to_one_more_dump(default: None, during: list
 def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> None:
     depths, depth = [], 0
 
-    def program(number: int, frame: object) -> None:
+    def handle_signal(number: int, frame: object) -> None:
         nonlocal depth
         depth += 1
         depths.append(depth)
@@ -183,7 +183,7 @@ def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> N
             signal.raise_signal(signal.SIGUSR2)
         depth -= 1
 
-    signal.signal(signal.SIGUSR2, program)
+    signal.signal(signal.SIGUSR2, handle_signal)
     listener = NestingListener([])
     signals.listen(listener, asked=True)
     try:
@@ -195,11 +195,11 @@ def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> N
 
 
 def test_failed_dump_does_not_stop_later_ones(default: None) -> None:
-    class Failing:
+    class FailingListener:
         def signalled(self) -> str:
             raise OSError("disk full")
 
-    failing, listener = Failing(), NestingListener([])
+    failing, listener = FailingListener(), NestingListener([])
     signals.listen(failing, asked=True)
     try:
         with pytest.raises(OSError, match="disk full"):

@@ -230,15 +230,15 @@ async def test_empty_block_takes_no_number(frames: Frames) -> None:
 
 @pytest.mark.ranks(3)
 async def test_custom_ops_of_one_name_are_not_confused(pg: ProcessGroup) -> None:
-    def adding() -> ReduceOp:
+    def adding_op() -> ReduceOp:
         return ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
 
-    def larger() -> ReduceOp:
+    def maximum_op() -> ReduceOp:
         return ReduceOp.custom(lambda a, b, out: np.maximum(a, b, out=out))
 
     x, y, z = ones(3, pg.rank()), ones(3, pg.rank()), ones(3, pg.rank())
     async with pg.coalescing():
-        for tensor, op in ((x, adding()), (y, larger()), (z, adding())):
+        for tensor, op in ((x, adding_op()), (y, maximum_op()), (z, adding_op())):
             pg.allreduce(tensor, op)
     assert x.tolist() == z.tolist() == [3, 3, 3]
     assert y.tolist() == [2, 2, 2]
@@ -250,7 +250,7 @@ async def test_custom_ops_of_one_name_are_not_confused(pg: ProcessGroup) -> None
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task"])
 async def test_await_inside_a_block_sends_the_recorded_calls(pg: ProcessGroup, how: str) -> None:
-    async def waiting(work: Work[Any]) -> None:
+    async def await_work(work: Work[Any]) -> None:
         await work
 
     async with pg.coalescing() as batch:
@@ -267,7 +267,7 @@ async def test_await_inside_a_block_sends_the_recorded_calls(pg: ProcessGroup, h
         elif how == "drain":
             await pg.drain()
         else:
-            await asyncio.create_task(waiting(first))
+            await asyncio.create_task(await_work(first))
         assert first.result().tolist() == second.result().tolist() == [2.0] * 4
         assert batch.seq == comm_of(pg).entered == 1
         third = pg.allreduce(ones())
@@ -453,13 +453,13 @@ async def test_blocks_of_two_groups_nest_within_a_task() -> None:
 async def test_task_that_outlives_its_block_makes_plain_calls(pg: ProcessGroup) -> None:
     go = asyncio.Event()
 
-    async def late() -> tuple[int | None, Any]:
+    async def make_late_call() -> tuple[int | None, Any]:
         await go.wait()
         work = pg.allreduce(ones())
         return work.seq, await work
 
     async with pg.coalescing():
-        task = asyncio.create_task(late())
+        task = asyncio.create_task(make_late_call())
         pg.allreduce(ones())
     go.set()
     async with pg.coalescing():
@@ -472,7 +472,7 @@ async def test_task_that_outlives_its_block_makes_plain_calls(pg: ProcessGroup) 
 
 
 async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frames: Frames) -> None:
-    async def refused(pg: ProcessGroup) -> None:
+    async def check_refusals(pg: ProcessGroup) -> None:
         whole, raw = np.zeros(10), bytearray(16)
         pairs: list[tuple[Any, Any]] = [
             (whole, whole),
@@ -502,7 +502,7 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
             pg.allgather(outputs, outputs[pg.rank()])
             pg.allgather(None, ones(1))
 
-    await run_ranks(2, refused)
+    await run_ranks(2, check_refusals)
     assert frames.count > 0
 
 
@@ -572,17 +572,17 @@ async def test_calls_sent_before_an_exception_continue(pg: ProcessGroup) -> None
 async def test_cancelled_block_leaves_nothing_pending(pg: ProcessGroup) -> None:
     works: list[Work[Any]] = []
 
-    async def recording() -> None:
+    async def record_calls() -> None:
         async with pg.coalescing():
             works.append(pg.allreduce(ones()))
             await asyncio.Event().wait()
 
-    async def receiving() -> None:
+    async def record_receives() -> None:
         async with pg.coalescing():
             works.append(pg.recv(ones(), 1 - pg.rank()))
             works.append(pg.batch([Recv(ones(), 1 - pg.rank(), 5)]))
 
-    for body in (recording, receiving):
+    for body in (record_calls, record_receives):
         task = asyncio.create_task(body())
         await until(lambda: works)
         await asyncio.sleep(0)

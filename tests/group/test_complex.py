@@ -62,24 +62,26 @@ async def check_movements(pg: ProcessGroup, count: int, dtype: str) -> None:
     mine = data(rank, count + rank, dtype)
     by_rank = [data(each, count + each, dtype) for each in world]
 
-    def room(length: int) -> Any:
+    def blank(length: int) -> Any:
         return np.zeros(length, dtype)
 
     assert is_equal(await pg.broadcast(data(rank, count, dtype), last), data(last, count, dtype))
-    gathered = await pg.allgather([room(len(each)) for each in by_rank], mine)
+    gathered = await pg.allgather([blank(len(each)) for each in by_rank], mine)
     assert all(map(is_equal, gathered, by_rank))
-    into = await pg.allgather_into_tensor(room(count * len(world)), data(rank, count, dtype))
+    into = await pg.allgather_into_tensor(blank(count * len(world)), data(rank, count, dtype))
     assert is_equal(into, np.concatenate([data(each, count, dtype) for each in world]))
-    gathered = await pg.gather([room(len(each)) for each in by_rank] if rank == last else None, mine, last)
+    gathered = await pg.gather([blank(len(each)) for each in by_rank] if rank == last else None, mine, last)
     assert gathered is None if rank != last else all(map(is_equal, gathered, by_rank))
-    scattered = await pg.scatter(room(count + rank), by_rank if rank == last else None, last)
+    scattered = await pg.scatter(blank(count + rank), by_rank if rank == last else None, last)
     assert is_equal(scattered, by_rank[rank])
     # Values and lengths depend on the sender and the receiver.
     sent = [data(rank * 10 + to, count + rank + to, dtype) for to in world]
     come = [data(by * 10 + rank, count + rank + by, dtype) for by in world]
-    assert all(map(is_equal, await pg.alltoall([room(len(each)) for each in come], sent), come))
+    assert all(map(is_equal, await pg.alltoall([blank(len(each)) for each in come], sent), come))
     lengths = [len(each) for each in come], [len(each) for each in sent]
-    assert is_equal(await pg.alltoall_base(room(sum(lengths[0])), np.concatenate(sent), *lengths), np.concatenate(come))
+    assert is_equal(
+        await pg.alltoall_base(blank(sum(lengths[0])), np.concatenate(sent), *lengths), np.concatenate(come)
+    )
 
 
 async def check_messages(pg: ProcessGroup, count: int, dtype: str) -> None:

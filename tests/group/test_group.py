@@ -452,7 +452,7 @@ def test_group_moves_with_its_loop_to_another_thread() -> None:
     async def call(pg: ProcessGroup) -> None:
         assert await pg.allreduce(2) == 2
 
-    async def call_from_here(pg: ProcessGroup) -> str:
+    async def call_in_this_thread(pg: ProcessGroup) -> str:
         def refused() -> str:
             with pytest.raises(RuntimeError, match="belongs to another event loop"):
                 pg.barrier()
@@ -467,7 +467,7 @@ def test_group_moves_with_its_loop_to_another_thread() -> None:
     pending_check: Future[Callable[[], str]] = Future()
     answer: Future[str] = Future()
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(loop.run_until_complete, call_from_here(pg))
+        found = pool.submit(loop.run_until_complete, call_in_this_thread(pg))
         answer.set_result(pending_check.result(10)())
         assert found.result(10) == "refused"
     with pytest.raises(RuntimeError, match="belongs to another event loop"):

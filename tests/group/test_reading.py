@@ -77,12 +77,12 @@ async def test_loop_runs_while_an_object_is_read(pg: ProcessGroup, call: str) ->
 async def test_end_of_the_group_ends_the_reading(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reached = asyncio.Event()
 
-    def endless(*_: Any, **__: Any) -> Any:
+    def read_forever(*_: Any, **__: Any) -> Any:
         reached.set()
         while True:
             yield
 
-    replaced(monkeypatch, object_reading=endless)
+    replaced(monkeypatch, object_reading=read_forever)
 
     async def rank(pg: ProcessGroup) -> None:
         work = CALLS[call][0](pg)

@@ -207,14 +207,14 @@ def test_other_user_gets_no_answer(source: Any, tmp_path: Path) -> None:
                 os.chmod(above, 0o711)
         script = (Path(__file__).parent / "asking.py").read_text()
 
-        def another() -> str:
+        def result_for_other_user() -> str:
             command = [sys.executable, "-c", script, str(short / path.name)]
             return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/").stdout.strip()
 
-        assert another() == "denied"
+        assert result_for_other_user() == "denied"
         os.chmod(tmp_path, 0o711)
         os.chmod(path, 0o777)
-        assert another() == "closed"
+        assert result_for_other_user() == "closed"
         assert source.requests == 0
     finally:
         os.chmod(tmp_path, 0o700)
@@ -284,11 +284,11 @@ def test_invalid_answer_is_refused(data: bytes) -> None:
 
 
 def test_failing_source_does_not_stop_the_others(source: Any, tmp_path: Path) -> None:
-    class Broken:
+    class BrokenSource:
         def shown(self) -> dict[str, Any]:
             raise KeyError("gone")
 
-    broken = Broken()
+    broken = BrokenSource()
     listener.join(broken, str(tmp_path), time.perf_counter)
     with connected(tmp_path) as connection:
         connection.send(messages.ASK)
