@@ -1,8 +1,8 @@
-"""Kills, stops, cancels or aborts ranks at random moments of calls of every size, and checks every result.
+"""Ranks that are killed, stopped, cancelled or aborted at random moments of calls of every size.
 
-Reads scenarios, runs each on processes of its own, and writes how each rank ended. Ranks make the same calls in the
-same order. A rank overwrites an array as soon as its call has ended, so a peer that still read it would return a wrong
-result. Another process kills and stops: its moments fall also between two instructions of the accelerator.
+The program reads scenarios, runs each on its own processes, and writes how each rank ended. Ranks make the same calls
+in the same order. A rank overwrites an array as soon as its call has ended, so that a peer that still reads it returns
+a wrong result. Another process kills and stops the victim, even between two instructions of the accelerator.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any
 import numpy as np
 
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
-from tests.chaos.forked import Said, Say, run_chosen, run_forked
+from tests.chaos.forked import Report, Reports, run_chosen, run_forked
 
-#: What happens to the victim, or what it does.
+#: The disturbances: something that happens to the victim, or that the victim does.
 WHAT = ("kill", "stop", "cancel", "abort")
 WORLD_SIZES = (2, 3)
-#: Elements of float64: in slots; in few chunks and in many; read in place.
+#: Elements of float64: in slots, in few and in many chunks, or read in place.
 COUNTS = (3, 9_000, 20_000, 70_000, 131_072, 200_001, 600_000)
-#: Calls until ranks end that nothing ends.
+#: The number of calls after which undisturbed ranks end.
 CALLS = 60
-#: Seconds after the start at which a victim is disturbed, at most.
+#: The most seconds from the start until the victim is disturbed.
 LATEST = 0.25
-#: Of the stops of a victim: how many, and the seconds of each.
+#: How often a victim is stopped, and for how many seconds each time.
 STOPS, STOPPED = 4, 0.05
-#: What arrays are overwritten with.
+#: The value with which arrays are overwritten.
 SPOILED = -7.0
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def scenarios() -> list[dict[str, Any]]:
-    """Return 400 runs: each disturbance of each rank, at moments that differ."""
+    """Return 400 scenarios: each disturbance of each rank, at different moments."""
     every = itertools.islice(itertools.cycle(itertools.product(WHAT, WORLD_SIZES)), 400)
     return [
         {"what": what, "world": world, "victim": number // len(WHAT) % world, "seed": number}
@@ -52,7 +52,7 @@ def scenarios() -> list[dict[str, Any]]:
 
 
 def value(rank: int, step: int) -> float:
-    """Return what all elements of a rank's array have before a call."""
+    """Return the value of all elements of a rank's array before a call."""
     return float(rank + 1 + step)
 
 
@@ -61,7 +61,7 @@ def total(pg: ProcessGroup, step: int) -> float:
     return pg.size() * (pg.size() + 1) / 2 + pg.size() * step
 
 
-def own(pg: ProcessGroup, count: int, step: int) -> Array:
+def own_array(pg: ProcessGroup, count: int, step: int) -> Array:
     """Return this rank's array."""
     return np.full(count, value(pg.rank(), step))
 
@@ -75,18 +75,18 @@ def check(array: Array, expected: float) -> None:
 
 
 def blocks_of(pg: ProcessGroup, array: Array) -> Sequence[Array]:
-    """Return the part of each rank."""
+    """Return the parts of all ranks."""
     return np.split(array, pg.size())
 
 
 async def allreduce(pg: ProcessGroup, count: int, step: int) -> None:
-    array = own(pg, count, step)
+    array = own_array(pg, count, step)
     await pg.allreduce(array)
     check(array, total(pg, step))
 
 
-async def several(pg: ProcessGroup, count: int, step: int) -> None:
-    arrays = [own(pg, count, step) for _ in range(4)]
+async def several_allreduces(pg: ProcessGroup, count: int, step: int) -> None:
+    arrays = [own_array(pg, count, step) for _ in range(4)]
     works = [pg.allreduce(array) for array in arrays]
     for work, array in zip(works, arrays, strict=True):
         await work
@@ -94,25 +94,25 @@ async def several(pg: ProcessGroup, count: int, step: int) -> None:
 
 
 async def broadcast(pg: ProcessGroup, count: int, step: int) -> None:
-    root, array = step % pg.size(), own(pg, count, step)
+    root, array = step % pg.size(), own_array(pg, count, step)
     await pg.broadcast(array, root)
     check(array, value(root, step))
 
 
 async def reduce(pg: ProcessGroup, count: int, step: int) -> None:
-    root, array = step % pg.size(), own(pg, count, step)
+    root, array = step % pg.size(), own_array(pg, count, step)
     await pg.reduce(array, root)
     check(array, total(pg, step) if pg.rank() == root else value(pg.rank(), step))
 
 
 async def scan(pg: ProcessGroup, count: int, step: int) -> None:
-    array, rank = own(pg, count, step), pg.rank()
+    array, rank = own_array(pg, count, step), pg.rank()
     await pg.scan(array)
     check(array, (rank + 1) * (rank + 2) / 2 + (rank + 1) * step)
 
 
 async def allgather(pg: ProcessGroup, count: int, step: int) -> None:
-    array, whole = own(pg, count, step), np.zeros(count * pg.size())
+    array, whole = own_array(pg, count, step), np.zeros(count * pg.size())
     await pg.allgather_into_tensor(whole, array)
     array.fill(SPOILED)
     for rank, block in enumerate(blocks_of(pg, whole)):
@@ -120,7 +120,7 @@ async def allgather(pg: ProcessGroup, count: int, step: int) -> None:
 
 
 async def gather(pg: ProcessGroup, count: int, step: int) -> None:
-    root, array = step % pg.size(), own(pg, count, step)
+    root, array = step % pg.size(), own_array(pg, count, step)
     outputs = [np.zeros(count) for _ in range(pg.size())] if pg.rank() == root else None
     await pg.gather(outputs, array, root)
     array.fill(SPOILED)
@@ -130,7 +130,7 @@ async def gather(pg: ProcessGroup, count: int, step: int) -> None:
 
 async def scatter(pg: ProcessGroup, count: int, step: int) -> None:
     root, output = step % pg.size(), np.zeros(count)
-    inputs = [own(pg, count, step + rank) for rank in range(pg.size())] if pg.rank() == root else None
+    inputs = [own_array(pg, count, step + rank) for rank in range(pg.size())] if pg.rank() == root else None
     await pg.scatter(output, inputs, root)
     for array in inputs or []:
         array.fill(SPOILED)
@@ -138,7 +138,7 @@ async def scatter(pg: ProcessGroup, count: int, step: int) -> None:
 
 
 async def reduce_scatter(pg: ProcessGroup, count: int, step: int) -> None:
-    output, whole = np.zeros(count), own(pg, count * pg.size(), step)
+    output, whole = np.zeros(count), own_array(pg, count * pg.size(), step)
     await pg.reduce_scatter_tensor(output, whole)
     whole.fill(SPOILED)
     check(output, total(pg, step))
@@ -146,7 +146,7 @@ async def reduce_scatter(pg: ProcessGroup, count: int, step: int) -> None:
 
 async def alltoall(pg: ProcessGroup, count: int, step: int) -> None:
     received = np.zeros(count * pg.size())
-    sent = np.concatenate([own(pg, count, step + rank) for rank in range(pg.size())])
+    sent = np.concatenate([own_array(pg, count, step + rank) for rank in range(pg.size())])
     await pg.alltoall_base(received, sent)
     sent.fill(SPOILED)
     for rank, block in enumerate(blocks_of(pg, received)):
@@ -155,7 +155,7 @@ async def alltoall(pg: ProcessGroup, count: int, step: int) -> None:
 
 Call = Callable[[ProcessGroup, int, int], Awaitable[None]]
 CALLED: tuple[Call, ...] = (
-    *(allreduce, several, broadcast, reduce, scan, allgather),
+    *(allreduce, several_allreduces, broadcast, reduce, scan, allgather),
     *(gather, scatter, reduce_scatter, alltoall),
 )
 
@@ -163,7 +163,7 @@ CALLED: tuple[Call, ...] = (
 # -- one rank
 
 
-async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> None:
+async def rank(scenario: dict[str, Any], number: int, port: int, report: Report) -> None:
     what, world = scenario["what"], scenario["world"]
     is_victim, chance = number == scenario["victim"], random.Random(scenario["seed"])
     group = new_group(
@@ -175,7 +175,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> No
     )
     async with group as pg:
         await pg.barrier()
-        say({"pid": os.getpid(), "rank": number})
+        report({"pid": os.getpid(), "rank": number})
         moment = time.monotonic() + random.Random(-scenario["seed"]).uniform(0, LATEST)
         step, raised = 0, None
         try:
@@ -190,11 +190,11 @@ async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> No
                     await call(pg, count, step)
         except GroupError as error:
             raised = error.__cause__ if isinstance(error, GroupRevokedError) else error
-    say({"rank": number, "raised": type(raised).__name__, "lost": getattr(raised, "ranks", None), "steps": step})
+    report({"rank": number, "raised": type(raised).__name__, "lost": getattr(raised, "ranks", None), "steps": step})
 
 
 async def abort(waiting: Awaitable[None], pg: ProcessGroup) -> None:
-    """Abort the group in the middle of a call; its arrays are freed when the call has failed."""
+    """Abort the group during a call, whose arrays are freed as soon as it has failed."""
     task = asyncio.ensure_future(waiting)
     await asyncio.sleep(0)
     pg.abort("for the test")
@@ -202,7 +202,7 @@ async def abort(waiting: Awaitable[None], pg: ProcessGroup) -> None:
 
 
 async def cancel(waiting: Awaitable[None], turns: int) -> None:
-    """Cancel a task that waits for a call, some turns of the loop after the call; the call goes on."""
+    """Cancel a task that waits for a call, some loop iterations after its start; the call continues."""
     task = asyncio.ensure_future(waiting)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -212,13 +212,13 @@ async def cancel(waiting: Awaitable[None], turns: int) -> None:
         task.result()
 
 
-# -- the process that starts them
+# -- the process that starts the ranks
 
 
-def disturb(scenario: dict[str, Any], pids: Sequence[int], said: Said) -> None:
+def disturb(scenario: dict[str, Any], pids: Sequence[int], reports: Reports) -> None:
     """Kill or stop the victim at its moment, once all ranks have a group."""
     what, world = scenario["what"], scenario["world"]
-    if what not in ("kill", "stop") or [each for each in said if "raised" in each] or len(said) != world:
+    if what not in ("kill", "stop") or [each for each in reports if "raised" in each] or len(reports) != world:
         return
     victim, moment = pids[scenario["victim"]], random.Random(scenario["seed"]).uniform(0, LATEST)
     time.sleep(moment)

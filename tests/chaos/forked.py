@@ -1,7 +1,7 @@
-"""Scenarios on forked ranks: started by a test in a process of its own, which forks the ranks of each scenario.
+"""Scenarios on forked ranks: a separate process forks the ranks of each scenario.
 
-A run takes a fraction of a second, since nothing is imported again. What a rank says comes through a pipe; clocks of
-processes of one machine agree.
+A run takes a fraction of a second, because a fork imports nothing. Ranks send their reports through a pipe. The clocks
+of processes on one machine agree.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any
 
 from tests.ports import free_port
 
-__all__ = ["LIMIT", "Said", "Say", "play", "run_chosen", "run_forked"]
+__all__ = ["LIMIT", "Report", "Reports", "run_chosen", "run_forked", "run_scenarios"]
 
 ROOT = Path(__file__).parents[2]
-#: Seconds after which a run has failed; one takes less than a second, unless ranks are given up.
+#: Seconds after which a run has failed. A run takes less than one, unless ranks wait for a rank to be declared lost.
 LIMIT = 60
 
-Say = Callable[[dict[str, Any]], None]
-#: What the ranks have said until now.
-Said = list[dict[str, Any]]
+Report = Callable[[dict[str, Any]], None]
+#: The reports of the ranks until now.
+Reports = list[dict[str, Any]]
 
 
-def play(module: str, chosen: Sequence[int], temporary: Path) -> tuple[list[dict[str, Any]], str]:
-    """Run scenarios in a process of their own; return what each has come to, and what was logged.
+def run_scenarios(module: str, chosen: Sequence[int], temporary: Path) -> tuple[list[dict[str, Any]], str]:
+    """Run scenarios in their own process; return the result of each, and the log.
 
     Args:
         module: the program, which takes the numbers of scenarios, and prints a line of JSON for each.
         chosen: numbers of scenarios.
-        temporary: an empty folder, which has to be empty at the end.
+        temporary: an empty folder, which must be empty at the end.
     """
     environment = {
         name: value
@@ -47,7 +47,7 @@ def play(module: str, chosen: Sequence[int], temporary: Path) -> tuple[list[dict
     done = subprocess.run(
         [sys.executable, "-m", module, json.dumps(chosen)],
         cwd=ROOT,
-        # Threads of a linear algebra library would not survive the fork.
+        # Threads of a linear algebra library do not survive a fork.
         env=environment | {"TMPDIR": str(temporary), "PYTHONWARNINGS": "error", "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -61,27 +61,27 @@ def play(module: str, chosen: Sequence[int], temporary: Path) -> tuple[list[dict
 
 
 def run_chosen(scenarios: Sequence[dict[str, Any]], run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Run the scenarios whose numbers the command line has; print each with its result as a line of JSON."""
+    """Run the scenarios whose numbers are on the command line; print each with its result as a line of JSON."""
     for number in json.loads(sys.argv[1]):
         print(json.dumps(scenarios[number] | run(scenarios[number])), flush=True)
 
 
 def run_forked(
     world_size: int,
-    rank: Callable[[int, int, Say], Awaitable[None]],
-    hear: Callable[[Sequence[int], Said], None] = lambda pids, said: None,
+    rank: Callable[[int, int, Report], Awaitable[None]],
+    on_report: Callable[[Sequence[int], Reports], None] = lambda pids, reports: None,
     *,
     collects: bool = False,
 ) -> dict[str, Any]:
-    """Run forked ranks to their end; return what they have said, and the exit codes of their processes.
+    """Run forked ranks to their end; return their reports, and the exit codes of their processes.
 
     Each rank checks that it leaves no file, mapping or thread behind.
 
     Args:
         world_size: number of ranks.
-        rank: the program of a rank: gets its number, a port to meet at, and a function that says something.
-        hear: called with the processes, and what was said, whenever a rank says something.
-        collects: a rank collects garbage before it looks what is left: errors of calls keep the frames that had them.
+        rank: the program of a rank, called with its number, a port to meet at, and a function that sends a report.
+        on_report: called with the process ids and all reports, whenever a rank sends one.
+        collects: whether a rank collects garbage before the check, because errors keep the frames of their calls.
     """
     port = free_port()
     reading, writing = os.pipe()
@@ -90,29 +90,31 @@ def run_forked(
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            # A line is short enough to be written in one piece.
-            _be_rank(rank(number, port, lambda told: os.write(writing, (json.dumps(told) + "\n").encode())), collects)
+            # A line is so short that the pipe takes it in one piece.
+            _run_rank(
+                rank(number, port, lambda report: os.write(writing, (json.dumps(report) + "\n").encode())), collects
+            )
         pids.append(pid)
     os.close(writing)
-    signal.alarm(LIMIT)  # ends this process; the ranks have timeouts of their own
-    said: Said = []
+    signal.alarm(LIMIT)  # ends this process; the ranks have their own timeouts
+    reports: Reports = []
     with open(reading) as pipe:
         for line in pipe:
-            said.append(json.loads(line))
-            hear(pids, said)
+            reports.append(json.loads(line))
+            on_report(pids, reports)
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     signal.alarm(0)
-    return {"said": said, "ends": ends}
+    return {"reports": reports, "ends": ends}
 
 
-def _be_rank(program: Any, collects: bool) -> None:
+def _run_rank(program: Any, collects: bool) -> None:
     code = 1
     try:
-        before = _held()
+        before = _resources()
         asyncio.run(program)
         if collects:
             gc.collect()
-        assert (left := _held()) == before, left
+        assert (left := _resources()) == before, left
         assert threading.enumerate() == [threading.current_thread()]
         code = 0
     except BaseException as error:
@@ -121,8 +123,8 @@ def _be_rank(program: Any, collects: bool) -> None:
         os._exit(code)
 
 
-def _held() -> dict[str, str]:
-    """Return the files of this process, and what it has mapped of ours."""
+def _resources() -> dict[str, str]:
+    """Return the open files of this process, and its mappings of aiocoll's memory."""
     fds = Path("/proc/self/fd")
     files = {fd: os.readlink(fds / fd) for fd in os.listdir(fds) if (fds / fd).is_symlink()}
     maps = Path("/proc/self/maps").read_text().splitlines()

@@ -1,6 +1,7 @@
-"""Kills ranks: reads scenarios, runs each on processes of its own, and writes what the survivors raised, and when.
+"""Ranks that are killed during calls: the errors of the survivors, and the times until they are raised.
 
-The victim says the time just before it kills itself, in the middle of a call.
+The program reads scenarios and runs each on its own processes. The victim reports the time just before it kills itself
+during a call.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ import numpy as np
 
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
 from aiocoll.algorithms.machine import SingleCopy
-from tests.chaos.forked import LIMIT, Say, run_chosen, run_forked
+from tests.chaos.forked import LIMIT, Report, run_chosen, run_forked
 
 from ..internals import comm_of
 
 WORLD_SIZE = 4
-#: Elements of float64: one message, and one of many segments that waits for its receiver.
+#: Elements of float64: one message, or many segments that wait for their receiver.
 SMALL, LARGE = 8, 131_072
 
 TRANSPORTS = ("unix", "tcp", "shm")
-#: Through shared memory, with all large messages read in the memory of the other process.
+#: Shared memory, with all large messages read in place.
 SINGLE_COPY = "single copy"
 
 Call = Callable[[ProcessGroup, int, int], Awaitable[Any]]
 
 
-def each(pg: ProcessGroup, count: int) -> list[np.ndarray]:
+def ones_per_rank(pg: ProcessGroup, count: int) -> list[np.ndarray]:
     return [np.ones(count) for _ in range(pg.size())]
 
 
@@ -44,18 +45,18 @@ CALLS: dict[str, Call] = {
     "broadcast": lambda pg, root, n: pg.broadcast(np.ones(n), root),
     "allgather": lambda pg, root, n: pg.allgather(None, np.ones(n)),
     "gather": lambda pg, root, n: pg.gather(None, np.ones(n), root),
-    "scatter": lambda pg, root, n: pg.scatter(np.empty(n), each(pg, n) if pg.rank() == root else None, root),
-    "reduce_scatter": lambda pg, root, n: pg.reduce_scatter(np.empty(n), each(pg, n)),
-    "alltoall": lambda pg, root, n: pg.alltoall(each(pg, n), each(pg, n)),
+    "scatter": lambda pg, root, n: pg.scatter(np.empty(n), ones_per_rank(pg, n) if pg.rank() == root else None, root),
+    "reduce_scatter": lambda pg, root, n: pg.reduce_scatter(np.empty(n), ones_per_rank(pg, n)),
+    "alltoall": lambda pg, root, n: pg.alltoall(ones_per_rank(pg, n), ones_per_rank(pg, n)),
     "scan": lambda pg, root, n: pg.scan(np.ones(n)),
     "exscan": lambda pg, root, n: pg.exscan(np.ones(n)),
     "barrier": lambda pg, root, n: pg.barrier(),
     "allgather_object": lambda pg, root, n: pg.allgather_object(bytes(n)),
-    "sendrecv": lambda pg, root, n: ring(pg, n),
+    "sendrecv": lambda pg, root, n: pass_around_ring(pg, n),
 }
 
 
-async def ring(pg: ProcessGroup, count: int) -> None:
+async def pass_around_ring(pg: ProcessGroup, count: int) -> None:
     sending = pg.send(np.ones(count), (pg.rank() + 1) % pg.size())
     await pg.recv(np.empty(count), (pg.rank() - 1) % pg.size())
     await sending
@@ -65,14 +66,14 @@ def scenarios() -> list[dict[str, Any]]:
     """Return every kind of call with every victim, on every transport, with small and large arrays."""
     every = itertools.product(CALLS, range(WORLD_SIZE), (*TRANSPORTS, SINGLE_COPY), (SMALL, LARGE))
     return [
-        # Number `rounds` of calls that succeed, and of turns of the loop before the victim dies in the next one.
+        # The number of calls that succeed first (`rounds`), and of loop iterations before the victim dies (`turns`).
         {"kind": kind, "victim": victim, "transport": transport, "count": count, "rounds": n % 5, "turns": n % 3}
         | {"root": (victim + n) % WORLD_SIZE}
         for n, (kind, victim, transport, count) in enumerate(every)
     ]
 
 
-async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> None:
+async def rank(scenario: dict[str, Any], number: int, port: int, report: Report) -> None:
     call, root, count = CALLS[scenario["kind"]], scenario["root"], scenario["count"]
     single_copy = scenario["transport"] == SINGLE_COPY
     group = new_group(
@@ -93,7 +94,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> No
             dying = asyncio.ensure_future(call(pg, root, count))
             for _ in range(scenario["turns"]):
                 await asyncio.sleep(0)
-            say({"killed": time.monotonic(), "done": dying.done()})
+            report({"killed": time.monotonic(), "done": dying.done()})
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             await pg.barrier()
@@ -102,14 +103,14 @@ async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> No
         except GroupError as error:
             found = time.monotonic()
             first = error.__cause__ if isinstance(error, GroupRevokedError) else error
-        await linked(pg)
+        await wait_for_control_link(pg)
     left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     ranks, how = getattr(first, "ranks", None), getattr(first, "how", None)
-    say({"rank": number, "at": found, "raised": type(first).__name__, "ranks": ranks, "how": how, "left": left})
+    report({"rank": number, "at": found, "raised": type(first).__name__, "ranks": ranks, "how": how, "left": left})
 
 
-async def linked(pg: ProcessGroup) -> None:
-    """Return when this rank has a control link: to the next hub, if the victim was the hub."""
+async def wait_for_control_link(pg: ProcessGroup) -> None:
+    """Wait until this rank has a control link, to the next hub if the victim was the hub."""
     async with asyncio.timeout(LIMIT / 6):
         while not comm_of(pg).endpoint.control.links:  # noqa: ASYNC110
             await asyncio.sleep(0)

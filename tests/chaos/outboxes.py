@@ -1,8 +1,8 @@
-"""Kills, stops and closes ranks between what they post and what they read, in groups that overlap.
+"""Ranks that are killed, stopped or closed between a post and a read, in overlapping groups.
 
-Reads scenarios, runs each on processes of its own, and writes what every rank found in every group. The victim acts
-just after it has started a call: it has posted its contribution, others may have read it, and it has read nothing. All
-calls go over outboxes: small ones, by slots that are in use or not, and some too large for them.
+The program reads scenarios, runs each on its own processes, and writes the errors of every rank in every group. The
+victim acts just after it has started a call. It has posted its contribution, peers may have read it, and it has read
+nothing. All calls use outboxes: small ones use slots, free or not, and some are too large for slots.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import numpy as np
 
 from aiocoll import AiocollError, GroupOptions, ProcessGroup, new_group
 from aiocoll.work import Work
-from tests.chaos.forked import Said, Say, run_chosen, run_forked
+from tests.chaos.forked import Report, Reports, run_chosen, run_forked
 
 from ..internals import comm_of
 
-#: What happens to the victim; "long" is to be stopped until the others have given it up.
+#: What happens to the victim. "long" stops it until the other ranks declare it lost.
 WHAT = ("kill", "stop", "close", "long")
 WORLD_SIZES = (3, 4)
-#: Calls in each group: more than there are slots of the larger kind, and of the small ones in all groups together.
+#: Calls in each group: more than the larger slots, and in all groups together more than the small slots.
 CALLS = 48
 #: Elements of float64: in the line of a slot, in small and in larger slots, and in none.
 COUNTS = (1, 3, 6, 100, 513, 2000, 9000)
-#: Seconds after which a call has hung.
+#: Seconds after which a call counts as hung.
 TIMEOUT = 30
 
 
@@ -42,13 +42,13 @@ def scenarios() -> list[dict[str, Any]]:
     return [
         {"what": what, "world": world, "victim": victim, "call": call, "seed": number}
         for number, (what, world, victim, call) in enumerate(every)
-        # To give a rank up takes seconds.
+        # Until a stopped rank is declared lost, seconds pass.
         if victim < world and (what != "long" or call == 11)
     ]
 
 
 def members(world: int, victim: int) -> dict[str, list[int]]:
-    """Return the ranks of each group, by its name."""
+    """Return the ranks of each group, by name."""
     other = (victim + 1) % world
     return {
         "all": list(range(world)),
@@ -65,21 +65,21 @@ def slots_used(pg: ProcessGroup) -> int:
 
 
 class Rank:
-    """One rank's calls in all of its groups, and how they ended."""
+    """The calls of one rank in all of its groups, and how they ended."""
 
-    def __init__(self, number: int, scenario: dict[str, Any], say: Say) -> None:
+    def __init__(self, number: int, scenario: dict[str, Any], report: Report) -> None:
         self.number = number
         self.scenario = scenario
-        self.say = say
+        self.report = report
         self.is_victim = number == scenario["victim"]
         self.chance = random.Random(f"{scenario['seed']} {number}")
         self.groups: dict[str, ProcessGroup] = {}
         self.started: dict[str, list[tuple[np.ndarray, float, Work[Any]]]] = {}
-        #: Errors by group, each once, with when it was found.
+        #: Errors by group, each once, with the time at which it was found.
         self.found: dict[str, list[Any]] = {}
 
     async def run(self, world: ProcessGroup) -> None:
-        """Make all calls, in an order of its own."""
+        """Make all calls, in an order that differs from rank to rank."""
         victim = self.scenario["victim"]
         self.groups["all"] = world
         for name, ranks in members(world.size(), victim).items():
@@ -96,7 +96,7 @@ class Rank:
             if not self.found[name]:
                 self._start(name)
             if self.is_victim and number == self.scenario["call"]:
-                self.say({"acts": time.monotonic()})
+                self.report({"acts": time.monotonic()})
                 await self._act()
                 if self.scenario["what"] == "close":
                     break
@@ -104,7 +104,7 @@ class Rank:
                 await asyncio.sleep(0)
         await self._end()
         used = slots_used(world) - before if self.scenario["what"] == "stop" else None
-        self.say({"rank": self.number, "found": self.found, "used": used})
+        self.report({"rank": self.number, "found": self.found, "used": used})
 
     def _start(self, name: str) -> None:
         group, calls = self.groups[name], self.started[name]
@@ -125,7 +125,7 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
 
     async def _end(self) -> None:
-        """Wait for all calls; those of the group without the victim first, which do not wait for it."""
+        """Wait for all calls, and first for those of the group without the victim."""
         for name in reversed(self.started):
             for array, expected, work in self.started[name]:
                 try:
@@ -135,7 +135,7 @@ class Rank:
                 else:
                     assert (array == expected).all(), (name, array, expected)
             if name == "without the victim":
-                self.say({"free": self.number})
+                self.report({"free": self.number})
 
     def _note(self, name: str, error: BaseException) -> None:
         now = time.monotonic()
@@ -148,7 +148,7 @@ class Rank:
             self.found[name].append([*found, now])
 
 
-async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> None:
+async def rank(scenario: dict[str, Any], number: int, port: int, report: Report) -> None:
     group = new_group(
         init_method=f"tcp://127.0.0.1:{port}",
         rank=number,
@@ -157,22 +157,23 @@ async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> No
         options=GroupOptions(transport="shm", job_key=b"k" * 32),
     )
     async with group as pg:
-        await Rank(number, scenario, say).run(pg)
+        await Rank(number, scenario, report).run(pg)
 
 
-def go_on(scenario: dict[str, Any], pids: Sequence[int], said: Said) -> None:
-    """Let a stopped victim go on as soon as all others have ended their calls in the group without it, or all calls."""
+def resume_victim(scenario: dict[str, Any], pids: Sequence[int], reports: Reports) -> None:
+    """Resume a stopped victim once all others have ended their calls in the group without it, or all calls."""
     if scenario["what"] not in ("stop", "long"):
         return
     victim = pids[scenario["victim"]]
     key = "free" if scenario["what"] == "stop" else "rank"
-    done = sum(key in each for each in said) == scenario["world"] - 1
-    if done and key in said[-1] and any("acts" in each for each in said):
+    done = sum(key in each for each in reports) == scenario["world"] - 1
+    if done and key in reports[-1] and any("acts" in each for each in reports):
         os.waitid(os.P_PID, victim, os.WSTOPPED | os.WNOWAIT)
         os.kill(victim, signal.SIGCONT)
 
 
 if __name__ == "__main__":
     run_chosen(
-        scenarios(), lambda each: run_forked(each["world"], partial(rank, each), partial(go_on, each), collects=True)
+        scenarios(),
+        lambda each: run_forked(each["world"], partial(rank, each), partial(resume_victim, each), collects=True),
     )

@@ -1,4 +1,4 @@
-"""Ranks that pause where it hurts: between data and the flag that announces it, and around every look before sleep."""
+"""Ranks that pause at critical places: between data and the flag that announces it, and around polls before sleep."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from aiocoll.transport.shm.fence import Fences, fences
 
 from ..internals import comm_of
 
-#: Elements of float64: in the line of a block, in blocks of both sizes, and in pieces of a lane.
+#: Elements of float64: in the line of a slot, in slots of both sizes, and in chunks of a queue.
 COUNTS = (1, 2, 5, 6, 17, 100, 511, 513, 3000, 40_000)
 #: Name of the environment variable that makes a rank pause.
 SEED = "PAUSES_SEED"
-#: How often each of them is taken.
+#: The relative frequencies of these counts.
 WEIGHTS = (8, 8, 8, 8, 8, 8, 4, 4, 2, 1)
 
-#: Pauses of this process until now.
+#: The number of pauses of this process until now.
 pauses = 0
 
 
 def pausing(chance: random.Random) -> Fences:
-    """Return the fences of this machine, with pauses.
+    """Return the fences of this machine with pauses around them.
 
-    They stand wherever one side could see half of what the other does: `order` between payload, entry and stamp, `full`
-    between the stamp and the bell, between what was taken and who is told, and between the number of a sleep and the
-    last look before it.
+    The fences stand wherever one side could see half of the other side's work. `order` stands between payload, entry
+    and stamp. `full` stands between the stamp and the bell, between a read and its notice, and between the number of a
+    sleep and the last poll before it.
     """
     known = fences()
     assert known is not None
@@ -62,7 +62,7 @@ def pausing(chance: random.Random) -> Fences:
 
 
 async def sums(pg: ProcessGroup, operations: int) -> int:
-    """Reduce that often, alone and several at once; return how often."""
+    """Reduce at least `operations` arrays, one or several at once; return their number."""
     rank, size = pg.rank(), pg.size()
     same, own = random.Random(1), random.Random(rank)
     done = 0
@@ -83,12 +83,12 @@ async def sums(pg: ProcessGroup, operations: int) -> int:
 
 
 async def soak(pg: ProcessGroup, operations: int) -> Any:
-    """Check that many sums; return how many it were, over what, and whether there were pauses."""
+    """Check the sums; return their number, the carriers of the links, and whether there were enough pauses."""
     done = await sums(pg, operations)
     carriers = {channel.link.carrier for channel in comm_of(pg).channels if channel.link is not None}
     return done, sorted(carriers), pauses > operations // 10
 
 
-# In a process of a rank, before it can have a link.
+# This runs in a rank's process before it has any link.
 if SEED in os.environ:
     transport.fences = lambda: pausing(random.Random(f"{os.environ[SEED]} {os.environ['RANK']}"))

@@ -1,8 +1,8 @@
-"""A proxy in front of a rank or a store that does one thing wrong: it cuts, stalls or garbles a connection.
+"""Proxies in front of a rank or a store that cut, stall or garble a connection.
 
-It touches connections of one kind. On the wire no kind is told before the proof, so a proxy overhears which HELLO this
-process says for what. A stalled connection carries nothing any more in either direction, not even its end: a network
-that has gone away.
+A proxy changes connections of one kind only. The wire does not show the kind before the proof, so a proxy learns from
+this process which HELLO belongs to which kind. A stalled connection carries nothing more in either direction, not even
+its end, like a network that has disappeared.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from aiocoll.transport.stream import addresses as address
 from ..internals import wrapped
 
 CHUNK = 1 << 16
-#: What each HELLO of this process was for.
+#: The kind of connection by HELLO of this process.
 kinds: dict[bytes, ConnKind] = {}
 
 
 @pytest.fixture
 def overheard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tell proxies the kind of each connection that this process dials."""
+    """Record the kind of each connection that this process dials, for the proxies."""
 
-    def overhear(hello: Any, handshake: ClientHandshake) -> bytes:
+    def record_kind(hello: Any, handshake: ClientHandshake) -> bytes:
         said: bytes = hello(handshake)
         kinds[said] = handshake._identity.kind
         return said
 
-    wrapped(monkeypatch, client_hello=overhear)
+    wrapped(monkeypatch, client_hello=record_kind)
     monkeypatch.setattr("tests.chaos.proxy.kinds", {})
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong.
+    """A fault of a connection.
 
     Attributes:
-        what: happens to the byte at `offset` of what one end says; "kill" is a cut of every connection of the proxy,
-            which listens no more.
-        kind: of the connection.
-        upstream: whether the end that dials says it.
-        offset: bytes before it.
-        again: it happens to every connection of that kind, not to the first only.
-        flip: bits that a garbled byte has wrong.
+        what: what happens to the byte at `offset` of the data from one end. "kill" cuts every connection of the proxy,
+            which stops listening.
+        kind: the kind of connection.
+        upstream: whether the dialling end sends the byte.
+        offset: the number of bytes before it.
+        again: whether the fault happens to every connection of this kind, not only to the first.
+        flip: the bits of the garbled byte that are wrong.
     """
 
     what: Literal["cut", "stall", "garble", "kill"]
@@ -63,12 +63,12 @@ class Fault:
 
 
 class Proxy:
-    """Listens where its `family` says and passes on to `target`; an async context manager.
+    """A proxy that listens on `family` and forwards to `target`; an async context manager.
 
     Attributes:
-        name: where a proxy on a unix socket listens.
+        name: the address of a proxy on a unix socket.
         hits: how often the fault has happened.
-        said: by kind and by whether the end that dials said it.
+        said: the forwarded bytes, by kind and by whether the dialling end sent them.
     """
 
     def __init__(self, family: int, target: Any, fault: Fault | None) -> None:
@@ -87,12 +87,12 @@ class Proxy:
 
     @classmethod
     def tcp(cls, target: tuple[str, int], fault: Fault | None) -> Self:
-        """Return a proxy of a listener on IPv4."""
+        """Return a proxy for a listener on IPv4."""
         return cls(socket.AF_INET, target, fault)
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """Host and port of a proxy on TCP."""
+        """The host and port of a proxy on TCP."""
         host, port = self._listener.getsockname()
         return host, port
 
@@ -131,9 +131,9 @@ class Proxy:
             except OSError:
                 return
             with server:
-                await self._pass(client, server, kinds[hello], hello)
+                await self._forward(client, server, kinds[hello], hello)
 
-    async def _pass(self, client: socket.socket, server: socket.socket, kind: ConnKind, hello: bytes) -> None:
+    async def _forward(self, client: socket.socket, server: socket.socket, kind: ConnKind, hello: bytes) -> None:
         pipe = _Pipe(self, kind)
         up = self._spawn(pipe.pump(client, server, True, hello))
         down = self._spawn(pipe.pump(server, client, False, b""))
@@ -146,30 +146,30 @@ class Proxy:
             down.cancel()
             await asyncio.gather(up, down, return_exceptions=True)
 
-    def strikes(self, kind: ConnKind, upstream: bool) -> Fault | None:
+    def fault_of(self, kind: ConnKind, upstream: bool) -> Fault | None:
         """Return the fault if it may happen to such a connection."""
         fault = self._fault
         if fault is None or (fault.kind, fault.upstream) != (kind, upstream) or (self.hits and not fault.again):
             return None
         return fault
 
-    def note(self, kind: ConnKind, upstream: bool, data: bytes) -> None:
-        """Remember what was said."""
+    def record(self, kind: ConnKind, upstream: bool, data: bytes) -> None:
+        """Record forwarded data."""
         self.said.setdefault((kind, upstream), bytearray()).extend(data)
 
     def kill(self) -> None:
-        """End like a process: every connection breaks, and nobody listens."""
+        """End like a process: break every connection, and stop listening."""
         self._listener.close()
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
 
 
 class _CutError(Exception):
-    """The connection is to break."""
+    """Raised to break a connection."""
 
 
 class _Pipe:
-    """One connection through a proxy."""
+    """A connection through a proxy."""
 
     def __init__(self, proxy: Proxy, kind: ConnKind) -> None:
         self._proxy = proxy
@@ -177,7 +177,7 @@ class _Pipe:
         self._stalled = False
 
     async def pump(self, source: socket.socket, sink: socket.socket, upstream: bool, data: bytes) -> None:
-        """Pass on what `source` says, `data` first, until it has ended."""
+        """Forward `data` and then all data from `source` until its end."""
         loop, proxy = asyncio.get_running_loop(), self._proxy
         position = 0
         try:
@@ -188,18 +188,18 @@ class _Pipe:
                 if not data:
                     sink.shutdown(socket.SHUT_WR)
                     return
-                fault = proxy.strikes(self._kind, upstream)
+                fault = proxy.fault_of(self._kind, upstream)
                 if fault is not None and position <= fault.offset < position + len(data):
-                    data = await self._strike(fault, sink, data, fault.offset - position)
+                    data = await self._apply(fault, sink, data, fault.offset - position)
                 await loop.sock_sendall(sink, data)
-                proxy.note(self._kind, upstream, data)
+                proxy.record(self._kind, upstream, data)
                 position += len(data)
                 data = b""
         except OSError as error:
             raise _CutError from error
 
-    async def _strike(self, fault: Fault, sink: socket.socket, data: bytes, at: int) -> bytes:
-        """Let the fault happen to byte `at` of `data`; return what is passed on, if anything is."""
+    async def _apply(self, fault: Fault, sink: socket.socket, data: bytes, at: int) -> bytes:
+        """Apply the fault to byte `at` of `data`; return the data to forward."""
         self._proxy.hits += 1
         if fault.what == "garble":
             return data[:at] + bytes([data[at] ^ fault.flip]) + data[at + 1 :]
@@ -214,11 +214,11 @@ class _Pipe:
 
 
 class Detour(Store):
-    """A store whose ranks, when they look each other up, find proxies; use it for one group.
+    """A store that replaces the addresses on cards by those of proxies; use it for one group.
 
     Args:
-        store: the real one.
-        fault: what each of the proxies does wrong.
+        store: the real store.
+        fault: the fault of each proxy.
     """
 
     def __init__(self, store: Store, fault: Fault | None) -> None:

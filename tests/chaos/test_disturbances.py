@@ -1,4 +1,4 @@
-"""Ranks are killed, stopped, cancelled or aborted at random moments: no result is wrong, and the others know why."""
+"""Ranks that are killed, stopped, cancelled or aborted at random moments: right results, or errors with the cause."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from tests.chaos.disturbing import CALLS, WHAT, scenarios
-from tests.chaos.forked import play
+from tests.chaos.forked import run_scenarios
 
-#: Runs of each kind in `make test`.
+#: The number of runs of each kind in `make test`.
 FEW = 4
-#: Errors that the others of a victim raise.
+#: The error that the other ranks raise, by disturbance.
 RAISED = {"kill": "PeerLostError", "abort": "GroupError"}
 
 
-def judge(run: dict[str, Any]) -> None:
+def check_run(run: dict[str, Any]) -> None:
     """Check how each rank ended; a wrong result ends a rank with exit code 1."""
     what, world, victim = run["what"], run["world"], run["victim"]
     assert run["ends"] == [-9 if what == "kill" and rank == victim else 0 for rank in range(world)], run
-    reports = {each["rank"]: each for each in run["said"] if "raised" in each}
+    reports = {each["rank"]: each for each in run["reports"] if "raised" in each}
     assert set(reports) == set(range(world)) - ({victim} if what == "kill" else set()), run
     for each in reports.values():
         if what in RAISED:
@@ -35,16 +35,16 @@ def judge(run: dict[str, Any]) -> None:
 @pytest.mark.parametrize("what", WHAT)
 def test_disturbed_calls_give_right_results_or_errors(what: str, tmp_path: Path) -> None:
     chosen = [number for number, each in enumerate(scenarios()) if each["what"] == what][:FEW]
-    runs, _ = play("tests.chaos.disturbing", chosen, tmp_path)
+    runs, _ = run_scenarios("tests.chaos.disturbing", chosen, tmp_path)
     assert len(runs) == FEW
     for run in runs:
-        judge(run)
+        check_run(run)
 
 
 @pytest.mark.soak
 def test_disturbed_calls_give_right_results_or_errors_400_times(tmp_path: Path) -> None:
-    everything = list(range(len(scenarios())))
-    assert len(everything) == 400
-    runs, _ = play("tests.chaos.disturbing", everything, tmp_path)
+    all_numbers = list(range(len(scenarios())))
+    assert len(all_numbers) == 400
+    runs, _ = run_scenarios("tests.chaos.disturbing", all_numbers, tmp_path)
     for run in runs:
-        judge(run)
+        check_run(run)

@@ -1,4 +1,4 @@
-"""A rank is killed in the middle of a call: the others learn which, within a second, and leave nothing behind."""
+"""Ranks that are killed during a call: the others report the rank within a second, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.chaos.forked import play
+from tests.chaos.forked import run_scenarios
 from tests.chaos.killing import CALLS, SINGLE_COPY, SMALL, TRANSPORTS, WORLD_SIZE, scenarios
 
-#: Seconds (contract).
+#: Seconds within which the other ranks must know.
 SOON = 1.0
-#: Kills in `make test`.
+#: The number of kills in `make test`.
 FEW = 20
 
 
-def kill(chosen: list[int], temporary: Path) -> list[dict[str, Any]]:
-    """Run these scenarios; return what was said."""
-    runs, log = play("tests.chaos.killing", chosen, temporary)
+def results_of(chosen: list[int], temporary: Path) -> list[dict[str, Any]]:
+    """Run these scenarios; return their results."""
+    runs, log = run_scenarios("tests.chaos.killing", chosen, temporary)
     assert log == ""
     return runs
 
 
-def judge(runs: list[dict[str, Any]]) -> np.ndarray:
-    """Check what the survivors raised; return the seconds it took each of them."""
+def detection_times(runs: list[dict[str, Any]]) -> np.ndarray:
+    """Check the errors of the survivors; return the seconds until each was raised."""
     taken = []
     for run in runs:
         victim = run["victim"]
         assert run["ends"] == [-9 if rank == victim else 0 for rank in range(WORLD_SIZE)], run
-        (killed,) = [told["killed"] for told in run["said"] if "killed" in told]
-        survivors = [told for told in run["said"] if "rank" in told]
+        (killed,) = [report["killed"] for report in run["reports"] if "killed" in report]
+        survivors = [report for report in run["reports"] if "rank" in report]
         assert len(survivors) == WORLD_SIZE - 1
-        for told in survivors:
-            found = (told["raised"], told["how"], told["ranks"], told["left"])
+        for report in survivors:
+            found = (report["raised"], report["how"], report["ranks"], report["left"])
             assert found == ("PeerLostError", "killed", [victim], []), run
-            taken.append(told["at"] - killed)
+            taken.append(report["at"] - killed)
     return np.array(taken)
 
 
-def few() -> list[int]:
-    """Return some scenarios: every kind of call, and everything else that can be in it, at least once."""
-    everything = scenarios()
-    step = len(everything) / FEW
+def few_numbers() -> list[int]:
+    """Return some scenarios, with every kind of call, every victim, every transport and both sizes at least once."""
+    every = scenarios()
+    step = len(every) / FEW
     chosen = [int(number * step) + number % 4 for number in range(FEW)]
-    picked = [everything[index] for index in chosen]
+    picked = [every[index] for index in chosen]
     for name, values in (
         ("kind", set(CALLS)),
         ("victim", set(range(WORLD_SIZE))),
@@ -58,13 +58,13 @@ def few() -> list[int]:
 
 @pytest.mark.slow
 def test_killed_rank_is_reported_within_a_second(tmp_path: Path) -> None:
-    taken = judge(kill(few(), tmp_path))
+    taken = detection_times(results_of(few_numbers(), tmp_path))
     assert np.percentile(taken, 99) <= SOON, sorted(taken)
 
 
 @pytest.mark.soak
 def test_killed_rank_is_reported_within_a_second_in_every_call(tmp_path: Path) -> None:
-    everything = list(range(len(scenarios())))
-    assert len(everything) >= 200
-    taken = judge(kill(everything, tmp_path))
+    all_numbers = list(range(len(scenarios())))
+    assert len(all_numbers) >= 200
+    taken = detection_times(results_of(all_numbers, tmp_path))
     assert np.percentile(taken, 99) <= SOON, sorted(taken)[-20:]

@@ -1,4 +1,4 @@
-"""Ranks and store hosts that die before, while and after the ranks meet."""
+"""Ranks and store hosts that die before, during and after the rendezvous."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("overheard")
 
 KEY = b"k" * 32
 OPTIONS = GroupOptions(transport="unix", job_key=KEY)
-#: Seconds the ranks have to meet where they cannot.
+#: Seconds after which ranks give up a rendezvous that cannot succeed.
 SHORT = 0.5
 
 
@@ -29,13 +29,13 @@ async def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
 
 
 async def test_rank_lost_during_the_rendezvous_delays_no_other() -> None:
-    """Rank 2 has come, but has no link yet when rank 1 goes away: rank 0 does not wait for its 300 seconds."""
+    """Lose rank 1 while rank 2 has no link yet: rank 0 does not wait for its 300 seconds."""
     store = HashStore()
     plain = Detour(store, None)
     stalled = Detour(store, Fault("stall", ConnKind.CONTROL, True, 0, again=True))
     ranks = [asyncio.create_task(meet(each, rank, 3, 300.0)) for rank, each in enumerate((store, plain, stalled))]
-    said = HELLO_SIZE + PROOF_SIZE + CONFIRM_SIZE
-    while not any(len(p.said.get((ConnKind.CONTROL, True), b"")) == said for p in plain.proxies.values()):  # noqa: ASYNC110
+    sent = HELLO_SIZE + PROOF_SIZE + CONFIRM_SIZE
+    while not any(len(p.said.get((ConnKind.CONTROL, True), b"")) == sent for p in plain.proxies.values()):  # noqa: ASYNC110
         await asyncio.sleep(0)
     ranks[1].cancel()
     with pytest.raises(RendezvousError, match="rank 1 was lost while the ranks met: its control connection broke"):
@@ -47,15 +47,15 @@ async def test_rank_lost_during_the_rendezvous_delays_no_other() -> None:
 
 
 async def test_missing_store_host_is_reported_with_address_and_time(port: int) -> None:
-    """Every rank but the host says where it looked, and for how long."""
+    """Check that a rank reports the address of the store, and the time that it tried."""
     group = new_group(init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=SHORT, options=OPTIONS)
     where = rf"no store at 127\.0\.0\.1:{port}: nothing listens there"
     with pytest.raises(RendezvousError, match=rf"did not meet the others within 0\.5 s: {where}"):
         await group
 
 
-async def until_death(offset: int, upstream: bool) -> tuple[list[Any], Proxy]:
-    """Three ranks meet at a store host that dies when so many bytes were said on the connection of a rank."""
+async def results_until_death(offset: int, upstream: bool) -> tuple[list[Any], Proxy]:
+    """Let three ranks meet at a store whose host dies after `offset` bytes on the connection of a rank."""
     server = StoreServer(key=KEY)
     async with Proxy.tcp(server.start(), Fault("kill", ConnKind.STORE, upstream, offset)) as proxy:
         stores = [TCPStore(*proxy.endpoint, timeout=SHORT, key=KEY) for _ in range(3)]
@@ -69,23 +69,23 @@ async def until_death(offset: int, upstream: bool) -> tuple[list[Any], Proxy]:
             await server.aclose()
 
 
-async def deaths(step: int) -> None:
-    _, proxy = await until_death(1 << 30, True)
+async def check_deaths(step: int) -> None:
+    _, proxy = await results_until_death(1 << 30, True)
     for upstream in (True, False):
-        said = len(proxy.said[ConnKind.STORE, upstream]) // 3
-        for results, _ in await asyncio.gather(*(until_death(at, upstream) for at in range(0, said, step))):
-            # All that a rank says last is that it has come; whoever has the others' cards needs no store any more.
+        sent = len(proxy.said[ConnKind.STORE, upstream]) // 3
+        for results, _ in await asyncio.gather(*(results_until_death(at, upstream) for at in range(0, sent, step))):
+            # The last message of a rank to the store is its arrival. A rank that has all cards needs no store any more.
             assert all(result == "right" or isinstance(result, AiocollError) for result in results), results
             assert "right" not in results or upstream or results == ["right"] * 3, results
 
 
 async def test_store_host_that_dies_during_the_rendezvous_is_reported() -> None:
-    await deaths(97)
+    await check_deaths(97)
 
 
 @pytest.mark.soak
 async def test_store_host_that_dies_at_every_byte_is_reported() -> None:
-    await deaths(2)
+    await check_deaths(2)
 
 
 async def test_group_outlives_its_store_host() -> None:

@@ -1,4 +1,4 @@
-"""A rank is killed, stopped or closed after it has posted and before it has read: no other group is disturbed."""
+"""Ranks that are killed, stopped or closed between a post and a read: no other group is disturbed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.forked import LIMIT, play
+from tests.chaos.forked import LIMIT, run_scenarios
 from tests.chaos.outboxes import CALLS, WHAT, WORLD_SIZES, members, scenarios
 
-#: Seconds until a killed rank is known (contract), and one that is stopped.
+#: Seconds within which a killed rank must be known, and a stopped rank.
 SOON = {"kill": 1.0, "long": 6.0}
-#: What the others find: the error, and how the rank was lost.
+#: The errors of the other ranks, with how the rank was lost, by event.
 FOUND = {
     "kill": [("PeerLostError", "killed")],
     "close": [("PeerLostError", "left")],
@@ -20,20 +20,20 @@ FOUND = {
 }
 
 
-def judge(run: dict[str, Any]) -> None:
+def check_run(run: dict[str, Any]) -> None:
     """Check how the calls of each rank in each group ended."""
     what, world, victim = run["what"], run["world"], run["victim"]
     assert run["ends"] == [-9 if what == "kill" and rank == victim else 0 for rank in range(world)], run
-    (acted,) = [told["acts"] for told in run["said"] if "acts" in told]
-    told = {each["rank"]: each for each in run["said"] if "rank" in each}
-    assert set(told) == set(range(world)) - ({victim} if what == "kill" else set())
-    for rank, each in told.items():
+    (acted,) = [report["acts"] for report in run["reports"] if "acts" in report]
+    reports = {each["rank"]: each for each in run["reports"] if "rank" in each}
+    assert set(reports) == set(range(world)) - ({victim} if what == "kill" else set())
+    for rank, each in reports.items():
         if what == "stop":
             assert not any(each["found"].values()), run
-            assert each["used"] > CALLS // 2, "most of what several ranks read is posted once"
+            assert each["used"] > CALLS // 2, f"only {each['used']} posts to the common lane"
             continue
         if rank == victim:
-            continue  # it may have been given up, or have closed its groups
+            continue  # the victim may have been declared lost, or have closed its groups
         for name, found in each["found"].items():
             if victim not in members(world, victim)[name]:
                 assert not found, run
@@ -43,8 +43,8 @@ def judge(run: dict[str, Any]) -> None:
             assert max(at for *_, at in found) - acted <= SOON.get(what, LIMIT), run
 
 
-def few(what: str) -> list[int]:
-    """Return some scenarios: one of each size."""
+def few_numbers(what: str) -> list[int]:
+    """Return some scenarios: one of each world size."""
     every = list(enumerate(scenarios()))
     return [
         next(
@@ -59,16 +59,16 @@ def few(what: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", "stop", "close"])
 def test_rank_ended_between_post_and_read_gives_right_results_or_errors(what: str, tmp_path: Path) -> None:
-    runs, log = play("tests.chaos.outboxes", few(what), tmp_path)
+    runs, log = run_scenarios("tests.chaos.outboxes", few_numbers(what), tmp_path)
     for run in runs:
-        judge(run | {"log": log})
+        check_run(run | {"log": log})
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", WHAT)
 def test_every_rank_ended_between_post_and_read_gives_right_results_or_errors(what: str, tmp_path: Path) -> None:
     chosen = [index for index, each in enumerate(scenarios()) if each["what"] == what]
-    runs, log = play("tests.chaos.outboxes", chosen, tmp_path)
+    runs, log = run_scenarios("tests.chaos.outboxes", chosen, tmp_path)
     assert {run["world"] for run in runs} == set(WORLD_SIZES)
     for run in runs:
-        judge(run | {"log": log})
+        check_run(run | {"log": log})

@@ -1,4 +1,4 @@
-"""Many small sums between processes that pause between data and flags: none is wrong, and none waits for ever."""
+"""Many small sums between processes that pause between data and flags: right results, and no hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiocoll.testing import run_processes
 
 from . import pauses
 
-#: Sums in `make test` and in `make soak`, by the number of ranks; with four there may be more than cores.
+#: The number of sums in `make test` and in `make soak`, by world size. Four ranks may be more than there are cores.
 FEW = {2: 1000, 3: 600, 4: 400}
 MANY = {2: 400_000, 3: 300_000, 4: 300_000}
 
@@ -21,11 +21,11 @@ async def run(world_size: int, operations: int, seed: int, monkeypatch: pytest.M
     # Fences in C cannot be made to pause; `tests/native/race.c` tests their interleavings.
     monkeypatch.setenv("AIOCOLL_NATIVE", "0")
     options = GroupOptions(transport="shm")
-    told = await run_processes(world_size, pauses.soak, operations, options=options, timeout=3600)
-    assert len({done for done, _, _ in told}) == 1
-    assert all(done >= operations for done, _, _ in told)
-    assert [carriers for _, carriers, _ in told] == [["shm"]] * world_size
-    assert all(paused for _, _, paused in told)
+    results = await run_processes(world_size, pauses.soak, operations, options=options, timeout=3600)
+    assert len({done for done, _, _ in results}) == 1
+    assert all(done >= operations for done, _, _ in results)
+    assert [carriers for _, carriers, _ in results] == [["shm"]] * world_size
+    assert all(paused for _, _, paused in results)
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ async def test_paused_processes_compute_right_sums(world_size: int, monkeypatch:
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", MANY)
 async def test_paused_processes_compute_a_million_right_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another seed each time; a failure names it."""
+    """Use a new seed in each run, and print it."""
     seed = time.time_ns()
     print(f"seed {seed}")
     await run(world_size, MANY[world_size], seed, monkeypatch)

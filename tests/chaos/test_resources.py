@@ -1,4 +1,4 @@
-"""File descriptors run out, and disks fill up: errors with names, and everything works again afterwards."""
+"""Lack of file descriptors and full disks: errors of the library, and normal work afterwards."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.transport import StreamTransport
 
 KEY = b"k" * 32
-#: Seconds the ranks have to meet where they cannot.
+#: Seconds after which ranks give up a rendezvous that cannot succeed.
 SHORT = 0.3
 
 
 @contextmanager
-def limited(more: int) -> Iterator[None]:
-    """Let this process open `more` files."""
+def descriptor_limit(more: int) -> Iterator[None]:
+    """Let this process open only `more` further files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -45,7 +45,7 @@ def limited(more: int) -> Iterator[None]:
 
 
 async def meet(transport: str, timeout: float) -> list[Any]:
-    """Two ranks meet at a store of their own, reduce and part; return how each ended."""
+    """Let two ranks meet at their own store, reduce and leave; return how each ended."""
     master = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, key=KEY)
     stores: list[TCPStore] = [master]
 
@@ -66,47 +66,50 @@ async def meet(transport: str, timeout: float) -> list[Any]:
             await store.aclose()
 
 
-async def run_out(transports: tuple[str, ...]) -> None:
-    """With room for ever more descriptors, it fails ever later, and in the end no more."""
+async def run_with_few_descriptors(transports: tuple[str, ...]) -> None:
+    """Allow one more descriptor each time: the ranks fail later each time, and finally succeed."""
     for more in range(40):
         transport = transports[more % len(transports)]
-        with limited(more):
+        with descriptor_limit(more):
             results = await meet(transport, SHORT)
         assert all(result == "right" or isinstance(result, AiocollError) for result in results), (more, results)
         if results == ["right", "right"]:
             break
-    assert more > 8, "nothing ran out"
+    assert more > 8, f"the ranks succeeded with {more} descriptors"
     assert results == ["right", "right"]
     assert await meet(transport, 20) == ["right", "right"]
 
 
 @pytest.mark.slow
 async def test_lack_of_descriptors_at_every_point_is_reported() -> None:
-    await run_out(("unix", "tcp", "shm"))
+    await run_with_few_descriptors(("unix", "tcp", "shm"))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_lack_of_descriptors_at_every_point_is_reported_on_each_transport(transport: str) -> None:
-    await run_out((transport,))
+    await run_with_few_descriptors((transport,))
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
 async def test_dial_waits_for_descriptors(flavour: str) -> None:
-    """A lack of our own says nothing about the peer: it is dialled again, at ever longer intervals."""
+    """Check that the peer is dialled again at longer intervals, because only this process lacks descriptors."""
     loop = asyncio.get_running_loop()
     pauses: list[float] = []
 
-    class Noting(Runtime):
+    class RecordingRuntime(Runtime):
         async def sleep(self, seconds: float) -> None:
             pauses.append(seconds)
             await super().sleep(seconds)
 
-    ranks = [StreamTransport(Noting(loop), rank, 2, "job", KEY, StreamOptions(transport=flavour)) for rank in range(2)]
+    ranks = [
+        StreamTransport(RecordingRuntime(loop), rank, 2, "job", KEY, StreamOptions(transport=flavour))
+        for rank in range(2)
+    ]
     accepted: asyncio.Queue[Any] = asyncio.Queue()
     ranks[1].accepted = accepted.put_nowait
     card = await (ranks[1].listen() if flavour == "unix" else ranks[1].listen_tcp("127.0.0.1"))
-    with limited(0):
+    with descriptor_limit(0):
         dial = asyncio.create_task(ranks[0].connect(1, card, ConnKind.DATA))
         while len(pauses) < 6:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -119,8 +122,8 @@ async def test_dial_waits_for_descriptors(flavour: str) -> None:
 
 
 @contextmanager
-def disk(path: Path, nbytes: int) -> Iterator[Path]:
-    """Mount a file system of that size."""
+def mounted_disk(path: Path, nbytes: int) -> Iterator[Path]:
+    """Mount a file system of `nbytes` bytes."""
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", path], capture_output=True, check=False
     )
@@ -133,8 +136,8 @@ def disk(path: Path, nbytes: int) -> Iterator[Path]:
 
 
 async def test_full_disk_refuses_records_of_a_file_store(tmp_path: Path) -> None:
-    """What does not fit is refused by name; others read what was there, and all goes on when there is room again."""
-    with disk(tmp_path, 256 * 1024) as path:
+    """Check that others still read the older records, and that writes succeed once there is space again."""
+    with mounted_disk(tmp_path, 256 * 1024) as path:
         (path / "hoard").write_bytes(bytes(64 * 1024))
         async with FileStore(path / "store") as store, FileStore(path / "store") as other:
             await store.set("before", b"1")
@@ -159,7 +162,7 @@ async def test_full_disk_refuses_records_of_a_file_store(tmp_path: Path) -> None
 
 
 async def test_file_size_limit_refuses_records_of_a_file_store(tmp_path: Path) -> None:
-    """The same for anybody: the kernel writes as much as the limit allows, which is a torn record."""
+    """Limit the file size: the kernel writes up to the limit, which leaves a torn record."""
     path = tmp_path / "store"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     async with FileStore(path) as store, FileStore(path) as other:
@@ -175,8 +178,8 @@ async def test_file_size_limit_refuses_records_of_a_file_store(tmp_path: Path) -
         assert await store.get("large") == bytes(10_000)
 
 
-async def test_full_disk_fails_the_rendezvous_with_a_named_error(tmp_path: Path) -> None:
-    with disk(tmp_path, 64 * 1024) as path:
+async def test_full_disk_fails_the_rendezvous_with_a_store_error(tmp_path: Path) -> None:
+    with mounted_disk(tmp_path, 64 * 1024) as path:
         (path / "hoard").write_bytes(bytes(64 * 1024))
         groups = [
             new_group(init_method=f"file://{path}/store", rank=rank, world_size=2, timeout=SHORT) for rank in range(2)

@@ -1,4 +1,4 @@
-"""A process that may not have what shared memory takes: it uses sockets, says so once, and is killed by no signal."""
+"""Processes whose limits prevent shared memory: they use sockets, warn once, and are not killed by a signal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def rank(pg):
     return sorted({channel.link.carrier for channel in parts_of(pg).comm.channels if channel.link is not None})
 
 async def main():
-    # What the first meeting takes for good is not what is measured.
+    # The first rendezvous keeps resources for the life of the process, which must not count.
     await run_ranks(2, rank, options=GroupOptions(transport="unix"))
     what, more = getattr(resource, sys.argv[1]), int(sys.argv[2])
     if what == resource.RLIMIT_AS:
@@ -36,8 +36,8 @@ asyncio.run(main())
 """
 
 
-def run(limit: str, value: int) -> tuple[str, list[str]]:
-    """Return what carried the data of both ranks, and what was logged."""
+def carriers_and_log(limit: str, value: int) -> tuple[str, list[str]]:
+    """Run the program with a limit; return the media of both ranks' links, and the lines of the log."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, limit, str(value)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -54,13 +54,13 @@ def run(limit: str, value: int) -> tuple[str, list[str]]:
     ],
 )
 def test_memory_limit_makes_ranks_use_sockets(limit: str, value: int, reason: str) -> None:
-    carriers, told = run(limit, value)
+    carriers, log = carriers_and_log(limit, value)
     assert carriers == "['unix'] ['unix']"
-    warnings = [line for line in told if "uses unix sockets instead of shared memory" in line]
+    warnings = [line for line in log if "uses unix sockets instead of shared memory" in line]
     assert 1 <= len(warnings) <= 2
     assert all(reason in line for line in warnings)
-    assert told == warnings
+    assert log == warnings
 
 
 def test_shared_memory_is_used_without_a_limit() -> None:
-    assert run("RLIMIT_FSIZE", 1 << 30) == ("['shm'] ['shm']", [])
+    assert carriers_and_log("RLIMIT_FSIZE", 1 << 30) == ("['shm'] ['shm']", [])

@@ -1,4 +1,4 @@
-"""Writing a file of a flight recorder."""
+"""Files of flight recorders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: Process 1 writes a file, as that of every container does; or is killed when that is there under its first name.
+#: Writes a file as process 1, the id in every container. With a second argument, it is killed before the rename.
 WRITE = """
 import os, sys
 from aiocoll.dump.files import write_json

@@ -1,4 +1,4 @@
-"""SIGUSR2 without a directory for dumps: told in words, and never in place of a program's own handler."""
+"""SIGUSR2 without a directory for dumps: a summary on standard error, and handlers of the program that stay."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from tests.ranks import run_ranks
 from ..internals import replaced
 
 
-async def one_rank(name: str | None = None) -> ProcessGroup:
+async def single_rank_group(name: str | None = None) -> ProcessGroup:
     return await new_group(store=HashStore(), rank=0, world_size=1, name=name)
 
 
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the default action of the signal, without listeners that other tests left to the garbage collector."""
+    """Restore the default action of the signal, and hide listeners that other tests left to the garbage collector."""
     replaced(monkeypatch, signal_listeners=WeakSet())
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield
-    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, "it would again"
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, "the default action was not restored"
     signal.signal(signal.SIGUSR2, old)
 
 
 async def test_signal_without_a_directory_logs_a_summary(default: None, capfd: pytest.CaptureFixture[str]) -> None:
-    async with await one_rank("one") as one, await one_rank("two"):
+    async with await single_rank_group("one") as one, await single_rank_group("two"):
         await one.barrier()
         await one.allreduce(1, key="loss")
         one.recv_anysource(np.zeros(3), tag=7)
         signal.raise_signal(signal.SIGUSR2)
-        said = capfd.readouterr().err
+        output = capfd.readouterr().err
         one.abort()
     here = r"test_signals\.py"
     where = "test_signal_without_a_directory_logs_a_summary"
@@ -53,51 +53,51 @@ async def test_signal_without_a_directory_logs_a_summary(default: None, capfd: p
         rf"group 'two', rank 0 of 1, process {os.getpid()}, open\n  no operation yet\n",
         rf"main thread, innermost call last:\n(.*\n)+.*{here}\", line \d+, in {where}\n.*raise_signal",
     ):
-        assert re.search(pattern, said), said
+        assert re.search(pattern, output), output
 
 
 async def test_summary_of_one_process_names_the_awaited_ranks(default: None, capfd: pytest.CaptureFixture[str]) -> None:
-    asked, told = [asyncio.Event(), asyncio.Event()], asyncio.Event()
+    called, reported = [asyncio.Event(), asyncio.Event()], asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 2:
-            for each in asked:
+            for each in called:
                 await each.wait()
             signal.raise_signal(signal.SIGUSR2)
-            told.set()
+            reported.set()
         work = pg.barrier()
         if pg.rank() < 2:
-            asked[pg.rank()].set()
-            await told.wait()
+            called[pg.rank()].set()
+            await reported.wait()
         await work
 
     await run_ranks(3, rank)
-    said = capfd.readouterr().err
-    assert len(re.findall("  pending: BARRIER", said)) == 2
-    assert len(re.findall("group 'world:0', rank [0-2] of 3", said)) == 3
+    output = capfd.readouterr().err
+    assert len(re.findall("  pending: BARRIER", output)) == 2
+    assert len(re.findall("group 'world:0', rank [0-2] of 3", output)) == 3
 
 
 @pytest.mark.parametrize("handler", ["ignored", "of the loop", "in C"])
 async def test_signal_handler_of_the_program_stays(
     handler: str, default: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    heard: list[int] = []
+    received: list[int] = []
     loop = asyncio.get_running_loop()
     if handler == "ignored":
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     elif handler == "of the loop":
-        loop.add_signal_handler(signal.SIGUSR2, heard.append, 1)
+        loop.add_signal_handler(signal.SIGUSR2, received.append, 1)
     else:
         faulthandler.register(signal.SIGUSR2)
     try:
         put = signal.getsignal(signal.SIGUSR2)
-        async with await one_rank():
+        async with await single_rank_group():
             assert signal.getsignal(signal.SIGUSR2) is put
             signal.raise_signal(signal.SIGUSR2)
-        said = capfd.readouterr().err
-        assert "group 'world:0'" not in said
-        assert ("most recent call first" in said) == (handler == "in C")
+        output = capfd.readouterr().err
+        assert "group 'world:0'" not in output
+        assert ("most recent call first" in output) == (handler == "in C")
     finally:
         faulthandler.unregister(signal.SIGUSR2)
         if handler == "of the loop":
@@ -106,39 +106,39 @@ async def test_signal_handler_of_the_program_stays(
 
 
 async def test_summary_of_many_operations_is_short(default: None, capfd: pytest.CaptureFixture[str]) -> None:
-    async with await one_rank() as pg:
+    async with await single_rank_group() as pg:
         for _ in range(50):
             await pg.barrier()
         for tag in range(30):
             pg.recv_anysource(np.zeros(1), tag=tag)
         signal.raise_signal(signal.SIGUSR2)
-        said = capfd.readouterr().err
+        output = capfd.readouterr().err
         pg.abort()
-    assert (said.count("pending: RECV"), said.count("finished: BARRIER")) == (20, 3)
-    assert "  and 10 more pending operations\n" in said
+    assert (output.count("pending: RECV"), output.count("finished: BARRIER")) == (20, 3)
+    assert "  and 10 more pending operations\n" in output
 
 
 def test_collected_listener_is_not_called(default: None) -> None:
-    """The handler that the program has put there since is called after ours."""
-    heard: list[object] = []
+    """Check that a handler that the program installs later runs after the handler of aiocoll."""
+    received: list[object] = []
 
     class Listener:
         def signalled(self) -> str:
-            heard.append(self)
+            received.append(self)
             return ""
 
-    signals.listen(Listener(), asked=True)  # gone at once
-    signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    signals.listen(Listener(), asked=True)  # collected at once
+    signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
     listener = Listener()
     signals.listen(listener, asked=True)
     signal.raise_signal(signal.SIGUSR2)
     signals.unlisten(listener)
-    assert heard == [listener, signal.SIGUSR2]
+    assert received == [listener, signal.SIGUSR2]
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-class Nesting:
-    """A listener to which the signal comes again while it writes a dump."""
+class NestingListener:
+    """A listener that receives further signals while it writes a dump."""
 
     def __init__(self, signals: list[int]) -> None:
         self._signals = signals
@@ -159,8 +159,8 @@ class Nesting:
 @pytest.mark.parametrize(
     ("during", "dumps"), [([0], 1), ([1], 2), ([5], 2), ([2, 2], 2), ([9] * 50, 2)], ids=["0", "1", "5", "2 2", "storm"]
 )
-def test_signals_during_a_dump_lead_to_one_more(default: None, during: list[int], dumps: int) -> None:
-    listener = Nesting(during)
+def test_signals_during_a_dump_lead_to_one_more_dump(default: None, during: list[int], dumps: int) -> None:
+    listener = NestingListener(during)
     signals.listen(listener, asked=True)
     try:
         signal.raise_signal(signal.SIGUSR2)
@@ -175,7 +175,7 @@ def test_signals_during_a_dump_lead_to_one_more(default: None, during: list[int]
 def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> None:
     depths, depth = [], 0
 
-    def program(number: int, frame: object) -> None:
+    def handle_signal(number: int, frame: object) -> None:
         nonlocal depth
         depth += 1
         depths.append(depth)
@@ -183,8 +183,8 @@ def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> N
             signal.raise_signal(signal.SIGUSR2)
         depth -= 1
 
-    signal.signal(signal.SIGUSR2, program)
-    listener = Nesting([])
+    signal.signal(signal.SIGUSR2, handle_signal)
+    listener = NestingListener([])
     signals.listen(listener, asked=True)
     try:
         signal.raise_signal(signal.SIGUSR2)
@@ -195,11 +195,11 @@ def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> N
 
 
 def test_failed_dump_does_not_stop_later_ones(default: None) -> None:
-    class Failing:
+    class FailingListener:
         def signalled(self) -> str:
             raise OSError("disk full")
 
-    failing, listener = Failing(), Nesting([])
+    failing, listener = FailingListener(), NestingListener([])
     signals.listen(failing, asked=True)
     try:
         with pytest.raises(OSError, match="disk full"):

@@ -1,4 +1,4 @@
-"""How long a fuzzer runs: some hundred examples, always the same, in `make test`; for a given time in `make soak`."""
+"""Running times of fuzzers: the same few hundred examples in `make test`, or a given time in `make soak`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-#: Seconds of each fuzzer in `make soak`. Taken out of the environment, where the library refuses what it does not know.
+#: Seconds of each fuzzer in `make soak`; removed from the environment, where the library refuses unknown variables.
 SECONDS = float(os.environ.pop("AIOCOLL_FUZZ_SECONDS", "60"))
-#: Examples between two looks at the clock.
+#: The number of examples between two checks of the time.
 ROUND = 200
 
 _COMMON: dict[str, Any] = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 def fuzz(*strategies: Any, examples: int) -> Callable[[Callable[..., None]], Callable[[bool], None]]:
-    """Make a test of a property that holds for all that the strategies draw."""
+    """Make a test of a property that must hold for all examples of the strategies."""
 
     def decorate(holds: Callable[..., None]) -> Callable[[bool], None]:
         @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["short", "long"])
@@ -31,11 +31,11 @@ def fuzz(*strategies: Any, examples: int) -> Callable[[Callable[..., None]], Cal
                 return
             began = time.monotonic()
             for number in itertools.count():
-                # Another function each time: a seed is noted on it.
-                def again(drawn: tuple[Any, ...]) -> None:
+                # A new function each time, because hypothesis stores the seed on the function.
+                def check_example(drawn: tuple[Any, ...]) -> None:
                     holds(*drawn)
 
-                seed(number)(settings(max_examples=ROUND, **_COMMON)(given(st.tuples(*strategies))(again)))()
+                seed(number)(settings(max_examples=ROUND, **_COMMON)(given(st.tuples(*strategies))(check_example)))()
                 if time.monotonic() - began >= SECONDS:
                     print(f"{holds.__name__}: {(number + 1) * ROUND} examples, {time.monotonic() - began:.0f} s")
                     return

@@ -1,4 +1,4 @@
-"""Plain data that is nearly right: what is valid, with some of its parts changed."""
+"""Strategies for nearly valid data: valid values with some changed parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-#: Numbers at which something may change its ways.
+#: Numbers at and next to the limits of number types.
 EDGES = sorted(
     {
         sign * (1 << bits) + around
@@ -38,7 +38,7 @@ Path = tuple[Any, ...]
 
 
 def paths(value: Any, above: Path = ()) -> list[Path]:
-    """Return where all parts of a value are."""
+    """Return the paths of all parts of a value."""
     found = [above]
     if isinstance(value, dict):
         for name, each in value.items():
@@ -50,7 +50,7 @@ def paths(value: Any, above: Path = ()) -> list[Path]:
 
 
 def at(value: Any, path: Path) -> Any:
-    """Return a part of a value."""
+    """Return the part of a value at a path."""
     for step in path:
         value = value[step]
     return value
@@ -58,7 +58,7 @@ def at(value: Any, path: Path) -> Any:
 
 @st.composite
 def mutated(draw: st.DrawFn, valid: st.SearchStrategy[Any]) -> Any:
-    """Draw what is valid, and change up to three of its parts."""
+    """Draw a valid value, and change up to three of its parts."""
     value = copy.deepcopy(draw(valid))
     for _ in range(draw(st.integers(0, 3))):
         value = _changed(draw, value)
@@ -81,15 +81,15 @@ def _changed(draw: st.DrawFn, value: Any) -> Any:
         else:
             part += part * draw(st.sampled_from([1, 3, 200]))
     elif type(part) is int and how == "near":
-        return _with(value, path, part + draw(st.sampled_from([-1, 1, 2])))
+        return _with_part(value, path, part + draw(st.sampled_from([-1, 1, 2])))
     elif how == "nest":
-        return _with(value, path, [part] if draw(st.booleans()) else {"t": "relayed", "from": 1, "note": part})
+        return _with_part(value, path, [part] if draw(st.booleans()) else {"t": "relayed", "from": 1, "note": part})
     else:
-        return _with(value, path, draw(junk))
+        return _with_part(value, path, draw(junk))
     return value
 
 
-def _with(value: Any, path: Path, part: Any) -> Any:
+def _with_part(value: Any, path: Path, part: Any) -> Any:
     if not path:
         return part
     at(value, path[:-1])[path[-1]] = part

@@ -1,4 +1,4 @@
-"""Valid notes of every kind, as rank 2 of 3 would send them to rank 0 about a group of all ranks."""
+"""Strategies for valid notes, the control messages that rank 2 of 3 sends to rank 0 about a group of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocoll.errors import GroupError, PeerLostError
 __all__ = ["WORLD", "valid"]
 
 WORLD = 3
-#: In notes stand for the groups of a world: all ranks, ranks 0 and 1, one that is not made yet.
+#: Stand-ins for ids in notes: the group of all ranks, the group of ranks 0 and 1, and a group that is not made yet.
 ALL, PAIR, UNMADE = 1001, 1002, 77
 
 CARD = {"library": 22809, "why": "", "bus": "0", "unfinished": False, "float8": True, "ahead": True}
@@ -80,7 +80,7 @@ def note(kind: str, **fields: Any) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"t": st.just(kind), **fields})
 
 
-def shrinking(what: str, **fields: Any) -> st.SearchStrategy[dict[str, Any]]:
+def shrink_note(what: str, **fields: Any) -> st.SearchStrategy[dict[str, Any]]:
     ranks_of = st.one_of(st.just([0, 1, 2]), ranks)
     return note("shrink", g=groups, what=st.just(what), ranks=ranks_of, **fields)
 
@@ -98,14 +98,14 @@ direct = st.one_of(
     note("bye", g=groups, cause=st.none(), linked=st.booleans(), name=st.sampled_from(["world:0", "other"])),
     note("revoke", g=groups, cause=causes),
     note("revoke", g=groups, cause=causes, name=st.sampled_from(["world:0", "other"])),
-    shrinking("vote", ballot=ballots, exclude=ranks, completed=reports,
+    shrink_note("vote", ballot=ballots, exclude=ranks, completed=reports,
               accepted=st.one_of(st.none(), st.tuples(ballots, outcomes).map(list)),
               dead=st.lists(st.tuples(positions, st.just("why")).map(list), max_size=2)),
-    shrinking("ask", ballot=ballots),
-    shrinking("propose", ballot=ballots, outcome=outcomes),
-    shrinking("accept", ballot=ballots),
-    shrinking("decided", outcome=outcomes),
-    shrinking("refuse", ballot=ballots, cause=causes),
+    shrink_note("ask", ballot=ballots),
+    shrink_note("propose", ballot=ballots, outcome=outcomes),
+    shrink_note("accept", ballot=ballots),
+    shrink_note("decided", outcome=outcomes),
+    shrink_note("refuse", ballot=ballots, cause=causes),
     note("report", g=groups, op=operations, mine=calls(st.just(2)), split=lineages),
     note("report", g=groups, op=operations, mine=calls(positions), asked=st.just(True)),
     note("query", g=groups, op=operations, split=lineages),

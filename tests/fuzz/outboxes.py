@@ -1,4 +1,4 @@
-"""Jobs over shared memory of which the last rank is broken: words of its outbox change while calls are in flight."""
+"""Jobs over shared memory whose last rank is broken: words of its outbox change while calls are in flight."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from aiocoll.transport.shm.slots import CommonWriter
 from ..internals import comm_of, use_same_slots
 from ..ranks import options
 
-#: Seconds for a call, and for all of a job: a machine that does much else may take some of them.
+#: Seconds for a call, and for a whole job on a busy machine.
 TIMEOUT, OVER = 0.3, 30.0
-#: Moments at which a word may change: turns of the loop and memory fences.
+#: The number of moments at which a word may change: loop iterations and memory fences.
 MOMENTS = 150
 
-#: Words of the outbox, by kind: of the rank, of each slot of the common lane, of a reader's lane, of each of its slots.
+#: Words of the outbox, by kind: of the rank, of a reader's lane, of each slot of a lane, and of the line of each slot.
 RANK = {"status": STATUS, "core": CORE}
 LANE = {"posts": POSTS}
 ROWS = {
@@ -52,16 +52,16 @@ KINDS = (*RANK, *LANE, *ROWS, *(f"{lane}_{field}" for lane in ("common", "lane")
 
 
 class Write(NamedTuple):
-    """One word that changes.
+    """A change of one word.
 
     Attributes:
-        moment: when.
-        kind: of the word, in `KINDS`.
-        reader: rank whose lane it is in.
-        slot: that it is about; None for all of them.
-        value: what is stored, or what is added to the word.
-        adds: whether that is added, once.
-        lasts: moments for which a value that is stored is stored again, whatever the rank itself writes.
+        moment: the moment of the change.
+        kind: the kind of the word, in `KINDS`.
+        reader: the rank whose lane has the word.
+        slot: the slot of the word; None for all slots.
+        value: the value to store, or to add to the word.
+        adds: whether the value is added, once.
+        lasts: the number of moments in which a stored value is stored again, whatever the rank itself writes.
     """
 
     moment: int
@@ -74,7 +74,7 @@ class Write(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """What happens to one job: its size, the calls that are made, and the words that change."""
+    """An attack on one job: its size, the calls, and the changes of words."""
 
     world_size: int
     calls: list[tuple[str, int]]
@@ -116,7 +116,7 @@ async def _gather(pg: ProcessGroup, count: int) -> bool:
 
 
 async def _lengths(pg: ProcessGroup, count: int) -> bool:
-    """Gather arrays whose lengths only their owners know; that of the broken rank may be any."""
+    """Gather arrays whose lengths only their owners know; the length of the broken rank's array may be wrong."""
     found = await pg.gather(None, np.full(count + pg.rank(), float(pg.rank())), 0, timeout=TIMEOUT)
     known = () if found is None else found[:-1]
     return all(len(array) == count + rank and (array == rank).all() for rank, array in enumerate(known))
@@ -156,7 +156,7 @@ writes = st.builds(
     moment=st.integers(0, MOMENTS),
     kind=st.sampled_from(KINDS),
     reader=st.integers(0, 1),
-    # Those of the first calls, small and middle, and any.
+    # Slots of the first calls, for small and larger arrays, or any slot.
     slot=st.one_of(st.none(), st.integers(0, 9), st.integers(SLOTS - 4, SLOTS - 1), st.integers(0, SLOTS - 1)),
     value=st.one_of(values, st.integers(0, (1 << 64) - 1), st.sampled_from([1, 4, 128, (1 << 64) - 1])),
     adds=st.booleans(),
@@ -166,7 +166,7 @@ names, counts = st.sampled_from(sorted(CALLS)), st.sampled_from([1, 3, 100, 513,
 attacks = st.builds(
     Attack,
     world_size=st.sampled_from([2, 3]),
-    # Of any kinds, or all of one.
+    # Calls of any kinds, or all of one kind.
     calls=st.one_of(
         st.lists(st.tuples(names, counts), min_size=3, max_size=10),
         names.flatmap(lambda name: st.lists(st.tuples(st.just(name), counts), min_size=3, max_size=10)),
@@ -176,7 +176,7 @@ attacks = st.builds(
 
 
 class _Outbox:
-    """The outbox of the broken rank, whose words change at their moments."""
+    """The outbox of the broken rank, with the changes to its words."""
 
     def __init__(self, attack: Attack) -> None:
         self.layout = OutboxLayout(attack.world_size)
@@ -187,7 +187,7 @@ class _Outbox:
         self._moment = itertools.count()
 
     def open(self, pg: ProcessGroup) -> None:
-        """From now on words change."""
+        """Start the changes of words."""
         links = [channel.shared for channel in comm_of(pg).channels if channel.shared is not None]
         writer = links[0].common_writer
         assert isinstance(writer, CommonWriter)
@@ -195,11 +195,11 @@ class _Outbox:
         self.words = memoryview(writer._region.memory).cast("Q")
 
     def close(self) -> None:
-        """Change nothing more, and let go of the memory."""
+        """Stop the changes, and release the memory."""
         self.words = None
 
-    def pass_by(self) -> None:
-        """Change the words whose moment has come."""
+    def make_changes(self) -> None:
+        """Make the changes whose moment has come."""
         if self.words is not None:
             moment = next(self._moment)
             while self._left and self._left[-1].moment <= moment:
@@ -218,7 +218,7 @@ class _Outbox:
             words[place] = (write.value + (words[place] if write.adds else 0)) % (1 << 64)
 
     def _row(self, write: Write) -> tuple[int, int]:
-        """Return the first word of a kind, and how far those of two slots lie apart; 0 where there is but one."""
+        """Return the first word of a kind, and the distance between two slots in words; 0 if there is only one word."""
         kind = write.kind
         if kind in RANK:
             return RANK[kind], 0
@@ -235,20 +235,20 @@ class _Outbox:
 _broken: ContextVar[_Outbox] = ContextVar("broken")
 
 
-def _passing() -> Fences:
-    """Return fences at which words change: between any two steps of one side the other one may be broken."""
+def _changing_fences() -> Fences:
+    """Return fences at which words change, so that the broken rank changes them between any two steps of a peer."""
     known, outbox = fences(), _broken.get()
     assert known is not None
 
     def full() -> None:
-        outbox.pass_by()
+        outbox.make_changes()
         known.full()
 
-    return Fences(outbox.pass_by, full)
+    return Fences(outbox.make_changes, full)
 
 
-def play(attacked: list[Attack]) -> None:
-    """Run jobs side by side, since most wait for a timeout, and check that all of their ranks end as they should."""
+def run_jobs(attacked: list[Attack]) -> None:
+    """Run jobs concurrently, since most wait for a timeout, and check that all of their ranks end as they should."""
     raised: list[dict[str, Any]] = []
 
     async def run() -> None:
@@ -256,7 +256,7 @@ def play(attacked: list[Attack]) -> None:
         async with asyncio.timeout(OVER):
             await asyncio.gather(*(asyncio.create_task(_job(attack)) for attack in attacked))
 
-    with mock.patch.object(transport, "fences", _passing):
+    with mock.patch.object(transport, "fences", _changing_fences):
         asyncio.run(run())
     assert not raised, raised
 
@@ -272,21 +272,21 @@ async def _job(attack: Attack) -> None:
     for pg in pgs:
         use_same_slots(pg)
     outbox.open(pgs[-1])
-    turning = asyncio.ensure_future(_turns(outbox))
+    turning = asyncio.ensure_future(_change_every_iteration(outbox))
     try:
         await asyncio.gather(*(_rank(pg, attack.calls) for pg in pgs))
     finally:
         outbox.close()
         await turning
         for pg in pgs:
-            pg.abort("the job is over")
+            pg.abort("end of the job")
         await asyncio.gather(*(pg.shutdown() for pg in pgs))
         await store.aclose()
 
 
-async def _turns(outbox: _Outbox) -> None:
+async def _change_every_iteration(outbox: _Outbox) -> None:
     while outbox.words is not None:
-        outbox.pass_by()
+        outbox.make_changes()
         await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""A store connection without sockets, and what may be said on it."""
+"""A store connection without sockets, and strategies for its messages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 keys = st.sampled_from(["a", "b", "n", "ü", "", "x" * 1024, "x" * 1025, "\udc80"])
 values = st.sampled_from([b"", b"1", b"12", b"value", b"9" * 5000, bytes(100_000)])
 amounts = st.sampled_from([0, 1, -1, (1 << 63) - 1, 1 << 63, True])
-#: Bytes between two messages.
+#: Garbage between two messages.
 garbled = st.one_of(st.just(b""), st.just(b""), st.binary(max_size=20))
 
 
 def framed(message: Any) -> bytes:
-    """Return a message as a frame; nothing if msgpack has no way to write it."""
+    """Return a message as a frame, or b"" if msgpack cannot encode it."""
     try:
         body = msgpack.packb(message, unicode_errors="surrogatepass")
     except (ValueError, OverflowError, TypeError):
@@ -25,7 +25,7 @@ def framed(message: Any) -> bytes:
 
 
 class Wire:
-    """The transport of a connection without an other end: keeps what is written."""
+    """A transport without another end, which keeps the written data."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -55,7 +55,7 @@ class Wire:
 
 
 def feed(connection: Any, wire: Wire, data: bytes) -> None:
-    """Hand bytes to a connection, as a loop does, until it is closed."""
+    """Pass data to a connection, as a loop does, until the connection is closed."""
     while data and not wire.is_closing():
         room = connection.get_buffer(-1)
         taken = min(len(room), len(data))

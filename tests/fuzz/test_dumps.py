@@ -1,4 +1,4 @@
-"""Dumps of flight recorders that are nearly right: `aiocoll trace` reports on them, or names the file that is none."""
+"""Nearly valid dumps of flight recorders: `aiocoll trace` reports on them, or names the invalid file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .mutation import mutated
 
 @cache
 def dumped() -> list[dict[str, Any]]:
-    """Return the dumps of three ranks that have done something of each kind, the last thing not alike."""
+    """Return the dumps of three ranks after a call of each kind; the last call is a mismatch."""
 
     async def rank(pg: ProcessGroup) -> dict[str, Any]:
         await pg.allreduce(np.ones(3))

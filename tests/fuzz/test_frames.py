@@ -1,4 +1,4 @@
-"""Frames that are nearly right, and bytes that are nearly frames."""
+"""Nearly valid frames, and byte streams that are nearly frames."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from aiocoll.transport.stream.plain_stream import PlainStream
 
 from ..internals import comm_of
 from .budget import fuzz
-from .world import play
+from .world import run_attack
 
-#: In frames stand for the groups of a world: all ranks, ranks 0 and 1.
+#: Stand-ins for ids in frames: the group of all ranks, and the group of ranks 0 and 1.
 ALL, PAIR = 1001, 1002
 U16, U32 = (1 << 16) - 1, (1 << 32) - 1
 
 sizes = st.sampled_from([0, 1, 7, 8, 16, 32, 100, 4096, SEGMENT - 8, SEGMENT])
 totals = st.sampled_from([0, 1, 8, 32, 100, 4096, SEGMENT, SEGMENT + 8, 1_600_000, U32])
 tags = st.sampled_from([1, 1, 2])
-#: Of the allreduce, the broadcast with the key "k", messages with the tag 1 that is received, and of nothing.
+#: Operation ids: of the allreduce, of messages, of the broadcast with the key "k" (-1), and of no operation.
 operations = st.one_of(
     st.sampled_from([0, 1, 2, 3, 1000, KEYED | 5, KEYED | P2P, P2P, (1 << 64) - 1]),
     st.builds(lambda tag, number: P2P | tag << 32 | number, tags, st.integers(0, 3)),
@@ -68,11 +68,11 @@ def test_works_end_whatever_frames_are_sent(sent: list[tuple[tuple[int, ...], in
             for _ in range(times):
                 link.write(header, memoryview(bytes(length)) if length else None)
 
-    play(attack)
+    run_attack(attack)
 
 
 def fingerprints(pg: Any) -> list[int]:
-    """Return those of the operations that the others have in flight, which are found out by calling them here."""
+    """Return the fingerprints of operations that other ranks have in flight, by making the same calls here."""
     import numpy as np
 
     found = []
@@ -84,7 +84,7 @@ def fingerprints(pg: Any) -> list[int]:
 
 
 class Sink:
-    """Keeps the headers of frames, and how the link ended."""
+    """A sink that keeps the headers of frames, and the end of the link."""
 
     def __init__(self) -> None:
         self.headers: list[Header] = []
@@ -112,7 +112,7 @@ class Sink:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[bytes, list[int]]:
-    """Draw frames one after the other, some of whose bytes are wrong, and where they are cut into pieces."""
+    """Draw consecutive frames with some wrong bytes, and the offsets at which they are cut into pieces."""
     stream = bytearray()
     for _ in range(draw(st.integers(1, 5))):
         length = draw(st.sampled_from([0, 1, 31, 5000, 20_000, 70_000]))
@@ -126,7 +126,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[int]]:
 
 @fuzz(streams(), examples=200)
 def test_mutated_stream_gives_frames_or_an_end(stream: tuple[bytes, list[int]]) -> None:
-    """All frames before the first that is none are handed out, and nothing after it; it is said once."""
+    """Check that the link delivers all frames before the first invalid one and nothing after it, and fails once."""
     data, cuts = stream
 
     async def read() -> Sink:
@@ -152,7 +152,7 @@ def test_mutated_stream_gives_frames_or_an_end(stream: tuple[bytes, list[int]]) 
 
 
 def split(data: bytes) -> tuple[list[Header], bool]:
-    """Return the headers of the frames that come whole, and whether no bytes are no frame."""
+    """Return the headers of the complete frames, and whether there is no invalid frame."""
     found: list[Header] = []
     at = 0
     while len(data) - at >= HEADER_SIZE:

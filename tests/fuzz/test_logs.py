@@ -1,4 +1,4 @@
-"""Logs of a `FileStore` with some of their bytes wrong: a newcomer sees exactly what was written, or a `StoreError`."""
+"""Damaged logs of a `FileStore`: a newcomer finds exactly the written records, or raises `StoreError`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from aiocoll.errors import StoreError
 
 from .budget import fuzz
 
-#: Bytes before the payload of a record; its length comes first.
+#: Bytes before the payload of a record, which begin with its length.
 PREFIX = 12
 State = dict[str, bytes]
 
 
 async def contents(path: Path) -> State:
-    """Return what a newcomer finds."""
+    """Return the contents that a newcomer finds."""
     async with FileStore(str(path)) as store:
         keys = await store.list_keys()
         return dict(zip(keys, await store.multi_get(keys), strict=True))
@@ -29,7 +29,7 @@ async def contents(path: Path) -> State:
 
 @cache
 def written() -> tuple[bytes, list[int], list[State]]:
-    """Return a log, where its header and each of its records end, and what was there then."""
+    """Return a log, the ends of its header and of each record, and the contents at each end."""
 
     async def write() -> tuple[bytes, list[int], list[State]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +77,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 def is_torn(rest: bytes) -> bool:
-    """Whether bytes are fewer than the record that they begin says."""
+    """Return whether the record at the start of these bytes is cut short."""
     return len(rest) < PREFIX + int.from_bytes(rest[:4], "little")
 
 
@@ -91,9 +91,9 @@ def test_mutated_log_has_the_written_records_or_is_refused(data: bytes) -> None:
         try:
             found = asyncio.run(contents(path))
         except StoreError:
-            assert data != log, "nothing is wrong with it"
+            assert data != log, "an undamaged log was refused"
             return
-    # The records before the first that is another one, or cut short.
+    # The number of records before the first that is changed or cut short.
     sound = sum(data[:end] == log[:end] for end in ends) - 1
     assert found == (states[sound] if sound >= 0 else {})
     rest = data[ends[max(sound, 0)] :] if sound >= 0 else b""

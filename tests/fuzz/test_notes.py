@@ -1,4 +1,4 @@
-"""Notes that are nearly right: none raises anything but `ProtocolError`, and whatever it does, every work ends."""
+"""Nearly valid notes, the control messages of ranks: they raise nothing but `ProtocolError`, and every work ends."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..internals import comm_of
 from .budget import fuzz
 from .mutation import at, mutated, paths
 from .notes import ALL, PAIR, valid
-from .world import play
+from .world import run_attack
 
 WAYS = st.sampled_from([gate.CONTROL, gate.DATA, gate.RELAYED])
 RANKS = {ALL: (0, 1, 2), PAIR: (0, 1)}
 
 
 def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.Facts:
-    """Return what a rank of three knows that is in these groups."""
+    """Return the facts that a rank of three knows if it belongs to these groups."""
     return gate.Facts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
 
 
 def packed(note: Any) -> bytes | None:
-    """Return a note as bytes; None if msgpack has no way to write it."""
+    """Return a note as bytes, or None if msgpack cannot encode it."""
     try:
         body: bytes = msgpack.packb(note)
     except (ValueError, OverflowError, TypeError):
@@ -64,14 +64,14 @@ def test_mutated_note_bytes_are_valid_or_refused(body: bytes, way: str) -> None:
 
 @pytest.mark.slow
 @fuzz(st.lists(st.tuples(mutated(valid), st.booleans(), st.integers(0, 1)), min_size=1, max_size=3), examples=150)
-def test_works_end_whatever_notes_are_sent(said: list[tuple[Any, bool, int]]) -> None:
-    """And if all of it is nonsense, groups of the others go on."""
+def test_works_end_whatever_notes_are_sent(sent: list[tuple[Any, bool, int]]) -> None:
+    """Check also that groups of the other ranks continue if all notes are invalid."""
     nonsense: list[bool] = []
 
     def attack(pg: Any, pair: int) -> None:
         member = comm_of(pg)
-        for note, behind_data, to in said:
-            body = packed(_renamed(note, {ALL: member.id, PAIR: pair}))
+        for note, behind_data, to in sent:
+            body = packed(_with_ids(note, {ALL: member.id, PAIR: pair}))
             if body is None:
                 continue
             link = member.channels[to].link if behind_data else member.endpoint.control._links.get(to)
@@ -81,7 +81,7 @@ def test_works_end_whatever_notes_are_sent(said: list[tuple[Any, bool, int]]) ->
             header = HEADER.pack(FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, len(body), len(body))
             link.write(header, memoryview(body))
 
-    refused, well = play(attack)
+    refused, well = run_attack(attack)
     assert (refused and well) or not nonsense or not all(nonsense)
 
 
@@ -93,10 +93,10 @@ def _fits(body: bytes, behind_data: bool, to: int, ranks: dict[int, tuple[int, .
     return True
 
 
-def _renamed(note: Any, names: dict[int, int]) -> Any:
-    """Put the ids of this job's groups where the others stand for them."""
+def _with_ids(note: Any, names: dict[int, int]) -> Any:
+    """Replace the stand-ins by the ids of this job's groups."""
     if isinstance(note, dict):
-        return {name: _renamed(each, names) for name, each in note.items()}
+        return {name: _with_ids(each, names) for name, each in note.items()}
     if isinstance(note, list):
-        return [_renamed(each, names) for each in note]
+        return [_with_ids(each, names) for each in note]
     return names.get(note, note) if type(note) is int else note

@@ -1,4 +1,4 @@
-"""Bytes that are nearly an object: they are read as one, or refused as `SerializationError`."""
+"""Bytes that are nearly an object: they are decoded, or refused with `SerializationError`."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ objects = st.recursive(
 )
 
 
-def sent(obj: Any) -> bytes:
-    """Return an object as bytes; those of None if it cannot be sent."""
+def encoded(obj: Any) -> bytes:
+    """Return an object as bytes, or the bytes of None if it cannot be sent."""
     try:
         return dumps(obj)
     except SerializationError:
@@ -57,8 +57,8 @@ def sent(obj: Any) -> bytes:
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """Draw an object as bytes, with some wrong, missing, repeated, or moved elsewhere."""
-    data = bytearray(sent(draw(objects)))
+    """Draw an object as bytes, some of which are wrong, missing, repeated or moved."""
+    data = bytearray(encoded(draw(objects)))
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, max(0, len(data) - 1)))
         stop = draw(st.integers(start, min(len(data), start + 12)))
@@ -74,19 +74,19 @@ def messages(draw: st.DrawFn) -> bytes:
                 st.sampled_from([1, 2000])
             )
         else:
-            data[start:stop] = sent(draw(leaves))
+            data[start:stop] = encoded(draw(leaves))
     return bytes(data)
 
 
 @st.composite
 def structures(draw: st.DrawFn) -> bytes:
-    """Draw an object as bytes, some of whose parts, tags among them, are others."""
+    """Draw an object as bytes, with some parts and tags replaced."""
     value = msgpack.unpackb(
-        sent(draw(objects)),
+        encoded(draw(objects)),
         strict_map_key=False,
         unicode_errors="surrogatepass",
         timestamp=0,
-        object_pairs_hook=lambda pairs: [list(pair) for pair in pairs],  # maps may have keys that are no keys here
+        object_pairs_hook=lambda pairs: [list(pair) for pair in pairs],  # lists, because a key may be unhashable here
     )
     chance = random.Random(draw(st.integers(0, 1 << 30)))
     for _ in range(draw(st.integers(1, 3))):
@@ -109,25 +109,25 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
     return value
 
 
-def read(data: bytes) -> None:
+def check_decoding(data: bytes) -> None:
     try:
         found = loads(data)
     except SerializationError:
         return
-    # What was read is an object like any other: it can travel again.
-    sent(found)
+    # A decoded object is an object like any other: it can be sent again.
+    encoded(found)
 
 
 @fuzz(messages(), examples=400)
 def test_mutated_object_bytes_are_an_object_or_refused(data: bytes) -> None:
-    read(data)
+    check_decoding(data)
 
 
 @fuzz(structures(), examples=300)
 def test_mutated_structure_is_an_object_or_refused(data: bytes) -> None:
-    read(data)
+    check_decoding(data)
 
 
 @fuzz(st.binary(max_size=100), examples=200)
 def test_random_bytes_are_an_object_or_refused(data: bytes) -> None:
-    read(data)
+    check_decoding(data)

@@ -1,13 +1,13 @@
-"""Words of an outbox that a broken rank has changed: every call ends in time, with its result or an error."""
+"""Outboxes in which a broken rank has changed words: every call ends in time, with its result or an error."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
 from .budget import fuzz
-from .outboxes import Attack, attacks, play
+from .outboxes import Attack, attacks, run_jobs
 
 
 @fuzz(st.lists(attacks, min_size=8, max_size=8), examples=6)
 def test_calls_end_whatever_an_outbox_contains(attacked: list[Attack]) -> None:
-    play(attacked)
+    run_jobs(attacked)

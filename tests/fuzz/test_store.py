@@ -1,4 +1,4 @@
-"""Requests that are nearly right at a store's server."""
+"""Nearly valid requests to a store server."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Owner:
         return session, wire
 
 
-def sound(core: StoreCore) -> None:
-    """Check what a store says of itself."""
+def check_counters(core: StoreCore) -> None:
+    """Check the counters of a store against its contents."""
     sizes = [*map(len, core._values.values()), *(len(item) for queue in core._queues.values() for item in queue)]
     assert core._nbytes == sum(sizes) <= MAX_TOTAL_BYTES
     assert core._queued == sum(map(len, core._queues.values()))
@@ -85,7 +85,7 @@ def test_mutated_requests_are_answered_or_end_their_connection(sent: list[tuple[
         bad, wire = owner.open()
         for request, garbage in sent:
             feed(bad, wire, framed(request) + garbage)
-            sound(owner.core)
+            check_counters(owner.core)
         for number, outcome, payload in wire.messages():
             assert type(number) is int
             assert outcome in (0, 1, 2)

@@ -1,4 +1,4 @@
-"""Answers that are nearly right at a store's client."""
+"""Nearly valid replies to a store client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def answers(draw: st.DrawFn) -> list[Any]:
     return [draw(st.integers(1, 5)), draw(st.sampled_from([0, 0, 0, 1, 2])), draw(payload)]
 
 
-ASKED: list[tuple[str, tuple[Any, ...]]] = [
+REQUESTS: list[tuple[str, tuple[Any, ...]]] = [
     ("get", ("a",)),
     ("multi_get", (["a", "b"],)),
     ("queue_pop", ("q",)),
@@ -33,31 +33,31 @@ ASKED: list[tuple[str, tuple[Any, ...]]] = [
 
 @fuzz(st.lists(st.tuples(mutated(answers()), garbled), min_size=1, max_size=6), examples=150)
 def test_mutated_answers_match_their_request_or_end_the_connection(sent: list[tuple[Any, bytes]]) -> None:
-    async def ask() -> None:
+    async def send_requests() -> None:
         link, wire = ClientLink(None, "here"), Wire()  # type: ignore[arg-type]
         link.connection_made = lambda transport: None  # type: ignore[method-assign]
         link.transport = wire  # type: ignore[assignment]
         link._expect_frame()
         link.ready.set_result(None)
-        asked = [
+        tasks = [
             asyncio.create_task((link.wait if word in WAITS else link.call)(word, arguments, 1e6))
-            for word, arguments in ASKED
+            for word, arguments in REQUESTS
         ]
         await asyncio.sleep(0)
         for answer, garbage in sent:
             feed(link, wire, framed(answer) + garbage)
         wire.abort()
         link.connection_lost(None)
-        for (word, _), result in zip(ASKED, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+        for (word, _), result in zip(REQUESTS, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
             if isinstance(result, BaseException):
                 assert isinstance(result, StoreError), result
             else:
-                assert fits(word, result), (word, result)
+                assert is_valid(word, result), (word, result)
 
-    asyncio.run(ask())
+    asyncio.run(send_requests())
 
 
-def fits(word: str, result: Any) -> bool:
+def is_valid(word: str, result: Any) -> bool:
     if word in ("get", "queue_pop"):
         return type(result) is bytes
     if word == "add":

@@ -1,4 +1,4 @@
-"""A job of three ranks on a virtual clock, of which rank 2 says what a test wants."""
+"""A job of three ranks on a virtual clock, in which rank 2 attacks the others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from aiocoll.testing.virtual import run_virtual
 
 from ..internals import channels_of, comm_of
 
-#: Virtual seconds for an operation, and for all of them to end.
+#: Virtual seconds for an operation, and until all operations must have ended.
 TIMEOUT, OVER = 5.0, 60.0
 
 Attack = Callable[[ProcessGroup, int], None]
 
 
-def play(attack: Attack) -> tuple[bool, bool]:
-    """Let rank 2 attack ranks 0 and 1 while operations are in flight, and see that all of them end.
+def run_attack(attack: Attack) -> tuple[bool, bool]:
+    """Let rank 2 attack ranks 0 and 1 while operations are in flight, and check that all operations end.
 
-    Nothing may be raised but errors of the library, and nothing be left: no work, and no more memory than is allowed.
+    Only errors of the library may be raised. No work and no more memory than allowed may be left.
 
     Returns:
         Whether rank 2 was refused, and whether a group of ranks 0 and 1 works at the end.
@@ -51,7 +51,7 @@ def play(attack: Attack) -> tuple[bool, bool]:
             with contextlib.suppress(AiocollError):
                 await work
         assert not pg.pending()
-        _bounded(pg)
+        _check_bounds(pg)
         how, _ = comm_of(pg).endpoint.roster.dead.get(2, ("", ""))
         refused.append(how == "protocol")
         try:
@@ -60,21 +60,21 @@ def play(attack: Attack) -> tuple[bool, bool]:
             good = False
         assert not pair.pending()
         if not comm_of(pg).cause:
-            pg.abort("the test is over")
+            pg.abort("end of the test")
         return good
 
-    went = run_virtual(3, rank, timeout=OVER)
+    results = run_virtual(3, rank, timeout=OVER)
     assert not raised, raised
-    return any(refused), all(went)
+    return any(refused), all(results)
 
 
 def _pair_identity(pg: ProcessGroup) -> int:
-    """Return the id of the group of ranks 0 and 1, which rank 2 is not in."""
+    """Return the id of the group of ranks 0 and 1, to which rank 2 does not belong."""
     member = comm_of(pg)
     return member.endpoint.group_id(f"{member.id}\0split\0{(member.id, 0, None, (0, 1))}")
 
 
-def _bounded(pg: ProcessGroup) -> None:
+def _check_bounds(pg: ProcessGroup) -> None:
     endpoint = comm_of(pg).endpoint
     for channel in channels_of(pg).values():
         waiting = channel._waiting

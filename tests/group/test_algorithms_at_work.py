@@ -1,4 +1,4 @@
-"""Every algorithm on the engine, whatever the table would choose; rounding, NaN and the order of operands."""
+"""Every collective algorithm on the engine: results, rounding, NaN and the order of operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..internals import replaced
 from ..ranks import run_ranks
 from .test_collectives import ROOTED, Call, check
 
-#: Those that fold all inputs in rank order, so that they can be asked for an op that does not commute.
+#: Algorithms that fold all inputs in rank order, so that they support an op that does not commute.
 ORDERED = ("oneround", "bruck", "pairwise", "linear", "fold")
 
 
@@ -25,31 +25,31 @@ async def test_algorithm_is_used_and_gives_the_closed_form(
     kind: str, algorithm: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world_size = 2 if algorithm == "exchange" else 5
-    asked = []
+    requested_kinds = []
 
     def choose(of_kind: str, *_: Any, **__: Any) -> str:
-        asked.append(of_kind)
+        requested_kinds.append(of_kind)
         return algorithm
 
     replaced(monkeypatch, choose=choose)
     if kind in ("barrier", "monitored_barrier"):
         await run_ranks(world_size, lambda pg: getattr(pg, kind)(), transport=transport)
     else:
-        # PREMUL_SUM keeps the arena out of it, and goes through SCALE.
+        # Unlike SUM, PREMUL_SUM always uses links, and it adds SCALE steps.
         op, dtype = ("affine", "int64") if algorithm in ORDERED else ("PREMUL_SUM", "float32")
         roots = range(world_size) if kind in ROOTED else (0, 0)
         case = {"kind": kind, "op": op, "dtype": dtype, "world_size": world_size}
         cases = [{**case, "root": root, "count": count} for root in roots for count in ("1", "p+1", "1000")]
         cases += [{**case, "root": roots[-1], "count": "1000000"}]
         await run_ranks(world_size, check, cases, transport=transport)
-    assert set(asked) == {kind}
+    assert set(requested_kinds) == {kind}
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "PREMUL_SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
 async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: str, transport: str) -> None:
-    """Random values, each with a rank's own rounding if ranks did the sums in orders of their own."""
+    """Sum random values: ranks that added them in different orders would round differently."""
     if dtype == "complex64" and op == "MIN":
         pytest.skip("MIN is not defined on complex numbers")
 
@@ -60,7 +60,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
         for count in (1, 7, 100, 5_000, 300_000):
             tensor = random.standard_normal(count) + (1j * random.standard_normal(count) if dtype[0] == "c" else 0)
             tensor = tensor.astype(dtype)
-            # In odd places, so that alignment differs from rank to rank.
+            # The offset makes the alignment differ from rank to rank.
             moved = np.empty(count + 8, dtype)[pg.rank() : count + pg.rank()]
             moved[:] = tensor
             results.append((await pg.allreduce(moved, chosen)).tobytes())
@@ -92,7 +92,7 @@ async def test_integer_averages_truncate_toward_zero(pg: ProcessGroup, values: l
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("kind", ["allreduce", "reduce", "reduce_scatter", "scan", "exscan"])
 async def test_non_commutative_op_gets_the_ranks_in_order(kind: str, transport: str) -> None:
-    """Each element is a bit set of ranks; the op checks that the left set lies below the right one."""
+    """Check in the op that the left operand has only lower ranks than the right one: elements are bit sets of ranks."""
     wrong: list[tuple[Any, Any]] = []
 
     def join(a: Any, b: Any, out: Any) -> None:
@@ -139,7 +139,7 @@ async def test_custom_op_gets_arrays_of_the_tensors_dtype() -> None:
 
 
 def test_checker_finds_a_wrong_element() -> None:
-    """The matrix is only as good as its comparison."""
+    """Check the comparison on which the whole test matrix relies."""
     call = Call({"kind": "allreduce", "dtype": "float16", "op": "SUM", "root": 0, "world_size": 3, "count": "1000"}, 0)
     from ..reductions import equal
 

@@ -1,4 +1,4 @@
-"""What asyncio does with works: they are taken where futures are."""
+"""Works in asyncio's functions: `gather`, `wait`, `wait_for`, `as_completed`, `shield` and task groups."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ from ..ranks import over, run_ranks, until
 Wait = Callable[[list[Work[Any]]], Awaitable[set[Work[Any]]]]
 
 
-async def all_by_as_completed(works: list[Work[Any]]) -> set[Work[Any]]:
+async def done_by_as_completed(works: list[Work[Any]]) -> set[Work[Any]]:
     results = [await each for each in asyncio.as_completed(works)]
     assert len(results) == len(works)
     return set(works)
 
 
-async def all_by_gather(works: list[Work[Any]]) -> set[Work[Any]]:
+async def done_by_gather(works: list[Work[Any]]) -> set[Work[Any]]:
     await asyncio.gather(*works)
     return set(works)
 
 
-async def all_by_wait(works: list[Work[Any]]) -> set[Work[Any]]:
+async def done_by_wait(works: list[Work[Any]]) -> set[Work[Any]]:
     done, pending = await asyncio.wait(works)
     assert not pending
     return done
 
 
-async def all_by_wait_for(works: list[Work[Any]]) -> set[Work[Any]]:
+async def done_by_wait_for(works: list[Work[Any]]) -> set[Work[Any]]:
     for work in works:
         await asyncio.wait_for(work, 20)
     return set(works)
 
 
-async def all_by_shield(works: list[Work[Any]]) -> set[Work[Any]]:
+async def done_by_shield(works: list[Work[Any]]) -> set[Work[Any]]:
     for work in works:
         await asyncio.shield(work)
     return set(works)
 
 
-async def all_by_task_group(works: list[Work[Any]]) -> set[Work[Any]]:
+async def done_by_task_group(works: list[Work[Any]]) -> set[Work[Any]]:
     async with asyncio.TaskGroup() as tasks:
         for work in works:
             tasks.create_task(work.join())
     return set(works)
 
 
-WAYS = [all_by_as_completed, all_by_gather, all_by_wait, all_by_wait_for, all_by_shield, all_by_task_group]
+WAYS = [done_by_as_completed, done_by_gather, done_by_wait, done_by_wait_for, done_by_shield, done_by_task_group]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.ranks(1, 2, 3)
 @over("memory", "shm")
-async def test_works_can_be_waited_for_by_all_functions_of_asyncio(pg: ProcessGroup, way: Wait) -> None:
+async def test_works_are_accepted_by_every_wait_function_of_asyncio(pg: ProcessGroup, way: Wait) -> None:
     for count in (1, 3):
         works: list[Work[Any]] = [pg.allreduce(np.ones(count + index)) for index in range(count)]
         assert await way(works) == set(works)
         assert all(work.result()[0] == pg.size() for work in works)
-        assert await way(works) == set(works)  # once more: they have ended
+        assert await way(works) == set(works)  # the works have ended already
         assert [callbacks_of(work) for work in works] == [None] * count
 
 
@@ -90,7 +90,7 @@ async def test_wait_returns_at_the_requested_condition(pg: ProcessGroup) -> None
     assert (done, pending) == ({first}, {later})
     done, pending = await asyncio.wait([later], timeout=0)
     assert (done, pending) == (set(), {later})
-    assert callbacks_of(later) is None  # those of both waits are removed
+    assert callbacks_of(later) is None  # both waits have removed their callbacks
     await pg.barrier()
     await pg.send_object("later", other, tag=2)
     done, _ = await asyncio.wait([later, first], return_when=asyncio.FIRST_EXCEPTION)
@@ -100,7 +100,7 @@ async def test_wait_returns_at_the_requested_condition(pg: ProcessGroup) -> None
 
 @pytest.mark.ranks(2)
 async def test_wait_returns_at_the_first_failure(pg: ProcessGroup) -> None:
-    """The receive that fails is withdrawn at its timeout, and the group goes on."""
+    """Check also that the group survives a receive that timed out."""
     never = pg.recv_object(1 - pg.rank(), tag=1)
     fails = pg.recv_object(1 - pg.rank(), tag=2, timeout=0.01)
     done, pending = await asyncio.wait([never, fails], return_when=asyncio.FIRST_EXCEPTION)
@@ -115,7 +115,7 @@ async def test_wait_returns_at_the_first_failure(pg: ProcessGroup) -> None:
     assert (waiting.cancelled(), never.done()) == (True, True)
     with pytest.raises(asyncio.CancelledError):
         await never
-    await pg.barrier()  # until then the other rank is there, so that nothing else fails
+    await pg.barrier()  # keeps the other rank in the group, so that nothing else fails
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""Grids of ranks: where each is, who is next to it, and the exchange of faces."""
+"""Grids of ranks: coordinates, neighbours and halo exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..ranks import LINKS, over, until
 
 
 def grid_of(pg: ProcessGroup, dims: Sequence[int], periods: Any = None) -> CartesianGroup[ProcessGroup]:
-    """Return the grid this rank is in; it is in one."""
+    """Return the grid that contains this rank; fail if the rank is outside."""
     cart = pg.cart(dims, periods)
     assert cart is not None
     return cart
@@ -56,7 +56,7 @@ def test_grid_lengths_are_as_equal_as_possible() -> None:
     ]
     for size, dims, expected in cases:
         assert balanced(size, dims) == expected
-    # No others with that product are closer to each other.
+    # No other lengths with this product are closer to each other.
     for size in range(1, 61):
         for count in (2, 3):
             found = balanced(size, [0] * count)
@@ -96,14 +96,14 @@ async def test_grid_gives_coordinates_and_neighbours_of_each_rank(pg: ProcessGro
             for distance in (1, -1, 2, 0):
                 expected = []
                 for step in (-distance, distance):
-                    there = here[axis] + step
-                    place = [*here[:axis], there % length, *here[axis + 1 :]]
-                    inside = cart.periods[axis] or 0 <= there < length
+                    coord = here[axis] + step
+                    place = [*here[:axis], coord % length, *here[axis + 1 :]]
+                    inside = cart.periods[axis] or 0 <= coord < length
                     expected.append(int(np.ravel_multi_index(place, shape)) if inside else PROC_NULL)
                 assert cart.shift(axis, distance) == cart.shift(axis - len(shape), distance) == tuple(expected)
             neighbours += cart.shift(axis)
         assert cart.neighbours == tuple(neighbours)
-        # What is passed on along an axis comes from the source.
+        # A message sent along an axis arrives from the source.
         for axis in range(len(shape)):
             source, destination = cart.shift(axis)
             got = np.full(1, PROC_NULL)
@@ -147,8 +147,8 @@ async def test_subgrids_are_rows_and_columns(pg: ProcessGroup) -> None:
 # -- halos
 
 
-def filled(cart: CartesianGroup[Any], own: Sequence[int], widths: Sequence[int], dtype: Any) -> tuple[Any, Any]:
-    """Return this rank's array before the exchange, and what it has to be after it."""
+def halo_arrays(cart: CartesianGroup[Any], own: Sequence[int], widths: Sequence[int], dtype: Any) -> tuple[Any, Any]:
+    """Return this rank's array before the halo exchange, and the expected array after it."""
     dims, count = cart.dims, len(cart.dims)
     total = [length * cells for length, cells in zip(dims, own, strict=False)] + list(own[count:])
     whole = (np.arange(prod(total)) % 97 + 1).reshape(total)
@@ -179,12 +179,12 @@ def grids(size: int) -> Iterator[tuple[list[int], list[bool]]]:
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 6, 7)
 async def test_halo_copies_the_cells_of_the_neighbours(pg: ProcessGroup) -> None:
-    """Corners, too; also where both neighbours are the same rank, or this one."""
+    """Check corners too, and grids where both neighbours are the same rank or this rank."""
     for dims, periods in grids(pg.size()):
         cart = grid_of(pg, dims, periods)
         for width in (1, 2):
             own = [2 + axis for axis in range(len(dims))]
-            before, expected = filled(cart, own, [width] * len(dims), "float64")
+            before, expected = halo_arrays(cart, own, [width] * len(dims), "float64")
             work = cart.halo(before, width)
             assert await work is before
             np.testing.assert_array_equal(before, expected)
@@ -204,11 +204,11 @@ async def test_halo_supports_every_dtype_layout_and_width(pg: ProcessGroup) -> N
         ml_dtypes.bfloat16,
         ml_dtypes.float8_e4m3fn,
     ):
-        before, expected = filled(cart, [3, 2, 2], [1, 1, 0], dtype)  # two values in each cell
+        before, expected = halo_arrays(cart, [3, 2, 2], [1, 1, 0], dtype)  # the third axis has two values per cell
         await cart.halo(before)
         np.testing.assert_array_equal(before, expected)
     for widths in ([2, 1], [0, 1], [1, 0], [0, 0], [3, 3]):
-        before, expected = filled(cart, [4, 3], widths, "int32")
+        before, expected = halo_arrays(cart, [4, 3], widths, "int32")
         layouts = [
             before.copy(),
             np.asfortranarray(before),
@@ -225,7 +225,7 @@ async def test_halo_supports_every_dtype_layout_and_width(pg: ProcessGroup) -> N
 async def test_halo_supports_torch_tensors(pg: ProcessGroup) -> None:
     torch = pytest.importorskip("torch")
     cart = grid_of(pg, [2, 2], [True, False])
-    before, expected = filled(cart, [4, 3], [2, 1], "int32")
+    before, expected = halo_arrays(cart, [4, 3], [2, 1], "int32")
     for tensor in (torch.tensor(before), torch.tensor(before).to(torch.bfloat16), torch.tensor(before.T.copy()).T):
         assert await cart.halo(tensor, (2, 1)) is tensor
         np.testing.assert_array_equal(tensor.to(torch.int32).numpy(), expected)
@@ -234,9 +234,9 @@ async def test_halo_supports_torch_tensors(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(4)
 @over("memory", "unix", "shm")
 async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
-    """They start at the call, go on without an await, and may end in any order."""
+    """Check that halos start at the call, progress without an await and may end in any order."""
     cart = grid_of(pg, [2, 2], [True, False])
-    # 300 KiB and more in a face, on both axes: neither is sent before the other end has asked for it.
+    # Each face is larger than 300 KiB, so that it needs the receiver's grant on both axes.
     arrays = []
     for number in range(3):
         array = np.zeros((6, 8, 20_000), "float32")
@@ -258,14 +258,14 @@ async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 async def test_overtaking_halos_do_not_mix(pg: ProcessGroup) -> None:
-    """The first has long faces on the first axis; where both are started at once, the second is ahead after it."""
+    """Let a short halo overtake a long one on the ranks of column 0, and follow it on those of column 1."""
     cart = grid_of(pg, [2, 2], True)
     row, column = cart.coords()
     long, short = np.zeros((3, 500_000)), np.zeros((3, 3))
     long[1, 1:-1], short[1, 1] = 10 + pg.rank(), 20 + pg.rank()
     first = cart.halo(long)
     if column:
-        await until(lambda: long[0, -2] and long[2, -2])  # the first axis of the first one is done
+        await until(lambda: long[0, -2] and long[2, -2])  # the first axis of the long halo is complete
     await cart.halo(short)
     await first
     for array, base in ((long, 10), (short, 20)):
@@ -289,7 +289,7 @@ async def test_halo_does_not_match_the_programs_messages(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_halo_faces_of_different_sizes_raise_a_named_error(pg: ProcessGroup) -> None:
+async def test_halo_faces_of_different_sizes_raise_a_mismatch_error(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2, 1], True)
     with pytest.raises(
         CollectiveMismatchError, match=r"counts.*rank 0 called .*counts=\[4\].*rank 1 called .*counts=\[5\]"
@@ -329,7 +329,7 @@ async def test_halo_with_wrong_arguments_starts_nothing(pg: ProcessGroup) -> Non
     for call, error, message in calls:
         with pytest.raises(error, match=message):
             call()
-    cart = grid_of(pg, [2, 1])  # no failed call has taken a number
+    cart = grid_of(pg, [2, 1])  # the refused calls have not taken a number
     assert cart.group.group_name == "world:0/0.0"
     read_only = np.zeros((3, 3))
     read_only.flags.writeable = False

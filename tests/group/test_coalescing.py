@@ -1,4 +1,4 @@
-"""Coalescing, sentence by sentence: what a block records, when it is sent, how it fails, and that results are right."""
+"""Coalescing blocks: recorded calls, flushes, failures and results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SUM = ReduceOp.SUM
 
 
 class Frames:
-    """Counts the frames with data that any rank receives."""
+    """A counter of the data frames that all ranks receive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -48,7 +48,7 @@ class Frames:
     def _counted(self, _: Any, __: Any, header: Any, ___: Any) -> None:
         self.count += header[0] == FrameKind.DATA and header[7] > 0
 
-    def taken(self) -> int:
+    def take_count(self) -> int:
         count, self.count = self.count, 0
         return count
 
@@ -65,8 +65,8 @@ def ones(count: int = 4, value: float = 1.0) -> Any:
 # -- results
 
 
-def mixed(world_size: int) -> Iterator[Case]:
-    """Yield every kind on every dtype with every op, with counts and roots by turns."""
+def mixed_cases(world_size: int) -> Iterator[Case]:
+    """Yield calls of every kind, dtype and op, with varying counts and roots."""
     counts, roots = cycle(each for each in COUNTS if each != "1000000"), cycle(range(world_size))
     for kind, dtype, op in product(REDUCING + MOVING, DTYPES, OPS):
         if kind in MOVING and op != "SUM":
@@ -76,9 +76,9 @@ def mixed(world_size: int) -> Iterator[Case]:
             yield case | {"root": next(roots) if kind in ROOTED else 0}
 
 
-async def everything(pg: ProcessGroup) -> list[bytes]:
-    """Make all calls in one block, each in a task of its own, and check what they give."""
-    calls = [(case, Call(case, pg.rank())) for case in mixed(pg.size())]
+async def run_all_calls(pg: ProcessGroup) -> list[bytes]:
+    """Make all calls in one block, each in its own task; check the results and return the sums as bytes."""
+    calls = [(case, Call(case, pg.rank())) for case in mixed_cases(pg.size())]
     async with pg.coalescing() as batch:
         found = await asyncio.gather(*(call.run(pg) for _, call in calls))
     assert comm_of(pg).entered == batch.seq == 1
@@ -94,8 +94,8 @@ async def everything(pg: ProcessGroup) -> list[bytes]:
     + [pytest.param(size, transport, marks=pytest.mark.matrix) for size in SIZES for transport in LINKS],
 )
 async def test_block_may_have_every_kind_dtype_and_op(world_size: int, transport: str) -> None:
-    first, *others = await run_ranks(world_size, everything, transport=transport)
-    assert all(each == first for each in others), "the ranks differ in their bits"
+    first, *others = await run_ranks(world_size, run_all_calls, transport=transport)
+    assert all(each == first for each in others), "ranks have sums with different bits"
 
 
 @pytest.mark.ranks(3)
@@ -135,7 +135,7 @@ async def test_block_may_mix_small_large_staged_and_scalar_calls(pg: ProcessGrou
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "alltoall"])
 async def test_uneven_blocks_known_to_two_ranks_are_fused(kind: str) -> None:
-    """16 MiB in all, on a clock on which packing that takes several turns: a piece is a reading of it."""
+    """Pack 16 MiB, which takes several loop iterations on the virtual clock."""
 
     async def rank(pg: ProcessGroup) -> None:
         size, rank = pg.size(), pg.rank()
@@ -152,8 +152,8 @@ async def test_uneven_blocks_known_to_two_ranks_are_fused(kind: str) -> None:
                     works.append(pg.alltoall(incoming, outgoing))
                     expected.append([block(peer, rank, number) for peer in range(size)])
                 elif kind == "gather":
-                    there = [np.zeros_like(block(peer, 1, number)) for peer in range(size)]
-                    works.append(pg.gather(there if rank == 1 else None, block(rank, 1, number), 1))
+                    gathered = [np.zeros_like(block(peer, 1, number)) for peer in range(size)]
+                    works.append(pg.gather(gathered if rank == 1 else None, block(rank, 1, number), 1))
                     expected.append([block(peer, 1, number) for peer in range(size)] if rank == 1 else [])
                 else:
                     works.append(pg.scatter(incoming[2], outgoing if rank == 2 else None, 2))
@@ -167,7 +167,7 @@ async def test_uneven_blocks_known_to_two_ranks_are_fused(kind: str) -> None:
 
 
 def run_virtual_in_thread(world_size: int, fn: Any, **how: Any) -> Any:
-    """Run ranks on a virtual loop, from a test that has a loop of its own."""
+    """Run ranks on a virtual loop in a thread, because the calling test has its own loop."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
@@ -186,7 +186,7 @@ async def test_bucket_is_one_message_per_peer_and_step(transport: str, frames: F
         whole = np.ones(1024 * 1000, "float32")
         for way in ("whole", "block"):
             await pg.barrier()
-            frames.taken()
+            frames.take_count()
             await pg.barrier()
             if way == "whole":
                 await pg.allreduce(whole)
@@ -196,7 +196,7 @@ async def test_bucket_is_one_message_per_peer_and_step(transport: str, frames: F
                         pg.allreduce(tensor)
             await pg.barrier()
             if pg.rank() == 0:
-                counted.append(frames.taken())
+                counted.append(frames.take_count())
         assert all((tensor == 3).all() for tensor in tensors)
 
     await run_ranks(2, rank, transport=transport)
@@ -213,7 +213,7 @@ async def test_small_calls_of_a_block_are_one_frame_per_peer(frames: Frames) -> 
         assert comm_of(pg).entered == 1
 
     await run_ranks(2, rank, transport="tcp")
-    # Each rank sends its tensors, and one of them what it broadcasts.
+    # Two frames carry the ranks' summands, and one carries the broadcast tensors.
     assert frames.count == 3
 
 
@@ -230,15 +230,15 @@ async def test_empty_block_takes_no_number(frames: Frames) -> None:
 
 @pytest.mark.ranks(3)
 async def test_custom_ops_of_one_name_are_not_confused(pg: ProcessGroup) -> None:
-    def adding() -> ReduceOp:
+    def adding_op() -> ReduceOp:
         return ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
 
-    def larger() -> ReduceOp:
+    def maximum_op() -> ReduceOp:
         return ReduceOp.custom(lambda a, b, out: np.maximum(a, b, out=out))
 
     x, y, z = ones(3, pg.rank()), ones(3, pg.rank()), ones(3, pg.rank())
     async with pg.coalescing():
-        for tensor, op in ((x, adding()), (y, larger()), (z, adding())):
+        for tensor, op in ((x, adding_op()), (y, maximum_op()), (z, adding_op())):
             pg.allreduce(tensor, op)
     assert x.tolist() == z.tolist() == [3, 3, 3]
     assert y.tolist() == [2, 2, 2]
@@ -250,7 +250,7 @@ async def test_custom_ops_of_one_name_are_not_confused(pg: ProcessGroup) -> None
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task"])
 async def test_await_inside_a_block_sends_the_recorded_calls(pg: ProcessGroup, how: str) -> None:
-    async def waiting(work: Work[Any]) -> None:
+    async def await_work(work: Work[Any]) -> None:
         await work
 
     async with pg.coalescing() as batch:
@@ -267,7 +267,7 @@ async def test_await_inside_a_block_sends_the_recorded_calls(pg: ProcessGroup, h
         elif how == "drain":
             await pg.drain()
         else:
-            await asyncio.create_task(waiting(first))
+            await asyncio.create_task(await_work(first))
         assert first.result().tolist() == second.result().tolist() == [2.0] * 4
         assert batch.seq == comm_of(pg).entered == 1
         third = pg.allreduce(ones())
@@ -277,26 +277,26 @@ async def test_await_inside_a_block_sends_the_recorded_calls(pg: ProcessGroup, h
 
 @pytest.mark.ranks(2)
 async def test_calls_of_one_loop_iteration_are_sent_together(pg: ProcessGroup) -> None:
-    async def called(pg: ProcessGroup, number: int) -> None:
+    async def check_sum(pg: ProcessGroup, number: int) -> None:
         assert (await pg.allreduce(ones(2, number))).tolist() == [2.0 * number] * 2
 
     async with pg.coalescing() as batch, asyncio.TaskGroup() as tasks:
         for number in range(10):
-            tasks.create_task(called(pg, number))
+            tasks.create_task(check_sum(pg, number))
     assert batch.seq == comm_of(pg).entered == 1
 
 
 @pytest.mark.ranks(2)
 async def test_done_callback_does_not_send_the_block(pg: ProcessGroup) -> None:
-    told: list[Work[Any]] = []
+    notified: list[Work[Any]] = []
     async with pg.coalescing() as batch:
         work = pg.allreduce(ones())
-        work.add_done_callback(told.append)
+        work.add_done_callback(notified.append)
         for _ in range(5):
             await asyncio.sleep(0)
         assert batch.seq is None
-    await until(lambda: told)
-    assert told == [work]
+    await until(lambda: notified)
+    assert notified == [work]
 
 
 @pytest.mark.ranks(2)
@@ -366,7 +366,7 @@ async def test_messages_of_a_block_are_sent_with_it(pg: ProcessGroup) -> None:
     assert anything.source_rank() == peer
     assert (third == 9).all()
     assert objects.result() == {"a": 1}
-    # Awaited inside, too.
+    # A batch may also be awaited inside the block.
     async with pg.coalescing():
         result = await pg.batch([Send(ones(3, 5), peer), Recv(incoming, peer)])
         assert result[1] is incoming
@@ -441,7 +441,7 @@ async def test_blocks_of_two_groups_nest_within_a_task() -> None:
 
             task = asyncio.create_task(block())
             await opened.wait()
-            # A task that is not under the block calls as ever.
+            # A task outside the block makes plain calls.
             assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
             closed.set()
             await task
@@ -453,17 +453,17 @@ async def test_blocks_of_two_groups_nest_within_a_task() -> None:
 async def test_task_that_outlives_its_block_makes_plain_calls(pg: ProcessGroup) -> None:
     go = asyncio.Event()
 
-    async def late() -> tuple[int | None, Any]:
+    async def make_late_call() -> tuple[int | None, Any]:
         await go.wait()
         work = pg.allreduce(ones())
         return work.seq, await work
 
     async with pg.coalescing():
-        task = asyncio.create_task(late())
+        task = asyncio.create_task(make_late_call())
         pg.allreduce(ones())
     go.set()
     async with pg.coalescing():
-        # Not recorded by this one either.
+        # This second block does not record the late call either.
         seq, result = await task
     assert (seq, result.tolist()) == (2, [2.0] * 4)
 
@@ -472,7 +472,7 @@ async def test_task_that_outlives_its_block_makes_plain_calls(pg: ProcessGroup) 
 
 
 async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frames: Frames) -> None:
-    async def refused(pg: ProcessGroup) -> None:
+    async def check_refusals(pg: ProcessGroup) -> None:
         whole, raw = np.zeros(10), bytearray(16)
         pairs: list[tuple[Any, Any]] = [
             (whole, whole),
@@ -491,18 +491,18 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
                 await pg.allreduce(whole[2:3])
         assert comm_of(pg).entered == 0
         assert pg.pending() == []
-        # Reading twice is fine, and so are neighbours.
+        # Two calls may read the same memory, or write adjacent memory.
         async with pg.coalescing():
             works = [pg.allgather(None, whole), pg.allgather(None, whole), pg.gather(None, whole, 0)]
         async with pg.coalescing():
             pg.allreduce(whole[:5])
             pg.allreduce(whole[5:])
-            # In place: a call may give one of its outputs as its input.
+            # A call may use one of its outputs as its input.
             outputs = [np.zeros(2) for _ in range(pg.size())]
             pg.allgather(outputs, outputs[pg.rank()])
             pg.allgather(None, ones(1))
 
-    await run_ranks(2, refused)
+    await run_ranks(2, check_refusals)
     assert frames.count > 0
 
 
@@ -514,7 +514,7 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
 async def test_exception_inside_a_block_sends_no_more_calls(pg: ProcessGroup, frames: Frames) -> None:
     await pg.barrier()
     await pg.barrier()
-    frames.taken()
+    frames.take_count()
     tensor = ones()
     with pytest.raises(KeyError, match="mine"):  # noqa: PT012
         async with pg.coalescing() as batch:
@@ -526,7 +526,7 @@ async def test_exception_inside_a_block_sends_no_more_calls(pg: ProcessGroup, fr
                 pg.allreduce_coalesced([tensor]),
             ]
             raise KeyError("mine")
-    assert frames.taken() == 0
+    assert frames.take_count() == 0
     assert batch.seq is None
     assert pg.pending() == []
     for work in works:
@@ -572,17 +572,17 @@ async def test_calls_sent_before_an_exception_continue(pg: ProcessGroup) -> None
 async def test_cancelled_block_leaves_nothing_pending(pg: ProcessGroup) -> None:
     works: list[Work[Any]] = []
 
-    async def recording() -> None:
+    async def record_calls() -> None:
         async with pg.coalescing():
             works.append(pg.allreduce(ones()))
             await asyncio.Event().wait()
 
-    async def receiving() -> None:
+    async def record_receives() -> None:
         async with pg.coalescing():
             works.append(pg.recv(ones(), 1 - pg.rank()))
             works.append(pg.batch([Recv(ones(), 1 - pg.rank(), 5)]))
 
-    for body in (recording, receiving):
+    for body in (record_calls, record_receives):
         task = asyncio.create_task(body())
         await until(lambda: works)
         await asyncio.sleep(0)
@@ -671,7 +671,7 @@ async def test_incomplete_flush_is_not_reported_as_completed(pg: ProcessGroup) -
         return
     with pytest.raises(GroupError):  # noqa: PT012
         async with pg.coalescing() as batch:
-            # Complete on rank 0 at once; the other is not.
+            # The broadcast completes on rank 0 at once; the allreduce does not.
             pg.broadcast(ones(), 0)
             pg.allreduce(ones())
     assert batch.seq in (2, None)
@@ -738,11 +738,11 @@ async def test_wrong_tensor_of_a_list_is_refused_before_sending(pg: ProcessGroup
     assert work.result().tolist() == [2.0] * 4
 
 
-# -- takers of the group
+# -- interceptors
 
 
-class Passing:
-    """Takes the calls of a group, and starts them as they are."""
+class StartingInterceptor:
+    """An interceptor that starts the calls unchanged."""
 
     moves_nothing = False
     records = False
@@ -762,8 +762,8 @@ class Passing:
         return work
 
 
-class Faking(Passing):
-    """Takes the calls of a group, and does nothing."""
+class IdleInterceptor(StartingInterceptor):
+    """An interceptor that completes the calls without any transfer."""
 
     def take(self, call: PreparedCall) -> Work[Any]:
         return finished_work(comm_of(self.pg).endpoint, call.op, dispatcher_of(self.pg), call.result)
@@ -771,7 +771,7 @@ class Faking(Passing):
 
 @pytest.mark.ranks(2)
 async def test_group_interceptor_gets_the_fused_calls(pg: ProcessGroup) -> None:
-    interceptor = Passing(pg)
+    interceptor = StartingInterceptor(pg)
     dispatcher_of(pg).intercept(interceptor)
     outputs = [ones(2, -1) for _ in range(pg.size())]
     async with pg.coalescing():
@@ -790,7 +790,7 @@ async def test_group_interceptor_gets_the_fused_calls(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 async def test_interceptor_without_data_leaves_arrays_unchanged(pg: ProcessGroup) -> None:
-    dispatcher_of(pg).intercept(Faking(pg))
+    dispatcher_of(pg).intercept(IdleInterceptor(pg))
     tensors = [ones(2, 5), ones(3, 6)]
     outputs = [[ones(2, -1) for _ in range(pg.size())] for _ in range(2)]
     async with pg.coalescing():
@@ -803,7 +803,7 @@ async def test_interceptor_without_data_leaves_arrays_unchanged(pg: ProcessGroup
 
 @pytest.mark.ranks(2)
 async def test_message_that_fails_the_group_fails_the_whole_block(pg: ProcessGroup) -> None:
-    """A receive meets a message of another dtype, which is there already, before anything else has started."""
+    """Check a receive in a block whose message of another dtype has already arrived."""
     if pg.rank() == 1:
         pg.send(np.zeros(3, np.int32), 0)
         await pg.wait_revoked()
@@ -824,7 +824,7 @@ async def test_message_that_fails_the_group_fails_the_whole_block(pg: ProcessGro
 
 @pytest.mark.ranks(1, 2)
 async def test_keyed_list_may_have_many_tensors(pg: ProcessGroup) -> None:
-    """More than is packed in one turn of the loop, by far; the block is over before the next one."""
+    """Use far more tensors than one loop iteration packs, in a block that ends before the next iteration."""
     tensors = [np.ones(1000) for _ in range(1000)]
     async with pg.coalescing():
         work = pg.allreduce_coalesced(tensors, key="many")

@@ -1,4 +1,4 @@
-"""What the collectives take, in which shapes and dtypes, and what they refuse before anything starts."""
+"""Arguments of collectives: accepted shapes and dtypes, and errors raised before a call starts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_base_collectives_use_one_whole_tensor(pg: ProcessGroup, count: in
     part = np.zeros(count)
     await pg.reduce_scatter_tensor(part, output)
     assert (part == size * rank).all()
-    # The other way round, in place: the output is this rank's part of the input.
+    # In place: the output is this rank's part of the input.
     await pg.reduce_scatter_tensor(output[rank], output, ReduceOp.MAX)
     assert (output[rank] == rank).all()
     exchanged = np.zeros((size, count))
@@ -137,7 +137,7 @@ async def test_narrow_floats_are_summed(pg: ProcessGroup, name: str) -> None:
 
 @pytest.mark.ranks(5)
 async def test_many_small_summands_are_rounded_once(pg: ProcessGroup) -> None:
-    """Rounding after each addition would leave 256 in bfloat16: 1 is half of the distance to its neighbour."""
+    """Check that rounding happens once: bfloat16 has no 257, so that rounding after each addition would leave 256."""
     tensor = np.full(10, 256 if pg.rank() == 0 else 1, ml_dtypes.bfloat16)
     await pg.allreduce(tensor)
     assert (tensor.astype("float32") == 260).all()
@@ -274,7 +274,7 @@ def ones(count: int = 4) -> Any:
         (lambda pg: pg.alltoall_base(ones(), ones(), None, 4), TypeError, "input_split_sizes"),
     ],
 )
-async def test_wrong_arguments_take_no_number(
+async def test_wrong_arguments_take_no_sequence_number(
     pg: ProcessGroup, call: Any, error: type[Exception], message: str
 ) -> None:
     if pg.rank() == 0:
@@ -296,7 +296,7 @@ async def test_overlapping_memory_is_refused(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-# -- a call like one before it, whose plan is found by kind, dtype and shape
+# -- repeated calls, whose plan the call cache finds by kind, dtype and shape
 
 
 @pytest.mark.ranks(3)
@@ -305,7 +305,7 @@ async def test_second_call_of_the_same_shape_gives_its_own_result(pg: ProcessGro
     rank, world = pg.rank(), pg.size()
     total = sum(range(1, world + 1))
     base = np.arange(24.0)
-    alike = {
+    layouts = {
         "plain": base[:6].reshape(2, 3),
         "with gaps": base.reshape(4, 6)[::2, ::2],
         "transposed": base[6:12].reshape(3, 2).T,
@@ -313,7 +313,7 @@ async def test_second_call_of_the_same_shape_gives_its_own_result(pg: ProcessGro
         "of a subclass": np.ma.array(base[:6].reshape(2, 3)).view(np.ndarray),
     }
     for _ in range(2):
-        for name, tensor in alike.items():
+        for name, tensor in layouts.items():
             assert tensor.shape == (2, 3), name
             tensor[...] = rank + 1
             assert await pg.allreduce(tensor) is tensor
@@ -358,6 +358,6 @@ async def test_second_call_of_the_same_shape_is_checked(pg: ProcessGroup) -> Non
         pg.allreduce(tensor, timeout=-1)
     with pytest.raises(TypeError, match="key must be a str or None"):
         pg.allreduce(tensor, key=1)  # type: ignore[arg-type]
-    # What was refused has taken no number.
+    # The refused calls have not taken a number.
     assert pg.allreduce(tensor).seq == 5
     await pg.drain()

@@ -1,4 +1,4 @@
-"""Every collective on every dtype, op, root, world size and count: a pairwise cover, and in `make matrix` all of it."""
+"""Collectives with all dtypes, ops, roots, sizes and counts: a pairwise cover, or the product (`make matrix`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REDUCING = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
 MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 SIZES = (1, 2, 3, 4, 7)
-#: Numbers of elements, those that depend on the world size p in words.
+#: Numbers of elements by name. Names with p depend on the world size p.
 COUNTS = {
     "0": lambda _: 0,
     "1": lambda _: 1,
@@ -37,12 +37,12 @@ SPACE = {
     "world_size": SIZES,
     "transport": TRANSPORTS,
 }
-#: Elements beyond both ends of a rank's memory, which must stay as they are.
+#: Elements on either side of each array, which calls must not change.
 MARGIN = 8
 
 
 def valid(case: Case) -> bool:
-    """Whether a case, possibly incomplete, is one that can be called."""
+    """Return whether a case, possibly an incomplete one, is a valid call."""
     root, kind, op = case.get("root", 0), case.get("kind"), case.get("op")
     if root >= case.get("world_size", max(SIZES)) or (root and kind is not None and kind not in ROOTED):
         return False
@@ -61,7 +61,7 @@ def pairs() -> Iterator[Case]:
     yield from cover({"kind": MOVING, **SPACE}, valid)
 
 
-# The ranks are in one process and check their results against one another's data: most of it is needed p times.
+# All ranks share the process, and each checks its results against the data of all: data is needed p times.
 _data = lru_cache(maxsize=64)(data)
 
 
@@ -72,7 +72,7 @@ def _total(op: str, dtype: str, ranks: int, start: int, count: int, world_size: 
 
 
 class Call:
-    """One case on one rank."""
+    """The call of one case on one rank."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.kind = case["kind"]
@@ -82,7 +82,7 @@ class Call:
         self.size = case["world_size"]
         self.rank = rank
         self.count = COUNTS[case["count"]](self.size)
-        # Parts of the whole, one per rank: equal, or nearly, or empty.
+        # The whole is cut into one part per rank. Parts have equal or nearly equal lengths, or are empty.
         self.cuts = [part * self.count // self.size for part in range(self.size + 1)]
 
     def whole(self, rank: int) -> Any:
@@ -97,7 +97,7 @@ class Call:
         return _total(self.op, self.dtype, ranks, start, stop - start, self.size)
 
     def mine(self, values: Any) -> Any:
-        """Put values between margins, so that what is written beyond them is found."""
+        """Return `values` between margins, which reveal writes beyond the array."""
         around = np.full(len(values) + 2 * MARGIN, 1, numpy_dtype(self.dtype))
         around[MARGIN : len(around) - MARGIN] = values
         self.margins.append(around)
@@ -107,9 +107,9 @@ class Call:
         return self.mine(np.zeros(count, numpy_dtype(self.dtype)))
 
     async def run(self, pg: ProcessGroup) -> list[Any]:
-        """Call it; return the memory this rank passed, inputs first."""
+        """Make the call; return the arrays that this rank passed, inputs first."""
         self.margins: list[Any] = []
-        there = self.rank == self.root
+        is_root = self.rank == self.root
         world = range(self.size)
         length = [stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False)]
         op = reduce_op(self.op, self.rank)
@@ -129,10 +129,12 @@ class Call:
             arrays = [self.mine(self.part(self.rank, self.rank)), *(self.room(n) for n in length)]
             result = await pg.allgather(arrays[1:], arrays[0])
         elif self.kind == "gather":
-            arrays = [self.mine(self.part(self.rank, self.rank)), *(self.room(n) for n in length if there)]
+            arrays = [self.mine(self.part(self.rank, self.rank)), *(self.room(n) for n in length if is_root)]
             result = await pg.gather(arrays[1:], arrays[0], self.root)
         elif self.kind == "scatter":
-            arrays = [self.mine(self.part(self.rank, part)) for part in world if there] + [self.room(length[self.rank])]
+            arrays = [self.mine(self.part(self.rank, part)) for part in world if is_root] + [
+                self.room(length[self.rank])
+            ]
             result = await pg.scatter(arrays[-1], arrays[:-1], self.root)
         else:
             arrays = [self.mine(self.part(self.rank, (self.rank + peer) % self.size)) for peer in world]
@@ -140,15 +142,15 @@ class Call:
             result = await pg.alltoall(arrays[self.size :], arrays[: self.size])
         for around in self.margins:
             margins = np.concatenate([around[:MARGIN], around[len(around) - MARGIN :]])
-            assert np.all(margins == 1), "written beyond the array"
-        self.check_result(result, arrays, there)
+            assert np.all(margins == 1), "elements next to the array were overwritten"
+        self.check_result(result, arrays, is_root)
         return arrays
 
-    def check_result(self, result: Any, arrays: list[Any], there: bool) -> None:
-        """Check that the result is the memory that was passed."""
+    def check_result(self, result: Any, arrays: list[Any], is_root: bool) -> None:
+        """Check that the call returned the output arrays that were passed."""
         if self.kind in ("allgather", "gather", "alltoall"):
             outputs = arrays[self.size :] if self.kind == "alltoall" else arrays[1:]
-            if self.kind == "gather" and not there:
+            if self.kind == "gather" and not is_root:
                 assert result is None
             else:
                 assert [id(each) for each in result] == [id(each) for each in outputs]
@@ -156,26 +158,26 @@ class Call:
             assert result is arrays[-1]
 
     def expected(self) -> list[Any]:
-        """Return what `run` must return, in the same order."""
+        """Return the expected values of the arrays that `run` returns."""
         world = range(self.size)
-        there = self.rank == self.root
+        is_root = self.rank == self.root
         if self.kind == "allreduce":
             return [self.total(self.size, 0, self.count)]
         if self.kind in ("scan", "exscan"):
             below = self.rank + (self.kind == "scan")
             return [self.total(below, 0, self.count) if below else self.whole(0)]
         if self.kind == "reduce":
-            return [self.total(self.size, 0, self.count) if there else self.whole(self.rank)]
+            return [self.total(self.size, 0, self.count) if is_root else self.whole(self.rank)]
         if self.kind == "broadcast":
             return [self.whole(self.root)]
         if self.kind == "reduce_scatter":
             total = self.total(self.size, *self.cuts[self.rank : self.rank + 2])
             return [*(self.part(self.rank, part) for part in world), total]
         if self.kind in ("allgather", "gather"):
-            gathered = [self.part(rank, rank) for rank in world if there or self.kind == "allgather"]
+            gathered = [self.part(rank, rank) for rank in world if is_root or self.kind == "allgather"]
             return [self.part(self.rank, self.rank), *gathered]
         if self.kind == "scatter":
-            return [*(self.part(self.rank, part) for part in world if there), self.part(self.root, self.rank)]
+            return [*(self.part(self.rank, part) for part in world if is_root), self.part(self.root, self.rank)]
         parts = [(self.rank + peer) % self.size for peer in world]
         sent = [self.part(self.rank, part) for part in parts]
         return sent + [self.part(peer, part) for peer, part in zip(world, parts, strict=True)]
@@ -197,7 +199,7 @@ async def check(pg: ProcessGroup, cases: list[Case]) -> list[bytes]:
 
 async def run(world_size: int, transport: str, cases: list[Case]) -> None:
     first, *others = await run_ranks(world_size, check, cases, transport=transport, timeout=240.0)
-    assert all(each == first for each in others), "the ranks differ in their bits"
+    assert all(each == first for each in others), "ranks have sums with different bits"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -222,7 +224,7 @@ def test_pairwise_cover_has_every_pair() -> None:
 
 
 def everything(dtype: str, world_size: int) -> Iterator[Case]:
-    """Yield all cases on a dtype."""
+    """Yield all cases of a dtype and a world size."""
     for kind in REDUCING + MOVING:
         ops = [op for op in OPS if valid({"kind": kind, "op": op, "dtype": dtype})] if kind in REDUCING else [None]
         roots = range(world_size) if kind in ROOTED else range(1)

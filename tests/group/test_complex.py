@@ -1,4 +1,4 @@
-"""Complex numbers through every kind of call, and what is refused on them."""
+"""Complex numbers in every kind of call, and the ops that refuse them."""
 
 from __future__ import annotations
 
@@ -24,93 +24,95 @@ def data(rank: int, count: int, dtype: str, block: int = 0) -> Any:
     return ((i % 5 + rank) + 1j * (rank - i % 3)).astype(dtype)
 
 
-def same(got: Any, right: Any) -> bool:
+def is_equal(got: Any, right: Any) -> bool:
     return bool(got.dtype == right.dtype and np.array_equal(got, right))
 
 
-async def reductions(pg: ProcessGroup, count: int, dtype: str) -> None:
+async def check_reductions(pg: ProcessGroup, count: int, dtype: str) -> None:
     rank, size = pg.rank(), pg.size()
     inputs = [data(each, count, dtype) for each in range(size)]
     mine = inputs[rank]
     total = np.sum(inputs, axis=0, dtype=dtype)
     parts = total.view(total.real.dtype)
-    mean = (parts / parts.dtype.type(size)).view(dtype)  # NumPy's division by a complex number rounds otherwise
+    mean = (parts / parts.dtype.type(size)).view(dtype)  # NumPy's division by a complex number rounds differently
     turns = [np.full(count, (1, 1j, -2, -1j)[each % 4], dtype) for each in range(size)]
-    assert same(await pg.allreduce(mine.copy()), total)
-    assert same(await pg.allreduce(mine.copy(), ReduceOp.AVG), mean)
-    assert same(await pg.allreduce(turns[rank].copy(), ReduceOp.PRODUCT), np.prod(turns, axis=0, dtype=dtype))
+    assert is_equal(await pg.allreduce(mine.copy()), total)
+    assert is_equal(await pg.allreduce(mine.copy(), ReduceOp.AVG), mean)
+    assert is_equal(await pg.allreduce(turns[rank].copy(), ReduceOp.PRODUCT), np.prod(turns, axis=0, dtype=dtype))
     factors = [np.dtype(dtype).type((2j, 0.5, -1)[each % 3]) for each in range(size)]
     scaled = np.sum([f * x for f, x in zip(factors, inputs, strict=True)], axis=0, dtype=dtype)
-    assert same(await pg.allreduce(mine.copy(), ReduceOp.PREMUL_SUM(factors[rank])), scaled)
+    assert is_equal(await pg.allreduce(mine.copy(), ReduceOp.PREMUL_SUM(factors[rank])), scaled)
     below = np.sum(inputs[: rank + 1], axis=0, dtype=dtype)
-    assert same(await pg.scan(mine.copy()), below)
-    assert same(await pg.exscan(mine.copy()), below - mine if rank else mine)
+    assert is_equal(await pg.scan(mine.copy()), below)
+    assert is_equal(await pg.exscan(mine.copy()), below - mine if rank else mine)
     for root in {0, size - 1}:
-        assert same(await pg.reduce(mine.copy(), root), total if rank == root else mine)
-    assert same(await pg.allreduce(mine.copy(), ReduceOp.custom(np.add)), total)
+        assert is_equal(await pg.reduce(mine.copy(), root), total if rank == root else mine)
+    assert is_equal(await pg.allreduce(mine.copy(), ReduceOp.custom(np.add)), total)
     blocks = [data(rank, count + block, dtype, block) for block in range(size)]
     right = np.sum([data(each, count + rank, dtype, rank) for each in range(size)], axis=0, dtype=dtype)
-    assert same(await pg.reduce_scatter(np.empty(count + rank, dtype), blocks), right)
+    assert is_equal(await pg.reduce_scatter(np.empty(count + rank, dtype), blocks), right)
     whole = np.concatenate([data(rank, count, dtype, block) for block in range(size)])
     right = np.sum([data(each, count, dtype, rank) for each in range(size)], axis=0, dtype=dtype)
-    assert same(await pg.reduce_scatter_tensor(np.empty(count, dtype), whole), right)
+    assert is_equal(await pg.reduce_scatter_tensor(np.empty(count, dtype), whole), right)
 
 
-async def movements(pg: ProcessGroup, count: int, dtype: str) -> None:
+async def check_movements(pg: ProcessGroup, count: int, dtype: str) -> None:
     rank, world = pg.rank(), range(pg.size())
     last = world[-1]
     mine = data(rank, count + rank, dtype)
-    everybodys = [data(each, count + each, dtype) for each in world]
+    by_rank = [data(each, count + each, dtype) for each in world]
 
-    def room(length: int) -> Any:
+    def blank(length: int) -> Any:
         return np.zeros(length, dtype)
 
-    assert same(await pg.broadcast(data(rank, count, dtype), last), data(last, count, dtype))
-    gathered = await pg.allgather([room(len(each)) for each in everybodys], mine)
-    assert all(map(same, gathered, everybodys))
-    into = await pg.allgather_into_tensor(room(count * len(world)), data(rank, count, dtype))
-    assert same(into, np.concatenate([data(each, count, dtype) for each in world]))
-    gathered = await pg.gather([room(len(each)) for each in everybodys] if rank == last else None, mine, last)
-    assert gathered is None if rank != last else all(map(same, gathered, everybodys))
-    scattered = await pg.scatter(room(count + rank), everybodys if rank == last else None, last)
-    assert same(scattered, everybodys[rank])
-    # To each rank what its number and this one's say; rank by rank other lengths.
+    assert is_equal(await pg.broadcast(data(rank, count, dtype), last), data(last, count, dtype))
+    gathered = await pg.allgather([blank(len(each)) for each in by_rank], mine)
+    assert all(map(is_equal, gathered, by_rank))
+    into = await pg.allgather_into_tensor(blank(count * len(world)), data(rank, count, dtype))
+    assert is_equal(into, np.concatenate([data(each, count, dtype) for each in world]))
+    gathered = await pg.gather([blank(len(each)) for each in by_rank] if rank == last else None, mine, last)
+    assert gathered is None if rank != last else all(map(is_equal, gathered, by_rank))
+    scattered = await pg.scatter(blank(count + rank), by_rank if rank == last else None, last)
+    assert is_equal(scattered, by_rank[rank])
+    # Values and lengths depend on the sender and the receiver.
     sent = [data(rank * 10 + to, count + rank + to, dtype) for to in world]
     come = [data(by * 10 + rank, count + rank + by, dtype) for by in world]
-    assert all(map(same, await pg.alltoall([room(len(each)) for each in come], sent), come))
+    assert all(map(is_equal, await pg.alltoall([blank(len(each)) for each in come], sent), come))
     lengths = [len(each) for each in come], [len(each) for each in sent]
-    assert same(await pg.alltoall_base(room(sum(lengths[0])), np.concatenate(sent), *lengths), np.concatenate(come))
+    assert is_equal(
+        await pg.alltoall_base(blank(sum(lengths[0])), np.concatenate(sent), *lengths), np.concatenate(come)
+    )
 
 
-async def messages(pg: ProcessGroup, count: int, dtype: str) -> None:
+async def check_messages(pg: ProcessGroup, count: int, dtype: str) -> None:
     rank, size = pg.rank(), pg.size()
     after, before = (rank + 1) % size, (rank - 1) % size
     right = data(before, count, dtype)
     if size > 1:
         got = np.zeros(count, dtype)
         sending = pg.send(data(rank, count, dtype), after)
-        assert same(await pg.recv(got, before), right)
+        assert is_equal(await pg.recv(got, before), right)
         await sending
         sending = pg.send(data(rank, count, dtype), after, 5)
         work = pg.recv_anysource(got := np.zeros(count, dtype), 5)
-        assert same(await work, right)
+        assert is_equal(await work, right)
         assert work.source_rank() == before
         await sending
         await pg.batch([Send(data(rank, count, dtype), after), Recv(got := np.zeros(count, dtype), before)])
-        assert same(got, right)
+        assert is_equal(got, right)
     objects = await pg.allgather_object({"a": data(rank, min(count, 9), dtype), "b": 1 + rank * 1j})
-    assert all(same(each["a"], data(by, min(count, 9), dtype)) for by, each in enumerate(objects))
+    assert all(is_equal(each["a"], data(by, min(count, 9), dtype)) for by, each in enumerate(objects))
     assert [each["b"] for each in objects] == [1 + by * 1j for by in range(size)]
     own = await pg.empty(count, dtype)
     own[:] = 1 + 1j
-    assert same(await pg.allreduce(own), np.full(count, size * (1 + 1j), dtype))
+    assert is_equal(await pg.allreduce(own), np.full(count, size * (1 + 1j), dtype))
 
 
-async def everything(pg: ProcessGroup, counts: tuple[int, ...], dtype: str) -> None:
+async def check_all_calls(pg: ProcessGroup, counts: tuple[int, ...], dtype: str) -> None:
     for count in counts:
-        await reductions(pg, count, dtype)
-        await movements(pg, count, dtype)
-        await messages(pg, count, dtype)
+        await check_reductions(pg, count, dtype)
+        await check_movements(pg, count, dtype)
+        await check_messages(pg, count, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "size", "transport"), [
@@ -118,7 +120,7 @@ async def everything(pg: ProcessGroup, counts: tuple[int, ...], dtype: str) -> N
     *((dtype, 3, transport) for dtype, transport in product(DTYPES, LINKS[1:])),
 ])  # fmt: skip
 async def test_complex_numbers_work_in_every_call(dtype: str, size: int, transport: str) -> None:
-    await run_ranks(size, everything, (1, 1000, 40_000), dtype, transport=transport)
+    await run_ranks(size, check_all_calls, (1, 1000, 40_000), dtype, transport=transport)
 
 
 @pytest.mark.matrix
@@ -126,7 +128,7 @@ async def test_complex_numbers_work_in_every_call(dtype: str, size: int, transpo
 @over(*LINKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_complex_numbers_work_in_every_call_at_every_size(pg: ProcessGroup, dtype: str) -> None:
-    await everything(pg, (0, 1, pg.size() + 1, 300_000), dtype)
+    await check_all_calls(pg, (0, 1, pg.size() + 1, 300_000), dtype)
 
 
 @pytest.mark.ranks(3)
@@ -169,5 +171,5 @@ async def test_complex_numbers_have_no_order_and_bit_ops(pg: ProcessGroup, kind:
     with pytest.raises(TypeError, match="the factor 2j is complex, but the array is float32"):
         CALLS[kind](pg, np.ones(4, np.float32), ReduceOp.PREMUL_SUM(2j))
     work = pg.barrier()
-    assert work.seq == 1  # none of them took a number
+    assert work.seq == 1  # the refused calls have not taken a number
     await work

@@ -1,4 +1,4 @@
-"""Arrays that peers read where they lie: the same results as on any other, no staging, and nothing left of them."""
+"""Registered memory of `pg.empty`: results, reading in place without staging, and release."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from ..shared_memory import QUEUE
 
 PIECE = QUEUE.chunk_nbytes
 LARGE = 1_000_000
-#: Calls after which the right neighbour has answered that it has mapped an array.
+#: The number of calls after which the right neighbour has reported that it maps the array.
 WARM = 3
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no shared memory here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
 
 class Puts:
-    """What went into lanes: bytes copied, and pieces told by their place."""
+    """Counts of the chunk queues: bytes copied into them, and chunks put by reference."""
 
     def __init__(self) -> None:
         self.clear()
@@ -49,7 +49,7 @@ class Puts:
 
 @pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
-    """Count the puts of all links that open, in groups without the accelerator, of which nothing is seen here."""
+    """Count the puts of all links; disable the accelerator, whose puts Python cannot count."""
     counts, has = Puts(), Communicator.is_on_all_cards
     monkeypatch.setattr(Chunks, "connect", lambda *_: None)
     monkeypatch.setattr(Communicator, "is_on_all_cards", lambda comm, name: name != "native" and has(comm, name))
@@ -73,24 +73,24 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
 
 
 def mappings() -> int:
-    """Count the mappings of plots and links in this process."""
+    """Return the number of mappings of shared memory in this process."""
     with open("/proc/self/maps", encoding="ascii") as lines:
         return sum("memfd:aiocoll" in line for line in lines)
 
 
-def segments(pg: ProcessGroup) -> int:
+def segment_count(pg: ProcessGroup) -> int:
     return len(comm_of(pg).endpoint.registered_memory.segments)
 
 
-async def filled(pg: ProcessGroup, values: Any) -> Any:
-    """Return an array of `empty` with these values."""
+async def registered_array(pg: ProcessGroup, values: Any) -> Any:
+    """Return an array of `pg.empty` with these values."""
     array = await pg.empty(values.shape, values.dtype)
     array[:] = values
     return array
 
 
-async def warm(pg: ProcessGroup, array: Any) -> None:
-    """Let the neighbours map it."""
+async def make_mapped(pg: ProcessGroup, array: Any) -> None:
+    """Make calls on the array until the neighbours have mapped it."""
     for _ in range(WARM):
         await pg.allreduce(array, ReduceOp.MAX)
 
@@ -101,18 +101,18 @@ async def warm(pg: ProcessGroup, array: Any) -> None:
 SIZES = [2, 3, 4, 7]
 
 
-def possible(case: Case) -> bool:
+def is_possible(case: Case) -> bool:
     op, dtype, world_size = case.get("op"), case.get("dtype"), case.get("world_size", 0)
     if world_size > RING_RANKS and op not in (None, "SUM"):
-        return False  # they go round in frames, whatever the array
+        return False  # with so many ranks, arrays of any kind travel in frames
     return op is None or dtype is None or allowed(op, dtype)
 
 
-COVER = list(cover({"world_size": SIZES, "op": OPS, "dtype": DTYPES}, possible))
+COVER = list(cover({"world_size": SIZES, "op": OPS, "dtype": DTYPES}, is_possible))
 FULL = [
     {"world_size": world_size, "op": op, "dtype": dtype}
     for world_size, op, dtype in product(SIZES, OPS, DTYPES)
-    if possible({"world_size": world_size, "op": op, "dtype": dtype})
+    if is_possible({"world_size": world_size, "op": op, "dtype": dtype})
 ]
 
 
@@ -121,13 +121,13 @@ FULL = [
 @pytest.mark.ranks(*SIZES, timeout=240.0)
 @over("shm")
 async def test_registered_arrays_give_the_results_of_plain_ones(pg: ProcessGroup, cases: list[Case]) -> None:
-    """Bit by bit, and as they should be."""
+    """Compare the bits with those of plain arrays, and the values with the closed form."""
     world_size = pg.size()
     count = world_size * 40_000 + 1
     for op, dtype in [(case["op"], case["dtype"]) for case in cases if case["world_size"] == world_size]:
         given = data(dtype, op, pg.rank(), 0, count)
         chosen = reduce_op(op, pg.rank())
-        array, plain = await filled(pg, given), given.copy()
+        array, plain = await registered_array(pg, given), given.copy()
         assert await pg.allreduce(array, chosen) is array
         await pg.allreduce(plain, chosen)
         assert array.tobytes() == plain.tobytes(), f"{op} of {dtype}"
@@ -143,7 +143,7 @@ async def test_registered_arrays_work_with_counts_around_pieces(pg: ProcessGroup
         for more in (-1, 0, 1):
             count = max(0, pieces * pg.size() * PIECE // 8 + more)
             array = await pg.empty(count, np.int64)
-            for turn in range(2):  # in the second one the plot is known
+            for turn in range(2):  # in the second turn, the peers have mapped the array
                 array[:] = np.arange(count) + pg.rank() * turn
                 await pg.allreduce(array)
                 expected = np.arange(count) * pg.size() + turn * pg.size() * (pg.size() - 1) // 2
@@ -167,7 +167,7 @@ async def test_registered_arrays_work_with_plain_arrays_of_other_ranks(pg: Proce
 @over("shm", "memory")
 async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
-    array = await filled(pg, np.full((size, 50_000), rank))
+    array = await registered_array(pg, np.full((size, 50_000), rank))
     assert np.all(await pg.broadcast(array, 1) == 1)
     array[:] = rank
     gathered = await pg.empty((size, size, 50_000), int)
@@ -188,9 +188,9 @@ async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGrou
 @pytest.mark.ranks(2, 3, 4)
 @over("shm")
 async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) -> None:
-    """From the second call on or so; slices, other shapes and other types are inside, too."""
-    array = await filled(pg, np.zeros((100, 10_000), np.float32))
-    await warm(pg, array)
+    """Check an array that the neighbours have mapped, and its slices and other views."""
+    array = await registered_array(pg, np.zeros((100, 10_000), np.float32))
+    await make_mapped(pg, array)
     for part in (array, array[3:], array.reshape(-1)[7:], array.T.T, array.view(np.int32), memoryview(array)):
         await pg.barrier()
         puts.clear()
@@ -204,8 +204,8 @@ async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) ->
 @pytest.mark.ranks(2)
 @over("shm")
 async def test_array_outside_of_registered_memory_is_staged(pg: ProcessGroup, puts: Puts) -> None:
-    array = await filled(pg, np.ones(LARGE))
-    await warm(pg, array)
+    array = await registered_array(pg, np.ones(LARGE))
+    await make_mapped(pg, array)
     await pg.barrier()
     puts.clear()
     await pg.barrier()
@@ -218,14 +218,14 @@ async def test_array_outside_of_registered_memory_is_staged(pg: ProcessGroup, pu
 
 
 def test_schedule_overwrites_no_piece_before_it_is_taken() -> None:
-    """Follow who must have done what before, from the schedule alone: taking is ordered before overwriting."""
+    """Derive the order of events from the schedule alone: a piece must be taken before it is overwritten."""
     for size in range(2, 8):
         for pieces in (1, 2, 3, 7):
             _check_hazard(size, order(2 * (size - 1), pieces))
 
 
 def _check_hazard(size: int, entries: tuple[tuple[int, int, int], ...]) -> None:
-    # What each event has as causes, directly: (rank, "put" or "take", number).
+    # The direct causes of each event. An event is (rank, "put" or "take", number).
     causes: dict[tuple[int, str, int], set[tuple[int, str, int]]] = {}
     for rank in range(size):
         for number, (_, _, before) in enumerate(entries):
@@ -240,7 +240,7 @@ def _check_hazard(size: int, entries: tuple[tuple[int, int, int], ...]) -> None:
             known[event] = frozenset({event}).union(*(history(cause) for cause in causes[event]))
         return known[event]
 
-    for number in range(len(entries)):  # shallow recursion
+    for number in range(len(entries)):  # this order keeps the recursion shallow
         for rank in range(size):
             history((rank, "put", number)), history((rank, "take", number))
     for rank in range(size):
@@ -248,7 +248,7 @@ def _check_hazard(size: int, entries: tuple[tuple[int, int, int], ...]) -> None:
             part = (rank - step - 1) % size
             for later, (other, same, _) in enumerate(entries):
                 if same == piece and (rank - other - 2) % size == part and other >= step:
-                    # The left neighbour's put is what lets this rank overwrite it.
+                    # This rank overwrites the piece only after the left neighbour's put.
                     assert ((rank + 1) % size, "take", number) in history(((rank - 1) % size, "put", later))
 
 
@@ -270,7 +270,7 @@ async def test_keyed_calls_on_registered_arrays_match_in_any_order(puts: Puts) -
 @pytest.mark.ranks(4)
 @over("shm")
 async def test_work_is_done_after_all_reads_of_its_array(pg: ProcessGroup) -> None:
-    """A rank may overwrite the result at once."""
+    """Overwrite the result as soon as the work is done."""
     array = await pg.empty(LARGE, np.int64)
     for turn in range(30):
         array[:] = turn + pg.rank()
@@ -284,16 +284,16 @@ async def test_work_is_done_after_all_reads_of_its_array(pg: ProcessGroup) -> No
 
 
 async def test_failed_operation_returns_its_memory_to_the_owner(puts: Puts) -> None:
-    """The others never end well with what is written there afterwards."""
+    """Check that no rank completes with data that the owner writes after the failure."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
 
     async def rank(pg: ProcessGroup) -> None:
-        array = await filled(pg, np.zeros(LARGE))
-        await warm(pg, array)
+        array = await registered_array(pg, np.zeros(LARGE))
+        await make_mapped(pg, array)
         groups[pg.rank()] = pg, array
         await pg.barrier()
         if pg.rank() == 0:
-            # In one turn of the loop: rank 1 calls before it can have heard of the abort.
+            # All in one loop iteration, so that rank 1 calls before it can receive the abort.
             puts.clear()
             array[:] = 1
             works = [pg.allreduce(array)]
@@ -313,24 +313,24 @@ async def test_failed_operation_returns_its_memory_to_the_owner(puts: Puts) -> N
 
 
 async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
-    """It has put all of its pieces and given up the lane; the neighbour must not end well with what comes after."""
+    """Let an operation fail after it has put all its pieces and released the lane, but before a peer has read them."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
-    count = 2 * PIECE // 8  # of each of two ranks' parts one piece
+    count = 2 * PIECE // 8  # one piece for each rank's part
 
     async def rank(pg: ProcessGroup) -> None:
-        array = await filled(pg, np.zeros(count))
-        await warm(pg, array)
+        array = await registered_array(pg, np.zeros(count))
+        await make_mapped(pg, array)
         groups[pg.rank()] = pg, array
         await pg.barrier()
         if pg.rank() == 0:
             other, theirs = groups[1]
             theirs[:] = array[:] = 1
             puts.clear()
-            for each in (pg, other):  # no time passes, so neither puts anything off
+            for each in (pg, other):  # the clock stands still, so that no rank postpones a step
                 comm_of(each).runtime.ticks = lambda: 0.0
-            # In one turn of the loop: rank 1 does not look again before rank 0 has failed.
+            # All in one loop iteration, so that rank 0 fails before rank 1 looks again.
             works = [other.allreduce(theirs), pg.allreduce(array)]
-            assert puts.places == 3, "both pieces of rank 0, and one of rank 1"
+            assert puts.places == 3, f"{puts.places} pieces were put, not two of rank 0 and one of rank 1"
             pg.abort("over")
             array[:] = -1e300
             for work in works:
@@ -345,8 +345,8 @@ async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
 @pytest.mark.ranks(3)
 @over("shm")
 async def test_survivors_continue_after_an_abort(pg: ProcessGroup) -> None:
-    array = await filled(pg, np.zeros(LARGE))
-    await warm(pg, array)
+    array = await registered_array(pg, np.zeros(LARGE))
+    await make_mapped(pg, array)
     await pg.barrier()
     work = pg.allreduce(array) if pg.rank() == 1 else None
     if pg.rank() == 1:
@@ -361,14 +361,14 @@ async def test_survivors_continue_after_an_abort(pg: ProcessGroup) -> None:
 
 
 async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(puts: Puts) -> None:
-    """Its group's pieces are given back once, and not a second time by who was about to read one."""
+    """Check that the pieces of the failed group are released only once, even if a rank was about to read one."""
 
     async def rank(pg: ProcessGroup) -> None:
         def fail(a: Any, b: Any, out: Any) -> None:
             raise ArithmeticError("no")
 
-        array = await filled(pg, np.ones(LARGE))
-        await warm(pg, array)
+        array = await registered_array(pg, np.ones(LARGE))
+        await make_mapped(pg, array)
         with pytest.raises(GroupError):
             await pg.allreduce(array, ReduceOp.custom(fail))
         async with await pg.shrink() as again:
@@ -381,29 +381,29 @@ async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(puts: Put
                 assert np.all(array == 2)
 
     await run_ranks(2, rank, transport="shm", timeout=20.0)
-    assert len(puts.lanes) == 2, "a lane is lost"
+    assert len(puts.lanes) == 2, f"{len(puts.lanes)} of 2 lanes were used"
 
 
-# -- what is left
+# -- release
 
 
 async def test_dropped_registered_arrays_leave_no_memory() -> None:
-    gc.collect()  # what a cycle of an earlier test keeps is mapped until then
+    gc.collect()  # cycles of earlier tests may still hold mappings
 
     async def rank(pg: ProcessGroup) -> None:
-        kept = await filled(pg, np.ones(LARGE))
-        await warm(pg, kept)
+        kept = await registered_array(pg, np.ones(LARGE))
+        await make_mapped(pg, kept)
         await pg.barrier()
         before = len(os.listdir("/proc/self/fd")), mappings()
         await pg.barrier()
         for count in range(40):
-            array = await filled(pg, np.ones(100_000 + count))
+            array = await registered_array(pg, np.ones(100_000 + count))
             await pg.allreduce(array)
             await pg.allreduce(array[1:])
         del array
-        await until(lambda: segments(pg) == 1)
+        await until(lambda: segment_count(pg) == 1)
         await pg.barrier()
-        # What a rank is told over the socket it may hear later than what is in shared memory.
+        # A message over the socket may arrive later than data in shared memory.
         await until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
         await pg.barrier()
         await pg.allreduce(kept)
@@ -415,16 +415,16 @@ async def test_dropped_registered_arrays_leave_no_memory() -> None:
 
 async def test_registered_array_outlives_its_group() -> None:
     async def rank(pg: ProcessGroup) -> Any:
-        array = await filled(pg, np.arange(LARGE))
-        await warm(pg, array)
+        array = await registered_array(pg, np.arange(LARGE))
+        await make_mapped(pg, array)
         return array[5:]
 
     first, second = await run_ranks(2, rank, transport="shm")
     assert np.array_equal(first, np.arange(5, LARGE))
     second[:] = 0
     assert np.array_equal(first, np.arange(5, LARGE))
-    # The last views hold the memory, and nothing else does: two mappings of their owners.
-    gc.collect()  # the links
+    # Only the two views still hold memory: one mapping each, of its owner.
+    gc.collect()  # frees the links
     assert mappings() == 2
     del first, second
 
@@ -433,28 +433,28 @@ async def test_registered_array_outlives_its_group() -> None:
 @over("shm")
 async def test_last_view_of_a_registered_array_may_be_dropped_in_any_thread(pg: ProcessGroup) -> None:
     for _ in range(5):
-        holder = [await filled(pg, np.ones(LARGE))]
+        holder = [await registered_array(pg, np.ones(LARGE))]
         await pg.allreduce(holder[0])
         await asyncio.get_running_loop().run_in_executor(None, holder.clear)
-    await until(lambda: segments(pg) == 0)
+    await until(lambda: segment_count(pg) == 0)
 
 
 @pytest.mark.ranks(2)
 @over("shm")
 async def test_address_of_a_dropped_array_is_no_longer_registered(pg: ProcessGroup) -> None:
-    """Memory of another kind may be there by now."""
-    array = await filled(pg, np.ones(LARGE))
+    """Check that other memory at this address would not be taken for registered memory."""
+    array = await registered_array(pg, np.ones(LARGE))
     registry = comm_of(pg).endpoint.registered_memory
     (segment,) = registry.segments
     assert registry.find(array[10:]) == (segment, 80)
     interface = dict(array.__array_interface__)
     del array
-    assert registry.segments == [segment], "swept before the loop has turned"
-    there = np.asarray(type("There", (), {"__array_interface__": interface})())
-    assert registry.find(there) is None
+    assert registry.segments == [segment], "the segment was removed before the next loop iteration"
+    reused = np.asarray(type("There", (), {"__array_interface__": interface})())
+    assert registry.find(reused) is None
 
 
-# -- what it gives and refuses
+# -- results and errors of `empty`
 
 
 @pytest.mark.ranks(2)
@@ -547,27 +547,27 @@ async def test_empty_returns_an_ordinary_array_without_shared_memory(
     async def rank(pg: ProcessGroup) -> None:
         failing(monkeypatch, OSError(code, os.strerror(code)), "create_mapped")
         for _ in range(3):
-            array = await filled(pg, np.ones(LARGE))
+            array = await registered_array(pg, np.ones(LARGE))
             await pg.allreduce(array)
             assert np.all(array == 2)
-        assert not segments(pg)
+        assert not segment_count(pg)
 
     with caplog.at_level(logging.WARNING, "aiocoll"):
         await run_ranks(2, rank, transport="shm")
-    told = [record.getMessage() for record in caplog.records if "returns ordinary memory" in record.getMessage()]
-    assert len(told) == 2, "once per rank"
-    assert os.strerror(code) in told[0]
+    warnings = [record.getMessage() for record in caplog.records if "returns ordinary memory" in record.getMessage()]
+    assert len(warnings) == 2, f"{len(warnings)} warnings, not one per rank"
+    assert os.strerror(code) in warnings[0]
 
 
 async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would not refuse: it would end some process."""
+    """Check the size first: the kernel would not refuse it, but kill a process."""
     replaced(monkeypatch, memory_available=lambda: LARGE)
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.empty(LARGE, np.float64)
-        assert not segments(pg)
+        assert not segment_count(pg)
         await pg.empty(LARGE // 2, np.uint8)
-        assert segments(pg) == 1
+        assert segment_count(pg) == 1
 
     await run_ranks(2, rank, transport="shm")
 
@@ -582,11 +582,11 @@ async def test_cancelled_empty_leaves_no_memory(pg: ProcessGroup, turns: int) ->
     making.cancel()
     with pytest.raises(asyncio.CancelledError):
         await making
-    assert not segments(pg)
+    assert not segment_count(pg)
 
 
-async def _ring(pg: ProcessGroup) -> list[bool]:
-    """Reduce, in processes, arrays that differ in size and owner."""
+async def _correct_by_turn(pg: ProcessGroup) -> list[bool]:
+    """Reduce slices of a registered array; return whether each result is right."""
     array = await pg.empty(3 * LARGE, np.float32)
     results = []
     for turn in range(6):
@@ -601,4 +601,4 @@ async def _ring(pg: ProcessGroup) -> list[bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 async def test_registered_arrays_work_between_processes(world_size: int) -> None:
-    assert await run_processes(world_size, _ring) == [[True] * 6] * world_size
+    assert await run_processes(world_size, _correct_by_turn) == [[True] * 6] * world_size

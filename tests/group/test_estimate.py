@@ -1,4 +1,4 @@
-"""`time_estimator`: predictions are those of the formulas, and nothing is sent for them."""
+"""Estimates of `time_estimator`: predicted times, and no side effects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def seconds(pg: ProcessGroup, call: Callable[[], Any]) -> float:
     return estimate.seconds
 
 
-# -- what is predicted
+# -- predictions
 
 
 @pytest.mark.ranks(*WORLDS)
@@ -85,14 +85,14 @@ async def test_estimate_includes_messages_and_objects(pg: ProcessGroup) -> None:
         assert seconds(pg, lambda: pg.recv_anysource(tensor)) == message
         both = [Send(tensor, peer), Recv(tensor.copy(), None)]
         assert seconds(pg, lambda: pg.batch(both)) == 2 * message
-    everybody = Load(min(others, 1), others, others, others * nbytes, 0, 0)
-    assert seconds(pg, lambda: pg.allgather_object(obj)) == seconds_of(everybody, machine)
-    assert seconds(pg, lambda: pg.alltoall_object([obj] * pg.size())) == seconds_of(everybody, machine)
-    sent = everybody._replace(receives=0)
+    exchanged = Load(min(others, 1), others, others, others * nbytes, 0, 0)
+    assert seconds(pg, lambda: pg.allgather_object(obj)) == seconds_of(exchanged, machine)
+    assert seconds(pg, lambda: pg.alltoall_object([obj] * pg.size())) == seconds_of(exchanged, machine)
+    sent = exchanged._replace(receives=0)
     assert seconds(pg, lambda: pg.broadcast_object(obj, pg.rank())) == seconds_of(sent, machine)
     assert seconds(pg, lambda: pg.scatter_object([obj] * pg.size(), pg.rank())) == seconds_of(sent, machine)
-    heard = everybody._replace(sends=0, sent=0)
-    assert seconds(pg, lambda: pg.gather_object(obj, pg.rank())) == seconds_of(heard, machine)
+    received = exchanged._replace(sends=0, sent=0)
+    assert seconds(pg, lambda: pg.gather_object(obj, pg.rank())) == seconds_of(received, machine)
 
 
 @pytest.mark.ranks(3)
@@ -102,7 +102,7 @@ async def test_estimate_includes_sparse_arrays(pg: ProcessGroup) -> None:
     with pg.time_estimator() as estimate:
         assert await pg.allreduce(tensor) is tensor
     (one,) = estimate.calls
-    # A hundred places and a hundred values for each of the two others.
+    # 100 indices and 100 values for each of the two other ranks.
     assert (one.op, one.nbytes) == ("ALLREDUCE_SPARSE", 2 * 100 * 16)
     assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), comm_of(pg).tuning.machine)
 
@@ -140,7 +140,7 @@ async def test_estimate_for_shared_memory_has_its_own_formulas(pg: ProcessGroup)
         pg.allreduce(np.zeros(1 << 20))
     assert [each.algorithm for each in estimate.calls] == ["oneshot", "oneshot", "relay"]
     small, barrier, large = (each.seconds for each in estimate.calls)
-    # Two copies, and a sum of three; two more boards to write and to look at than one.
+    # Two copies and a sum of three arrays of 128 bytes; `v` is the cost per peer.
     assert small == a + 2 * v + (2 + 3) * 128 * g
     assert barrier == a + 2 * v
     assert large == predict("ring", "allreduce", 8 << 20, 3, Machine(a, v, b, g))
@@ -171,7 +171,7 @@ async def test_fake_backend_gives_estimates(world_size: int) -> None:
         assert pg.barrier().seq == 1
 
 
-# -- what is not done
+# -- no side effects
 
 
 @over(*LINKS)
@@ -192,12 +192,12 @@ async def test_estimate_sends_nothing_and_changes_no_array(pg: ProcessGroup) -> 
         assert await pg.allreduce(2.5, ReduceOp.MAX) == 2.5
     assert len(estimate.calls) == len(ARRAYS) + len(works) + 1
     assert (len(comm_of(pg).journal.collectives), pg.pending()) == (history, [])
-    # No number was taken, not of a key either.
+    # The estimate has not taken any sequence number, neither with nor without a key.
     assert (pg.barrier().seq, pg.allreduce(1, key="a").seq) == (1, 1)
     await pg.drain()
 
 
-async def test_frames_can_be_counted_once_links_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_estimate_writes_no_frame_to_open_links(monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[Any] = []
     spied(monkeypatch, memory_written=lambda *args: frames.append(args))
 
@@ -210,7 +210,7 @@ async def test_frames_can_be_counted_once_links_exist(monkeypatch: pytest.Monkey
                 await call(pg, np.ones(6))
         await asyncio.sleep(0)
         assert frames == []
-        # Nobody goes on before all have looked.
+        # All ranks check the frames before any of them continues.
         looked[pg.rank()].set()
         for each in looked:
             await each.wait()
@@ -229,34 +229,34 @@ async def test_wrong_arguments_are_refused_and_not_estimated(pg: ProcessGroup) -
     assert (estimate.calls, estimate.seconds) == ([], 0)
 
 
-# -- where it holds
+# -- scope of an estimate
 
 
 @pytest.mark.ranks(2)
 async def test_other_tasks_and_groups_make_real_calls_during_an_estimate(pg: ProcessGroup) -> None:
     start, done = asyncio.Event(), asyncio.Event()
 
-    async def beside() -> Any:
+    async def real_call() -> Any:
         await start.wait()
         result = await pg.allreduce(1)
         done.set()
         return result
 
-    async def inside() -> Work[Any]:
+    async def estimated_call() -> Work[Any]:
         return pg.allreduce(1)
 
-    other = asyncio.create_task(beside())
+    other = asyncio.create_task(real_call())
     with pg.time_estimator() as estimate:
         start.set()
         await done.wait()
         assert await other == 2
         assert estimate.calls == []
-        assert (await asyncio.create_task(inside())).seq is None
+        assert (await asyncio.create_task(estimated_call())).seq is None
         assert len(estimate.calls) == 1
     assert await pg.allreduce(1) == 2
 
 
-def fails(pg: ProcessGroup) -> Estimate:
+def failed_estimate(pg: ProcessGroup) -> Estimate:
     with contextlib.suppress(LookupError), pg.time_estimator() as estimate:
         pg.allreduce(1)
         raise LookupError
@@ -267,7 +267,7 @@ def fails(pg: ProcessGroup) -> Estimate:
 async def test_estimates_can_nest(pg: ProcessGroup) -> None:
     with pg.time_estimator() as outer:
         pg.barrier()
-        inner = fails(pg)
+        inner = failed_estimate(pg)
         pg.barrier()
     assert [each.op for each in outer.calls] == ["BARRIER", "BARRIER"]
     assert [each.op for each in inner.calls] == ["ALLREDUCE"]
@@ -302,7 +302,7 @@ async def test_coalesced_calls_are_estimated_as_fused(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(1, 2)
 async def test_many_coalesced_tensors_are_estimated_at_once_and_unchanged(pg: ProcessGroup) -> None:
-    """More than is packed in one turn of the loop, by far."""
+    """Use far more tensors than one loop iteration packs."""
     tensors = [np.zeros(1000) for _ in range(1000)]
     with pg.time_estimator() as estimate:
         work = pg.allreduce_coalesced(tensors)
@@ -318,14 +318,14 @@ async def test_many_coalesced_tensors_are_estimated_at_once_and_unchanged(pg: Pr
 async def test_estimate_requires_an_open_group(pg: ProcessGroup) -> None:
     refused: list[BaseException] = []
 
-    def elsewhere() -> None:
+    def estimate_in_thread() -> None:
         try:
             with pg.time_estimator():
                 pass
         except RuntimeError as error:
             refused.append(error)
 
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=estimate_in_thread)
     thread.start()
     thread.join()
     assert "belongs to another event loop" in str(refused[0])

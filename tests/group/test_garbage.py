@@ -1,6 +1,7 @@
-"""What a call has used goes when the call is over, with the last reference: nothing waits for the garbage collector.
+"""Memory of finished calls: freed with the last reference, without the garbage collector.
 
-An array that only a cycle kept would hold its memory until that runs, which a program of few objects seldom lets it do.
+An array that only a reference cycle holds stays allocated until the collector runs. In a program with few objects, this
+is seldom.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aiocoll import GroupOptions, ProcessGroup, Recv, Send, testing
 from ..ranks import LINKS, options
 
 SIZE = 2
-#: What each call needs besides `array`, it makes itself.
+#: A call on `array`. It makes its other arguments itself.
 Call = Callable[[ProcessGroup, NDArray[Any]], Awaitable[Any]]
 
 
@@ -78,7 +79,7 @@ CALLS: dict[str, Call] = {
 
 @contextmanager
 def all_garbage() -> Iterator[list[Any]]:
-    """Give a list that has, in the end, what only the collector has found."""
+    """Yield a list; at the end, add the objects that only the garbage collector has found."""
     found: list[Any] = []
     gc.collect()
     gc.disable()
@@ -97,20 +98,20 @@ def all_garbage() -> Iterator[list[Any]]:
 @pytest.mark.parametrize("count", [2, 40_000, 400_000])
 @pytest.mark.parametrize("name", CALLS)
 async def test_call_leaves_no_reference_cycles(name: str, count: int, transport: str) -> None:
-    await testing.run_ranks(SIZE, called, name, count, options=options(transport))
+    await testing.run_ranks(SIZE, check_no_garbage, name, count, options=options(transport))
 
 
 @pytest.mark.parametrize("name", CALLS)
 async def test_compared_call_leaves_no_reference_cycles(name: str) -> None:
-    await testing.run_ranks(SIZE, called, name, 2, options=GroupOptions(debug="detail"))
+    await testing.run_ranks(SIZE, check_no_garbage, name, 2, options=GroupOptions(debug="detail"))
 
 
-async def called(pg: ProcessGroup, name: str, count: int) -> None:
+async def check_no_garbage(pg: ProcessGroup, name: str, count: int) -> None:
     async def call() -> None:
         await CALLS[name](pg, np.zeros(count))
         await pg.barrier()
 
-    await call()  # what is made once for all such calls
+    await call()  # creates the objects that all calls of this kind share
     if pg.rank() == 0:
         with all_garbage() as garbage:
             await pg.barrier()

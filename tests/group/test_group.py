@@ -1,4 +1,4 @@
-"""The life of a group: failing everywhere, leaving, closing, and whose it is."""
+"""Groups: revocation, lost ranks, leaving, closing, and the owning event loop."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ async def test_group_has_its_name_rank_and_size(pg: ProcessGroup) -> None:
 # -- revocation
 
 
-async def go_on(pg: ProcessGroup) -> None:
-    await pg.barrier()  # who aborts may be through before the others are
+async def make_calls(pg: ProcessGroup) -> None:
+    await pg.barrier()  # the rank that aborts may pass it before the others
     await pg.allreduce(np.ones(4))
 
 
@@ -68,7 +68,7 @@ async def test_abort_fails_every_rank_and_keeps_the_first_cause(pg: ProcessGroup
         pg.abort("another reason")
     else:
         with pytest.raises(GroupError, match="'world:0' was aborted by rank 1: the disk is full"):
-            await go_on(pg)
+            await make_calls(pg)
     cause = await revoked
     assert type(cause) is GroupError
     assert cause.ranks == (1,)
@@ -98,7 +98,7 @@ async def test_timeout_fails_every_rank_and_names_the_missing(pg: ProcessGroup) 
 
 @pytest.mark.ranks(2)
 async def test_short_timeout_expires_while_other_calls_start(pg: ProcessGroup) -> None:
-    """Each of these starts after half of the time of the one before."""
+    """Start a call with a longer timeout every 0.05 s until the first call times out."""
     if pg.rank() == 1:
         await pg.wait_revoked()
         return
@@ -107,12 +107,12 @@ async def test_short_timeout_expires_while_other_calls_start(pg: ProcessGroup) -
     first = pg.barrier(timeout=0.1)
     works = []
 
-    def again() -> None:
+    def start_barrier() -> None:
         if not first.done() and loop.time() < start + 5:
             works.append(pg.barrier(timeout=0.2))
-            loop.call_later(0.05, again)
+            loop.call_later(0.05, start_barrier)
 
-    again()
+    start_barrier()
     with pytest.raises(CollectiveTimeoutError, match=r"within 0.1 s"):
         await first
     assert len(works) < 50
@@ -155,8 +155,8 @@ async def test_raising_custom_op_fails_every_rank(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(3)
 async def test_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
     work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
-    with suppress(GroupError):  # rank 0 may have all before the others have
-        await pg.allgather_object("so that there are data links")
+    with suppress(GroupError):  # rank 0 may cut the link before the others have all objects
+        await pg.allgather_object("opens the data links")
     if pg.rank() == 0:
         hub(pg).cut(1, 2)
     with pytest.raises(PeerLostError, match=r"rank [12] of group 'world:0' is lost") as raised:
@@ -190,11 +190,11 @@ async def test_leaving_does_not_disturb_independent_ranks(pg: ProcessGroup, leav
     with pytest.raises(PeerLostError, match=f"needs rank {leaver}, which has left"):
         await pg.recv(np.zeros(1), leaver)
     one, two, three = (rank for rank in range(4) if rank != leaver)
-    for here, there in ((one, two), (two, three), (three, one)):
-        if pg.rank() == here:
-            await pg.send(np.ones(100_000), there)
-        elif pg.rank() == there:
-            assert (await pg.recv(np.zeros(100_000), here)).all()
+    for sender, receiver in ((one, two), (two, three), (three, one)):
+        if pg.rank() == sender:
+            await pg.send(np.ones(100_000), receiver)
+        elif pg.rank() == receiver:
+            assert (await pg.recv(np.zeros(100_000), sender)).all()
 
 
 @pytest.mark.parametrize("transport", LINKS)
@@ -214,10 +214,10 @@ async def test_message_sent_before_leaving_is_received(transport: str) -> None:
 async def test_goodbye_does_not_overtake_data_on_an_unaccepted_link(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 is slow to accept the data link; the goodbye on the control link is there first."""
+    """Let rank 0 accept the data link so late that the goodbye on the control link arrives first."""
     receive = stream.receive_message
 
-    async def slowly(stream: ByteStream, nbytes: int) -> bytes:
+    async def receive_slowly(stream: ByteStream, nbytes: int) -> bytes:
         data = await receive(stream, nbytes)
         if nbytes == CONFIRM_SIZE:
             for _ in range(200):
@@ -230,13 +230,13 @@ async def test_goodbye_does_not_overtake_data_on_an_unaccepted_link(
         else:
             await pg.send(np.ones(5), 0)
 
-    monkeypatch.setattr(stream, "receive_message", slowly)
+    monkeypatch.setattr(stream, "receive_message", receive_slowly)
     await run_ranks(2, rank, transport=transport)
 
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_collective_survives_the_leaving_of_a_finished_rank(transport: str) -> None:
-    """Rank 2 has given its part and left; rank 0 calls when it knows that, and still waits for rank 1."""
+    """Let rank 0 call after rank 2 has contributed and left, but before rank 1 has called."""
     left = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -276,12 +276,12 @@ async def test_leaving_right_after_a_collective_is_no_failure(call: str, transpo
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_ranks_can_leave_one_after_another(transport: str) -> None:
-    """In any order, each time with those that stay still able to talk."""
+    """Let ranks leave in several orders, and send notices to the ranks that stay."""
 
     async def rank(pg: ProcessGroup, order: list[int]) -> None:
         mine = order.index(pg.rank())
         for leaving in range(mine):
-            # The one that leaves next says so; everyone who stays has heard it, and answers nothing.
+            # Each leaving rank sends a notice to all remaining ranks, which send nothing back.
             await pg.recv_object(order[leaving])
         for peer in order[mine + 1 :]:
             await pg.send_object("I leave", peer)
@@ -292,8 +292,8 @@ async def test_ranks_can_leave_one_after_another(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_failure_reaches_all_after_the_first_ranks_left(transport: str) -> None:
-    """Notes go through the lowest rank that is there: by now that is rank 2, which followed rank 1 and rank 0."""
-    knowing = set()
+    """Abort when rank 2 is the hub, because ranks 0 and 1 have left."""
+    informed = set()
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() < 2:
@@ -303,9 +303,9 @@ async def test_failure_reaches_all_after_the_first_ranks_left(transport: str) ->
         for gone in (1, 0):
             with pytest.raises(PeerLostError):
                 await pg.recv(np.zeros(1), gone)
-        knowing.add(pg.rank())
+        informed.add(pg.rank())
         if pg.rank() == 4:
-            await until(lambda: knowing == {2, 3, 4})
+            await until(lambda: informed == {2, 3, 4})
             pg.abort("as the last but one")
         assert "as the last but one" in str(await pg.wait_revoked())
 
@@ -380,7 +380,7 @@ async def test_drain_ignores_a_withdrawn_receive(pg: ProcessGroup) -> None:
         await pg.send(np.ones(1), 0, 1)
 
 
-# -- whose it is
+# -- the owning event loop and process
 
 
 @pytest.mark.ranks(2)
@@ -452,23 +452,23 @@ def test_group_moves_with_its_loop_to_another_thread() -> None:
     async def call(pg: ProcessGroup) -> None:
         assert await pg.allreduce(2) == 2
 
-    async def call_from_here(pg: ProcessGroup) -> str:
+    async def call_in_this_thread(pg: ProcessGroup) -> str:
         def refused() -> str:
             with pytest.raises(RuntimeError, match="belongs to another event loop"):
                 pg.barrier()
             return "refused"
 
         await call(pg)
-        asked.set_result(refused)
+        pending_check.set_result(refused)
         return await asyncio.wrap_future(answer)
 
     pg = loop.run_until_complete(new_group(store=store, rank=0, world_size=1).__aenter__())
     loop.run_until_complete(call(pg))
-    asked: Future[Callable[[], str]] = Future()
+    pending_check: Future[Callable[[], str]] = Future()
     answer: Future[str] = Future()
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(loop.run_until_complete, call_from_here(pg))
-        answer.set_result(asked.result(10)())
+        found = pool.submit(loop.run_until_complete, call_in_this_thread(pg))
+        answer.set_result(pending_check.result(10)())
         assert found.result(10) == "refused"
     with pytest.raises(RuntimeError, match="belongs to another event loop"):
         pg.barrier()
@@ -478,7 +478,7 @@ def test_group_moves_with_its_loop_to_another_thread() -> None:
     loop.close()
 
 
-# -- disagreement
+# -- mismatches
 
 
 @pytest.mark.ranks(2)
@@ -505,7 +505,7 @@ async def test_mismatch_is_raised_on_both_ranks(pg: ProcessGroup, field: str, ca
     message = f"Collectives differ in the following: .*{field}.*rank 0 called .*SequenceNumber=1.*rank 1 called"
 
     async def call() -> None:
-        # A rank that was done before the other one came learns of it at its next call.
+        # A rank that completed before the other one called gets the mismatch at its next call.
         await calls[pg.rank()](pg, around[8:-8])
         await pg.wait_revoked()
         pg.barrier()
@@ -526,7 +526,7 @@ async def test_mismatch_of_two_ranks_is_raised_on_all(pg: ProcessGroup) -> None:
     with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
         await pg.allreduce(tensor)
     assert 3 in raised.value.ranks
-    # The others may have gone some way among themselves; nobody took bytes of rank 3.
+    # Other ranks may have added some of their own data, but must not have used bytes of rank 3.
     assert (tensor == 1).all() if pg.rank() == 3 else set(tensor) <= {1, 2, 3, 4}
 
 

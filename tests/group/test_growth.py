@@ -1,4 +1,4 @@
-"""A group that fails while it grows: `grow` fails with it, on all ranks at once, and newcomers hear of it."""
+"""`grow` in a group that fails or closes meanwhile: errors on all ranks, and on newcomers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ..internals import comm_of, waits_of
 from ..ranks import LINKS, options, until
 
 
-async def on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: Awaitable[Any]) -> list[Any]:
-    """Run `then` on each rank, and `others` beside them; return all results."""
+async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: Awaitable[Any]) -> list[Any]:
+    """Run `then` on each rank, and `others` concurrently; return all results."""
 
     async def rank(number: int) -> Any:
         async with new_group(rank=number, world_size=world_size, **where) as pg:
@@ -40,13 +40,13 @@ async def on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: A
         return await asyncio.gather(*map(rank, range(world_size)), *others)
 
 
-def asks_for_newcomers(store: HashStore) -> bool:
-    """Whether rank 0 waits for another one."""
+def waits_for_newcomers(store: HashStore) -> bool:
+    """Return whether rank 0 waits for another newcomer."""
     return any(waiter.keys[0].startswith("aiocoll/grow/came/") for waiter in waits_of(store).values())
 
 
-async def growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str]:
-    """Let the group grow in vain, with no limit; return why it failed."""
+async def failed_growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str]:
+    """Let the group grow without a timeout; return the type and text of the error."""
     with pytest.raises(GroupError) as raised:
         await pg.grow(n, timeout=float("inf"))
     return type(raised.value), str(raised.value)
@@ -58,29 +58,29 @@ async def test_grow_fails_if_the_group_fails_before_newcomers_come(world_size: i
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
-        growing = asyncio.ensure_future(growth(pg, 1))
+        growing = asyncio.ensure_future(failed_growth(pg, 1))
         if pg.rank() == pg.size() - 1:
-            await until(lambda: asks_for_newcomers(store))
+            await until(lambda: waits_for_newcomers(store))
             pg.abort("on purpose")
         failure = await growing
         async with await pg.shrink() as again:
             assert await again.allreduce(1) == world_size
         return failure
 
-    told = f"group 'world:0' was aborted by rank {world_size - 1}: on purpose"
-    results = await on_ranks({"store": store, "options": options(transport)}, world_size, rank)
-    assert results == [(GroupError, told)] * world_size
+    expected = f"group 'world:0' was aborted by rank {world_size - 1}: on purpose"
+    results = await results_on_ranks({"store": store, "options": options(transport)}, world_size, rank)
+    assert results == [(GroupError, expected)] * world_size
 
 
 @pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_grow_fails_on_a_death_while_it_waits_for_newcomers(victim: int) -> None:
-    """The others go on, and the newcomer that had come waits for that."""
+    """Check that the survivors grow again with the newcomer that already waits."""
     store = HashStore()
     where = {"store": store, "options": options("unix")}
 
     async def rank(pg: ProcessGroup) -> Any:
-        growing = asyncio.ensure_future(growth(pg, 2))
-        await until(lambda: asks_for_newcomers(store))
+        growing = asyncio.ensure_future(failed_growth(pg, 2))
+        await until(lambda: waits_for_newcomers(store))
         if pg.rank() == (victim + 1) % 3:
             comm_of(pg).endpoint.roster.died(victim, "its process is gone")
         failure = await growing
@@ -94,13 +94,13 @@ async def test_grow_fails_on_a_death_while_it_waits_for_newcomers(victim: int) -
         async with new_group(join=True, **where) as pg:  # type: ignore[arg-type]
             return await pg.allgather_object(pg.rank())
 
-    results = await on_ranks(where, 3, rank, newcomer())
-    told = PeerLostError, f"rank {victim} of group 'world:0' is gone: its process is gone"
-    assert results == [*(None if number == victim else told for number in range(3)), [0, 1, 2]]
+    results = await results_on_ranks(where, 3, rank, newcomer())
+    expected = PeerLostError, f"rank {victim} of group 'world:0' is gone: its process is gone"
+    assert results == [*(None if number == victim else expected for number in range(3)), [0, 1, 2]]
 
 
-class Late(HashStore):
-    """A store at which a newcomer that has its seat does not go on yet."""
+class PausingStore(HashStore):
+    """A store at which a newcomer pauses after it has claimed its rank."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -123,10 +123,10 @@ class Late(HashStore):
 async def test_grow_fails_if_the_group_fails_while_it_meets_newcomers(world_size: int, transport: str) -> None:
     store = HashStore()
     where = {"store": store, "options": options(transport)}
-    late = Late(store)
+    late = PausingStore(store)
 
     async def rank(pg: ProcessGroup) -> Any:
-        growing = asyncio.ensure_future(growth(pg, 1))
+        growing = asyncio.ensure_future(failed_growth(pg, 1))
         await late.seated.wait()
         if pg.rank() == pg.size() - 1:
             pg.abort("on purpose")
@@ -139,9 +139,9 @@ async def test_grow_fails_if_the_group_fails_while_it_meets_newcomers(world_size
         with pytest.raises(RendezvousError, match=why):
             await new_group(join=True, timeout=float("inf"), **{**where, "store": late})  # type: ignore[arg-type]
 
-    results = await on_ranks(where, world_size, rank, newcomer())
-    told = f"group 'world:0' was aborted by rank {world_size - 1}: on purpose"
-    assert results == [*[(GroupError, told)] * world_size, None]
+    results = await results_on_ranks(where, world_size, rank, newcomer())
+    expected = f"group 'world:0' was aborted by rank {world_size - 1}: on purpose"
+    assert results == [*[(GroupError, expected)] * world_size, None]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -150,7 +150,7 @@ async def test_grow_fails_if_the_group_fails_at_any_iteration_after_an_assignmen
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
-        growing = asyncio.ensure_future(growth(pg, 1))
+        growing = asyncio.ensure_future(failed_growth(pg, 1))
         if pg.rank() == 0:
             await store.get("aiocoll/grow/assignment/1")
             for _ in range(turns):
@@ -163,11 +163,11 @@ async def test_grow_fails_if_the_group_fails_at_any_iteration_after_an_assignmen
         with pytest.raises(RendezvousError, match=why):
             await new_group(store=store, join=True, timeout=float("inf"))
 
-    await on_ranks({"store": store}, world_size, rank, newcomer())
+    await results_on_ranks({"store": store}, world_size, rank, newcomer())
 
 
-class Far(HashStore):
-    """A store whose answer to an assignment is on its way."""
+class UnansweringStore(HashStore):
+    """A store that never returns the reply to the first stored assignment."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Far(HashStore):
 
 async def test_newcomer_with_a_stored_assignment_learns_of_the_cancellation() -> None:
     store = HashStore()
-    far = Far(store)
+    far = UnansweringStore(store)
     newcomers = [asyncio.ensure_future(await_assignment(store, 30)) for _ in range(2)]
     await asyncio.sleep(0)
     inviting = asyncio.ensure_future(invite(far, Invitation(2, 2, 1, "large"), 30))
@@ -195,31 +195,31 @@ async def test_newcomer_with_a_stored_assignment_learns_of_the_cancellation() ->
     inviting.cancel()
     await asyncio.wait([inviting])
     assert inviting.cancelled()
-    told = await store.get(f"{(await newcomers[0]).prefix}/aiocoll/1/job")
-    assert told == b"off:the group that the newcomers joined does not grow: its rank 0 was lost or cancelled"
-    # The other one waits for another group.
+    expected = await store.get(f"{(await newcomers[0]).prefix}/aiocoll/1/job")
+    assert expected == b"off:the group that the newcomers joined does not grow: its rank 0 was lost or cancelled"
+    # The second newcomer waits for another group.
     assert await invite(store, Invitation(1, 1, 1, "larger"), 30) == Assignment("aiocoll/grown/2", 0, 2, "larger")
     assert await newcomers[1] == Assignment("aiocoll/grown/2", 1, 2, "larger")
 
 
 async def test_grow_fails_if_the_group_fails_during_the_assignments() -> None:
-    """Rank 0 has found the newcomer, but cannot tell the others any more where all meet."""
+    """Abort the group as soon as the newcomer has its assignment."""
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
         seat = asyncio.ensure_future(await_assignment(store, 30))
         seat.add_done_callback(lambda _: pg.abort("on purpose"))
-        failure = await growth(pg, 1)
+        failure = await failed_growth(pg, 1)
         assert (await store.get(f"{(await seat).prefix}/aiocoll/1/job")).startswith(b"off:")
         return failure
 
-    assert await on_ranks({"store": store}, 1, rank) == [
+    assert await results_on_ranks({"store": store}, 1, rank) == [
         (GroupError, "group 'world:0' was aborted by rank 0: on purpose")
     ]
 
 
 async def test_grow_fails_on_the_death_of_the_store_host() -> None:
-    """The process that has died hosted the store: rank 0 misses that before it hears whose it was."""
+    """Close the store before rank 0 receives the cause, which is the end of the host process."""
     server = StoreServer(key=None)
     host, port = server.start()
     stores = [TCPStore(host, port) for _ in range(2)]
@@ -227,7 +227,7 @@ async def test_grow_fails_on_the_death_of_the_store_host() -> None:
 
     async def rank(number: int) -> Any:
         async with new_group(store=stores[number], rank=number, world_size=2, options=options("unix")) as pg:
-            growing = asyncio.ensure_future(growth(pg, 1))
+            growing = asyncio.ensure_future(failed_growth(pg, 1))
             if number == 0:
                 await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
                 began.set()
@@ -250,12 +250,12 @@ async def test_grow_fails_on_the_death_of_the_store_host() -> None:
 
 async def test_grow_ends_when_the_group_is_closed() -> None:
     async def rank(pg: ProcessGroup) -> Any:
-        growing = asyncio.ensure_future(growth(pg, 1))
+        growing = asyncio.ensure_future(failed_growth(pg, 1))
         await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
         await pg.shutdown()
         return (await growing)[0]
 
-    assert await on_ranks({"store": HashStore()}, 1, rank) == [GroupClosedError]
+    assert await results_on_ranks({"store": HashStore()}, 1, rank) == [GroupClosedError]
 
 
 async def test_cancelled_grow_leaves_the_group_usable() -> None:
@@ -267,7 +267,7 @@ async def test_cancelled_grow_leaves_the_group_usable() -> None:
             await growing
         return await pg.allreduce(1)
 
-    assert await on_ranks({"store": HashStore()}, 1, rank) == [1]
+    assert await results_on_ranks({"store": HashStore()}, 1, rank) == [1]
 
 
 async def test_merge_fails_with_its_group() -> None:
@@ -281,7 +281,7 @@ async def test_merge_fails_with_its_group() -> None:
         with pytest.raises(GroupError, match="was aborted by rank 1: on purpose"):
             await merging
 
-    await on_ranks({"store": store}, 2, rank)
+    await results_on_ranks({"store": store}, 2, rank)
 
 
 async def test_lost_store_is_reported_without_a_death() -> None:
@@ -294,7 +294,7 @@ async def test_lost_store_is_reported_without_a_death() -> None:
                 await pg.grow(1)
             assert await pg.allreduce(1) == 1
 
-        await on_ranks({"store": store}, 1, rank)
+        await results_on_ranks({"store": store}, 1, rank)
 
 
 @pytest.mark.parametrize("transport", LINKS)
@@ -311,13 +311,13 @@ async def test_grow_takes_all_present_newcomers(world_size: int, transport: str)
         async with new_group(join=True, **where) as pg:  # type: ignore[arg-type]
             return await pg.allgather_object(pg.rank())
 
-    results = await on_ranks(where, world_size, rank, newcomer(), newcomer())
+    results = await results_on_ranks(where, world_size, rank, newcomer(), newcomer())
     assert results == [[*range(world_size + 2)]] * (world_size + 2)
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 async def test_grow_takes_all_newcomers_present_at_an_external_store(kind: str, tmp_path: Path) -> None:
-    """Their answers to the last call take a while."""
+    """Use stores that reply with some delay."""
     async with AsyncExitStack() as stack:
         if kind == "tcp":
             server = await stack.enter_async_context(TCPStore("127.0.0.1", 0, is_master=True))
@@ -341,22 +341,22 @@ async def test_grow_takes_all_newcomers_present_at_an_external_store(kind: str, 
 
 
 async def test_newcomers_learn_of_a_timed_out_meeting() -> None:
-    """One of two newcomers never comes to where it was assigned a rank."""
+    """Let one of two newcomers never reach the meeting at which it was assigned a rank."""
     store = HashStore()
-    late = Late(store)
+    late = PausingStore(store)
 
     async def rank(pg: ProcessGroup) -> Any:
         with pytest.raises(RendezvousError):
             await pg.grow(2, timeout=1)
-        told.cancel()
+        absent.cancel()
         return await pg.allreduce(1)
 
     async def newcomer() -> None:
         with pytest.raises(RendezvousError, match=r"group that was to meet them does not: rank \d waited 1 s for"):
             await new_group(store=store, join=True, timeout=float("inf"))
 
-    told = asyncio.ensure_future(new_group(store=late, join=True, timeout=float("inf"))._make())
-    assert await on_ranks({"store": store}, 2, rank, newcomer()) == [2, 2, None]
+    absent = asyncio.ensure_future(new_group(store=late, join=True, timeout=float("inf"))._make())
+    assert await results_on_ranks({"store": store}, 2, rank, newcomer()) == [2, 2, None]
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ async def test_invalid_number_of_newcomers_is_refused(
         with pytest.raises(error, match=message):
             await pg.grow(n, at_least=at_least)
 
-    await on_ranks({"store": HashStore()}, 1, rank)
+    await results_on_ranks({"store": HashStore()}, 1, rank)
 
 
 async def test_different_numbers_of_newcomers_are_a_mismatch() -> None:
@@ -383,4 +383,4 @@ async def test_different_numbers_of_newcomers_are_a_mismatch() -> None:
         with pytest.raises(ValueError, match=r"called grow\(\) with at_least=\[1, 2\]: pass the same at_least"):
             await pg.grow(2, at_least=pg.rank() + 1)
 
-    await on_ranks({"store": HashStore()}, 2, rank)
+    await results_on_ranks({"store": HashStore()}, 2, rank)

@@ -1,4 +1,4 @@
-"""Collectives on equal parts of one plain array, whose plans are found by their arrays: as right as all others."""
+"""Collectives on equal parts of one array: results of repeated calls, whose plans are cached."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from aiocoll.work import Work
 from ..internals import spied
 from ..ranks import over
 
-#: Shapes of a part, whose first axis is that of the ranks in the whole.
+#: Shapes of a part. The first axis of the whole array is longer by the number of ranks.
 SHAPES = [(1,), (3,), (1000,), (2, 5)]
-DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, and may be two types
-#: Starts a call with two arrays, the whole one first.
+DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, but may be different types
+#: A function that starts a call on two arrays. The first one has the parts of all ranks.
 Call = Callable[..., Work[Any]]
 
 
@@ -36,8 +36,8 @@ def alltoall(pg: ProcessGroup, whole: Any, other: Any, **options: Any) -> Work[A
 CALLS = [allgather, reduce_scatter, alltoall]
 
 
-def viewing(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that gets an entry for each array that a call looks at as if it were like none before."""
+def record_views(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets an entry for each array that calls examine without a cached plan."""
     viewed: list[Any] = []
     spy = lambda *args, **_: viewed.append(args)  # noqa: E731
     spied(patch, collective_view=spy, whole_view=spy)
@@ -45,7 +45,7 @@ def viewing(patch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def arrays(call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int) -> tuple[Any, Any]:
-    """Return what this rank gives, and gets something in, the whole one first; part p of rank r is first + p + 10 r."""
+    """Return the arrays of this rank's call, the whole one first; part p of rank r has the value first + p + 10 r."""
     size, rank = pg.size(), pg.rank()
     whole = np.zeros((size * shape[0], *shape[1:]), dtype)
     if call is allgather:
@@ -92,7 +92,7 @@ async def test_arrays_without_axes_are_divided(pg: ProcessGroup) -> None:
 @over("memory")
 async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0))
-    viewed = viewing(monkeypatch)
+    viewed = record_views(monkeypatch)
     whole, other = arrays(call, pg, (4,), "f4", 1)
     await call(pg, whole, other)
     check(call, pg, whole, other, 1)
@@ -121,8 +121,8 @@ async def test_keyed_coalesced_and_empty_calls_are_right(call: Call, pg: Process
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
-    """Strided, read-only or of another byte order, of the same shape and dtype as in a call before."""
+async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
+    """Use strided and read-only arrays with the shape and dtype of an earlier call."""
     whole, other = arrays(call, pg, (4,), "i4", 0)
     await call(pg, whole, other)
     whole, other = arrays(call, pg, (4,), "i4", 1)

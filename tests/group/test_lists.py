@@ -1,4 +1,4 @@
-"""Collectives on a list of a plain array per rank, whose plans are found by their arrays: as right as all others."""
+"""Collectives on lists with one array per rank: results of repeated calls, whose plans are cached."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.work import Work
 
 from ..ranks import over
-from .test_in_parts import DTYPES, SHAPES, viewing
+from .test_in_parts import DTYPES, SHAPES, record_views
 
-#: What a rank gives to each rank, or to all; and what it gets from each, or from all.
+#: The arrays that a rank sends and receives. Each is one array, or a list with one array per rank.
 Arrays = tuple[Any, Any]
-#: Starts a call with such arrays, at a root if it has one.
+#: A function that starts a call on such arrays, with a root where the call has one.
 Call = Callable[..., Work[Any]]
 
 
 def value(first: int, src: int, dst: int) -> int:
-    """Return what all elements are that one rank gives to another."""
+    """Return the value of all elements that one rank sends to another."""
     return first + 10 * src + dst
 
 
@@ -51,9 +51,9 @@ CALLS = [allgather, gather, scatter, reduce_scatter, alltoall]
 def arrays(
     call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int, root: int, grow: int
 ) -> Arrays:
-    """Return what this rank gives and gets; what goes from rank r to rank s is longer by `grow` (r + s) rows.
+    """Return the sent and the received arrays; those from rank r to rank s have `grow` (r + s) more rows.
 
-    In an allgather and a gather s counts as 0, in a scatter and a reduce_scatter r.
+    In an allgather and a gather, s counts as 0; in a scatter and a reduce_scatter, r counts as 0.
     """
     size, rank = pg.size(), pg.rank()
     all_give, all_get = call in (scatter, reduce_scatter), call in (allgather, gather)
@@ -97,7 +97,7 @@ async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGrou
                 given, got = arrays(call, pg, shape, dtype, first, root, 0)
                 result = await call(pg, given, got, root)
                 check(call, pg, got, first, root)
-                # It is the caller's own arrays that are returned.
+                # The call returns the caller's own arrays.
                 same = [result], [got]
                 if isinstance(got, list):
                     same = result, got
@@ -121,7 +121,7 @@ async def test_ranks_may_have_longer_arrays(call: Call, pg: ProcessGroup) -> Non
 @over("memory")
 async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0, 0, 0), 0)
-    viewed = viewing(monkeypatch)
+    viewed = record_views(monkeypatch)
     given, got = arrays(call, pg, (4,), "f4", 1, 0, 0)
     await call(pg, given, got, 0)
     check(call, pg, got, 1, 0)
@@ -153,7 +153,7 @@ async def test_keyed_coalesced_tuple_and_empty_calls_are_right(call: Call, pg: P
         check(call, pg, got, first, 1)
         assert isinstance(result, list) == isinstance(got, list)
         await call(pg, *arrays(call, pg, (0,), "f4", first, 1, 0), 1)
-        given, got = arrays(call, pg, (0,), "f4", first, 1, 1)  # rank 0 has none
+        given, got = arrays(call, pg, (0,), "f4", first, 1, 1)  # rank 0 has no elements
         await call(pg, given, got, 1)
         check(call, pg, got, first, 1)
 
@@ -161,15 +161,15 @@ async def test_keyed_coalesced_tuple_and_empty_calls_are_right(call: Call, pg: P
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
-    """Strided, or read-only, of the same shape and dtype as in a call before."""
+async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
+    """Use strided and read-only arrays with the shape and dtype of an earlier call."""
 
     def strided(array: Any) -> Any:
         other = np.zeros((*array.shape, 2), array.dtype)[..., 0]
         other[:] = array
         return other
 
-    def each(change: Callable[[Any], Any], given: Any) -> Any:
+    def changed_arrays(change: Callable[[Any], Any], given: Any) -> Any:
         if given is None:
             return None
         return [change(array) for array in given] if isinstance(given, list) else change(given)
@@ -180,11 +180,11 @@ async def test_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessG
 
     for first, change in enumerate((lambda array: array, strided, lambda array: array)):
         given, got = arrays(call, pg, (4,), "i4", first, 0, 0)
-        given, got = each(change, given), each(change, got)
+        given, got = changed_arrays(change, given), changed_arrays(change, got)
         await call(pg, given, got, 0)
         check(call, pg, got, first, 0)
     given, got = arrays(call, pg, (4,), "i4", 3, 0, 0)
-    await call(pg, each(frozen, given), got, 0)
+    await call(pg, changed_arrays(frozen, given), got, 0)
     check(call, pg, got, 3, 0)
 
 
@@ -199,35 +199,35 @@ async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessG
         await call(pg, *arrays(call, pg, (4,), "f4", 0, root, 0), root)
 
     def own(arrays: Any) -> Any:
-        """Return the array that this rank gives itself, or gets from itself."""
+        """Return this rank's own array."""
         return arrays[rank] if isinstance(arrays, list) else arrays
 
-    def instead(arrays: Any, place: int, array: Any) -> Any:
+    def with_replaced(arrays: Any, place: int, array: Any) -> Any:
         if not isinstance(arrays, list):
             return array
         return [array if each == place else arrays[each] for each in range(size)]
 
     with pytest.raises(ValueError, match="elements"):
-        call(pg, given, instead(got, rank, np.zeros(3, "f4")), rank)
+        call(pg, given, with_replaced(got, rank, np.zeros(3, "f4")), rank)
     with pytest.raises(TypeError, match="dtype"):
-        call(pg, instead(given, rank, own(given).astype("f8")), got, rank)
+        call(pg, with_replaced(given, rank, own(given).astype("f8")), got, rank)
     with pytest.raises((TypeError, ValueError)):
         call(pg, given, "text", rank)
     blocks = got if isinstance(got, list) else given
     for wrong in ([], blocks[1:], [*blocks, blocks[0]], np.zeros(5, "f4"), dict(enumerate(blocks))):
         with pytest.raises((TypeError, ValueError)):
             call(pg, *((given, wrong) if isinstance(got, list) else (wrong, got)), rank)
-    # What another rank gives, or is given, is that of this rank.
+    # This rank's array also takes the place of another rank's array.
     if isinstance(got, list):
-        across = given, instead(got, other, own(given))
+        across = given, with_replaced(got, other, own(given))
     else:
-        across = instead(given, other, own(got)), got
+        across = with_replaced(given, other, own(got)), got
     if call is not reduce_scatter:
         with pytest.raises(ValueError, match=r"shares? memory"):
             call(pg, *across, rank)
     if isinstance(got, list):
         with pytest.raises(ValueError, match="share memory"):
-            call(pg, given, instead(got, other, got[rank]), rank)
+            call(pg, given, with_replaced(got, other, got[rank]), rank)
     own(got).flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         call(pg, given, got, rank)
@@ -248,7 +248,7 @@ async def test_list_is_given_by_the_root_only(call: Call, pg: ProcessGroup) -> N
         with pytest.raises(ValueError, match="root"):
             call(pg, *((mine, None) if call is gather else (None, mine)), 2)
         given, got = arrays(call, pg, (4,), "f4", 5, 1, 0)
-        # An empty list is as none.
+        # An empty list counts as None.
         await call(pg, [] if given is None else given, [] if got is None else got, 1)
         check(call, pg, got, 5, 1)
         result = await pg.gather(None, np.full(4, pg.rank(), "f4"), 0)

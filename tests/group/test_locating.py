@@ -1,4 +1,4 @@
-"""MINLOC and MAXLOC: the value that wins, and the index that it has."""
+"""MINLOC and MAXLOC: the winning value and its index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOAT_INT = np.dtype([("value", "f8"), ("index", "i8")])
 
 
 def layout(value: str, index: str, number: int) -> np.dtype[Any]:
-    """Return a dtype of pairs: packed, aligned, with the fields apart, or with the index first in memory."""
+    """Return a dtype of pairs: packed, aligned, with a gap between the fields, or with the index first in memory."""
     v, i = numpy_dtype(value), np.dtype(index)
     wide = max(v.itemsize, i.itemsize)
     offsets = ([0, v.itemsize], [0, wide], [3, 5 + v.itemsize], [i.itemsize, 0])[number % 4]
@@ -29,7 +29,7 @@ def layout(value: str, index: str, number: int) -> np.dtype[Any]:
 
 
 def data(dtype: np.dtype[Any], count: int, rank: int) -> Any:
-    """Return pairs with few different values, so that many are equal; some NaN where there are such."""
+    """Return pairs with few different values, so that many are equal, and with NaNs if the dtype has them."""
     at = np.arange(count)
     x = np.zeros(count, dtype)
     values = (at * 5 + rank * 3 + at // 7 * rank) % 4 - 2.0
@@ -46,8 +46,8 @@ def data(dtype: np.dtype[Any], count: int, rank: int) -> Any:
     return x
 
 
-def located(op: ReduceOp, inputs: list[Any]) -> Any:
-    """Select pair by pair, as the contract words it."""
+def located_pairs(op: ReduceOp, inputs: list[Any]) -> Any:
+    """Select the pairs one by one, following the definition in the documentation."""
     result = inputs[0].copy()
     for place in range(len(result)):
         best = None
@@ -61,8 +61,8 @@ def located(op: ReduceOp, inputs: list[Any]) -> Any:
     return result
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether values and indices are equal."""
+def is_equal(a: Any, b: Any) -> bool:
+    """Return whether values and indices are equal."""
     left, right = (each["value"].astype(np.float64) for each in (a, b))
     return np.array_equal(left, right, equal_nan=True) and np.array_equal(a["index"], b["index"])
 
@@ -70,33 +70,33 @@ def same(a: Any, b: Any) -> bool:
 async def check(pg: ProcessGroup, dtype: np.dtype[Any], count: int, op: ReduceOp) -> None:
     rank, size, world = pg.rank(), pg.size(), range(pg.size())
     inputs = [data(dtype, count * size, each) for each in world]
-    whole = located(op, inputs)
+    whole = located_pairs(op, inputs)
     part = slice(rank * count, (rank + 1) * count)
 
-    def mine() -> Any:
+    def own_input() -> Any:
         return inputs[rank].copy()
 
-    x = mine()
+    x = own_input()
     assert await pg.allreduce(x, op) is x
-    assert same(x, whole)
+    assert is_equal(x, whole)
     bits = await pg.allgather_object((x["value"].tobytes(), x["index"].tobytes()))
     assert all(each == bits[0] for each in bits)
     root = count % size
-    x = await pg.reduce(mine(), root, op)
-    assert same(x, whole if rank == root else inputs[rank])
-    assert same(await pg.scan(mine(), op), located(op, inputs[: rank + 1]))
-    assert same(await pg.exscan(mine(), op), located(op, inputs[:rank]) if rank else inputs[0])
-    assert same(await pg.reduce_scatter_tensor(np.zeros(count, dtype), mine(), op), whole[part])
-    blocks = [mine()[each * count : (each + 1) * count] for each in world]
-    assert same(await pg.reduce_scatter(np.zeros(count, dtype), blocks, op), whole[part])
-    several = [mine() for _ in range(3)]
+    x = await pg.reduce(own_input(), root, op)
+    assert is_equal(x, whole if rank == root else inputs[rank])
+    assert is_equal(await pg.scan(own_input(), op), located_pairs(op, inputs[: rank + 1]))
+    assert is_equal(await pg.exscan(own_input(), op), located_pairs(op, inputs[:rank]) if rank else inputs[0])
+    assert is_equal(await pg.reduce_scatter_tensor(np.zeros(count, dtype), own_input(), op), whole[part])
+    blocks = [own_input()[each * count : (each + 1) * count] for each in world]
+    assert is_equal(await pg.reduce_scatter(np.zeros(count, dtype), blocks, op), whole[part])
+    several = [own_input() for _ in range(3)]
     out = np.zeros(count, dtype)
     async with pg.coalescing():
         for each in several:
             pg.allreduce(each, op)
-        pg.reduce_scatter_tensor(out, mine(), op)
-    assert all(same(each, whole) for each in several)
-    assert same(out, whole[part])
+        pg.reduce_scatter_tensor(out, own_input(), op)
+    assert all(is_equal(each, whole) for each in several)
+    assert is_equal(out, whole[part])
 
 
 @over(*LINKS)
@@ -119,12 +119,12 @@ async def test_minloc_and_maxloc_support_every_value_and_index_dtype(pg: Process
 @over(*LINKS)
 @pytest.mark.ranks(2, 3, 4)
 async def test_minloc_and_maxloc_of_large_arrays_are_right(pg: ProcessGroup) -> None:
-    """In pieces, on rings and trees; the winner of each place is known."""
+    """Use arrays that rings and trees split, with a known winner at each place."""
     size, rank = pg.size(), pg.rank()
     for dtype in (FLOAT_INT, layout("float64", "int32", 0)):
         at = np.arange(200_001)
         x = np.zeros(len(at), dtype)
-        # The rank that is last in a rotation has the largest value, the one after it the smallest; ranks 0 and 1 tie.
+        # At each place, the values of the ranks are a rotation of 0 to size - 1, so that each rank wins at some places.
         x["value"], x["index"] = (at + rank) % size, rank * 10 + at % 10
         largest = (size - 1 - at) % size
         y = await pg.allreduce(x.copy(), ReduceOp.MAXLOC)
@@ -148,7 +148,7 @@ async def test_nan_wins_with_its_lowest_index(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 async def test_equal_pairs_give_the_bits_of_the_lowest_rank(pg: ProcessGroup) -> None:
-    """Of equal pairs it is that of the lowest rank, on all ranks: zeros of both signs, NaNs of different bits."""
+    """Reduce zeros of both signs, and NaNs with different bits."""
     for count in (1, 3, 50_000):
         x = np.zeros(count, FLOAT_INT)
         x["value"] = -0.0 if pg.rank() % 2 else 0.0

@@ -1,4 +1,4 @@
-"""The same bits on every rank, those of NaNs included."""
+"""NaNs in reductions: the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from ..ranks import over
 Call = Callable[[ProcessGroup, list[np.ndarray], Any], Awaitable[list[np.ndarray]]]
 
 
-async def plain(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
+async def reduced_separately(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
     return [await work for work in [pg.allreduce(x, op) for x in arrays]]
 
 
-async def keyed(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
+async def reduced_with_keys(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
     return [await work for work in [pg.allreduce(x, op, key=f"{len(x)}") for x in arrays]]
 
 
-async def in_a_block(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
+async def reduced_in_a_block(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
     async with pg.coalescing():
         works = [pg.allreduce(x, op) for x in arrays]
     return [work.result() for work in works]
 
 
-async def of_a_list(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
+async def reduced_as_a_list(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
     return await pg.allreduce_coalesced(arrays, op)
 
 
-@pytest.mark.parametrize("call", [plain, keyed, in_a_block, of_a_list])
+@pytest.mark.parametrize("call", [reduced_separately, reduced_with_keys, reduced_in_a_block, reduced_as_a_list])
 @pytest.mark.ranks(2, 3, 4, 7, timeout=60)
 @over("memory", "shm", "tcp")
 async def test_nans_are_equal_on_all_ranks(pg: ProcessGroup, call: Call) -> None:
     found: list[bytes] = []
     for op, dtype in cases()[:: 1 if pg.size() < 4 else 3]:
-        given = [inputs(dtype, count, pg.size()) for count in (COUNTS if call is plain else COUNTS[:4])]
+        given = [inputs(dtype, count, pg.size()) for count in (COUNTS if call is reduced_separately else COUNTS[:4])]
         results = await call(pg, [arrays[pg.rank()].copy() for arrays in given], reduce_op(op))
         for arrays, result in zip(given, results, strict=True):
             assert is_right(op, arrays, result), (op, dtype, len(result))
@@ -69,7 +69,7 @@ async def test_nan_scalars_are_equal_on_all_ranks(pg: ProcessGroup) -> None:
 
 @each(("op", "dtype"), cases())
 def test_fold_does_not_depend_on_which_input_is_the_output(op: str, dtype: str) -> None:
-    """A rank reduces into its own array, whose place among the inputs is its rank."""
+    """Fold into each input in turn, because a rank reduces into its own array, whose place is its rank."""
     for size in (2, 3, 4):
         for count in COUNTS[:6]:
             found = set()
@@ -87,7 +87,7 @@ def test_fold_does_not_depend_on_which_input_is_the_output(op: str, dtype: str) 
 @pytest.mark.ranks(3, 4)
 @over("memory", "shm")
 async def test_elements_are_reduced_on_one_rank_if_nans_differ(pg: ProcessGroup) -> None:
-    """The arithmetic of each rank is replaced by one that makes NaNs of its own."""
+    """Mark the ranks as ranks whose arithmetic produces different NaNs."""
     comm = comm_of(pg)
     assert comm.makes_same_nans
     comm.makes_same_nans = False
@@ -95,14 +95,14 @@ async def test_elements_are_reduced_on_one_rank_if_nans_differ(pg: ProcessGroup)
     found = []
     for op, dtype in cases():
         arrays = [inputs(dtype, count, pg.size())[pg.rank()].copy() for count in (1, 3, 131)]
-        found += [x.tobytes() for x in await plain(pg, arrays, reduce_op(op))]
+        found += [x.tobytes() for x in await reduced_separately(pg, arrays, reduce_op(op))]
     assert await pg.allgather_object(found) == [found] * pg.size()
     algorithms = {row.algorithm for row in pg.stats().operations if row.op == "ALLREDUCE"}
     assert not algorithms & {"exchange", "oneround", "bruck", "oneshot", "central"}, algorithms
     assert await pg.allreduce(np.ones(3, int)) is not None  # integers are reduced everywhere
 
 
-def test_nan_fingerprint_is_of_the_loops_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_fingerprint_depends_on_the_loops_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nan_fingerprint() == nan_fingerprint.__wrapped__()
     assert 0 < nan_fingerprint() < 2**56
     assert builtin_kernel("SUM", by_name("float64"), 2, None).nan_varies

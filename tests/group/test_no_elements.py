@@ -1,4 +1,4 @@
-"""Arrays without elements, and without dimensions, in every call: with a dimension of zero on all ranks or on some."""
+"""Arrays without elements or without dimensions in every call: on all ranks, or on some."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..ranks import LINKS, over
 
 SIZES = (1, 2, 3, 4, 7)
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (3, 0), (0, 4), (2, 0, 3), ())
-#: One of each way of reducing: in any order, in float32, with a step before or after, in rank order, on bits.
+#: One op for each way of reduction: in any order, in float32, with a step before or after, in rank order, on bits.
 OPS: tuple[tuple[str, ReduceOp], ...] = (
     ("float32", ReduceOp.SUM),
     ("float16", ReduceOp.SUM),
@@ -27,11 +27,11 @@ OPS: tuple[tuple[str, ReduceOp], ...] = (
 
 
 def result_of(dtype: str, op: ReduceOp, size: int) -> Any:
-    """Return what becomes of one 1 per rank."""
+    """Return the result of reducing a 1 of each rank."""
     return {"SUM": size, "add": size, "AVG": 1, "PREMUL_SUM": 2 * size, "BXOR": size % 2 == 1}[op.name]
 
 
-async def reductions(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
+async def check_reductions(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
     rank, size = pg.rank(), pg.size()
     for dtype, op in OPS:
 
@@ -56,36 +56,36 @@ async def reductions(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
         assert np.array_equal(output, right)
 
 
-async def movements(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
+async def check_movements(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
     rank, size = pg.rank(), pg.size()
-    there = rank == size - 1
+    is_root = rank == size - 1
 
-    def mine() -> Any:
+    def own_array() -> Any:
         return np.full(shape, rank, np.int32)
 
-    def room() -> list[Any]:
+    def blank_arrays() -> list[Any]:
         return [np.full(shape, -1, np.int32) for _ in range(size)]
 
-    def holds(arrays: Any) -> bool:
+    def is_right(arrays: Any) -> bool:
         return all(each.shape == shape and (each == by).all() for by, each in enumerate(arrays))
 
-    assert (await pg.broadcast(mine(), size - 1) == size - 1).all()
-    assert holds(await pg.allgather(room(), mine()))
-    assert holds(await pg.allgather(None, mine()))
+    assert (await pg.broadcast(own_array(), size - 1) == size - 1).all()
+    assert is_right(await pg.allgather(blank_arrays(), own_array()))
+    assert is_right(await pg.allgather(None, own_array()))
     whole = np.full((size, *shape), -1, np.int32)
-    assert await pg.allgather_into_tensor(whole, mine()) is whole
-    assert holds(whole)
-    gathered = await pg.gather(room() if there else None, mine(), size - 1)
-    assert holds(gathered) if there else gathered is None
+    assert await pg.allgather_into_tensor(whole, own_array()) is whole
+    assert is_right(whole)
+    gathered = await pg.gather(blank_arrays() if is_root else None, own_array(), size - 1)
+    assert is_right(gathered) if is_root else gathered is None
     inputs = [np.full(shape, to, np.int32) for to in range(size)]
-    assert (await pg.scatter(room()[0], inputs if there else None, size - 1) == rank).all()
-    assert holds(await pg.alltoall(room(), [mine() for _ in range(size)]))
+    assert (await pg.scatter(blank_arrays()[0], inputs if is_root else None, size - 1) == rank).all()
+    assert is_right(await pg.alltoall(blank_arrays(), [own_array() for _ in range(size)]))
     into = np.full((size, *shape), -1, np.int32)
     assert await pg.alltoall_base(into, np.full((size, *shape), rank, np.int32)) is into
-    assert holds(into)
+    assert is_right(into)
 
 
-async def messages(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
+async def check_messages(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
     rank, size = pg.rank(), pg.size()
     after, before = (rank + 1) % size, (rank - 1) % size
     sent = np.full(shape, rank, np.float32)
@@ -114,34 +114,34 @@ async def messages(pg: ProcessGroup, shape: tuple[int, ...]) -> None:
     assert (got == before).all()
 
 
-async def every_call(pg: ProcessGroup, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> None:
+async def check_every_call(pg: ProcessGroup, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> None:
     for shape in shapes:
-        await reductions(pg, shape)
-        await movements(pg, shape)
-        await messages(pg, shape)
+        await check_reductions(pg, shape)
+        await check_movements(pg, shape)
+        await check_messages(pg, shape)
     assert not pg.pending()
 
 
 @pytest.mark.ranks(*SIZES)
 async def test_empty_arrays_work_in_every_call(pg: ProcessGroup) -> None:
-    await every_call(pg)
+    await check_every_call(pg)
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS[1:])
 async def test_empty_arrays_work_over_every_transport(pg: ProcessGroup) -> None:
-    await every_call(pg)
+    await check_every_call(pg)
 
 
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
 @over(*LINKS)
 async def test_empty_arrays_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
-    await every_call(pg)
+    await check_every_call(pg)
 
 
 def test_empty_arrays_work_with_delayed_frames() -> None:
-    run_virtual(4, every_call, ((3, 0), ()), latency=(0.0001, 0.01))
+    run_virtual(4, check_every_call, ((3, 0), ()), latency=(0.0001, 0.01))
 
 
 @pytest.mark.ranks(*SIZES)
@@ -149,19 +149,19 @@ async def test_elements_on_one_rank_only_are_moved(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     for holder in range(size):
         counts = [4 * (each == holder) for each in range(size)]
-        mine = np.full(counts[rank], 7)
+        own_array = np.full(counts[rank], 7)
         parts = [np.full(count, 7) for count in counts]
         for root in {0, size - 1}:
-            there = rank == root
-            gathered = await pg.gather([np.zeros(count, int) for count in counts] if there else None, mine, root)
+            is_root = rank == root
+            gathered = await pg.gather([np.zeros(count, int) for count in counts] if is_root else None, own_array, root)
             assert gathered is None or all(map(np.array_equal, gathered, parts))
-            got = await pg.scatter(np.zeros(counts[rank], int), parts if there else None, root)
-            assert np.array_equal(got, mine)
-        gathered = await pg.allgather([np.zeros(count, int) for count in counts], mine)
+            got = await pg.scatter(np.zeros(counts[rank], int), parts if is_root else None, root)
+            assert np.array_equal(got, own_array)
+        gathered = await pg.allgather([np.zeros(count, int) for count in counts], own_array)
         assert all(map(np.array_equal, gathered, parts))
         got = await pg.reduce_scatter(np.zeros(counts[rank], int), parts)
-        assert np.array_equal(got, mine * size)
-        # Rank `holder` sends to the next rank, and nobody else to anybody.
+        assert np.array_equal(got, own_array * size)
+        # Only rank `holder` sends, and only to the next rank.
         target = (holder + 1) % size
         sends = [4 * (rank == holder and to == target) for to in range(size)]
         comes = [4 * (rank == target and by == holder) for by in range(size)]
@@ -186,7 +186,7 @@ async def test_array_without_rows_cannot_be_divided(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(1, 2, 3)
 @over(*LINKS)
 async def test_empty_tensor_calls_follow_empty_list_calls(pg: ProcessGroup) -> None:
-    """In a group of one rank, both forms have arrays of the same shapes, and so one cached plan."""
+    """Include a group of one rank, where both forms have arrays of equal shapes, and so one cached plan."""
     size, empty = pg.size(), np.empty(0)
     for _ in range(2):
         await pg.reduce_scatter(empty.copy(), [empty] * size)

@@ -1,4 +1,4 @@
-"""Arguments that are numbers of NumPy, as they come out of arrays: neighbours, block numbers, measured seconds."""
+"""NumPy numbers as arguments: ranks, tags, sizes, timeouts and options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiocoll.store import HashStore
 from ..each import each
 from ..ranks import over
 
-#: An integer as NumPy has it.
+#: Conversions of an int to NumPy types.
 KINDS: list[Callable[[int], Any]] = [np.int64, np.uint8, np.int32, np.array, lambda number: np.array(number, np.int16)]
 
 
@@ -56,7 +56,7 @@ async def test_messages_accept_numpy_ranks_and_tags(pg: ProcessGroup, kind: Call
         assert (source, found) == ((rank - 1) % size, (rank - 1) % size)
         break
     await sent
-    json.dumps(pg.recorder.dump())  # it has plain numbers only
+    json.dumps(pg.recorder.dump())  # fails if the dump has NumPy numbers
     assert await pg.allreduce(1) == size
 
 

@@ -1,4 +1,4 @@
-"""Object collectives, for every root."""
+"""Object collectives with every root."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..internals import Limits
 from ..ranks import TRANSPORTS, over, run_ranks
 
 
-def thing(rank: int, other: int = 0) -> dict[str, Any]:
-    """Larger for higher ranks: some travel in one piece, some wait for a grant."""
+def sized_object(rank: int, other: int = 0) -> dict[str, Any]:
+    """Return an object that is larger for higher ranks: some travel in one frame, some wait for a grant."""
     return {"rank": rank, "other": other, "nested": [(rank, {1, 2}), None], "bytes": b"x" * 150_000 * rank}
 
 
@@ -23,14 +23,14 @@ def thing(rank: int, other: int = 0) -> dict[str, Any]:
 async def test_object_collectives_work_for_every_root(pg: ProcessGroup) -> None:
     rank, world = pg.rank(), range(pg.size())
     for root in world:
-        assert await pg.broadcast_object(thing(rank), root) == thing(root)
-        gathered = await pg.gather_object(thing(rank), root)
-        assert gathered == ([thing(each) for each in world] if rank == root else None)
-        objs = [thing(rank, each) for each in world] if rank == root else None
-        assert await pg.scatter_object(objs, root) == thing(root, rank)
-    assert await pg.allgather_object(thing(rank)) == [thing(each) for each in world]
-    exchanged = await pg.alltoall_object([thing(rank, each) for each in world])
-    assert exchanged == [thing(each, rank) for each in world]
+        assert await pg.broadcast_object(sized_object(rank), root) == sized_object(root)
+        gathered = await pg.gather_object(sized_object(rank), root)
+        assert gathered == ([sized_object(each) for each in world] if rank == root else None)
+        objs = [sized_object(rank, each) for each in world] if rank == root else None
+        assert await pg.scatter_object(objs, root) == sized_object(root, rank)
+    assert await pg.allgather_object(sized_object(rank)) == [sized_object(each) for each in world]
+    exchanged = await pg.alltoall_object([sized_object(rank, each) for each in world])
+    assert exchanged == [sized_object(each, rank) for each in world]
 
 
 @pytest.mark.ranks(3)
@@ -66,7 +66,7 @@ async def test_keyed_objects_match_in_any_order(pg: ProcessGroup) -> None:
         (lambda pg: pg.allgather_object(1, key=5), TypeError, "key must be a str or None, not int"),
     ],
 )
-async def test_wrong_arguments_take_no_number(
+async def test_wrong_arguments_take_no_sequence_number(
     pg: ProcessGroup, call: Any, error: type[Exception], message: str
 ) -> None:
     if pg.rank() == 0:
@@ -78,7 +78,7 @@ async def test_wrong_arguments_take_no_number(
 
 
 @pytest.mark.ranks(2)
-async def test_mismatch_of_roots_is_named(pg: ProcessGroup) -> None:
+async def test_mismatch_of_roots_names_both_roots(pg: ProcessGroup) -> None:
     with pytest.raises(CollectiveMismatchError, match=r"GATHER_OBJECT.*root=0.*GATHER_OBJECT.*root=1"):
         await pg.gather_object(1, pg.rank())
 

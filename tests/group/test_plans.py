@@ -1,4 +1,4 @@
-"""Calls that are checked once and started many times."""
+"""Plans: calls that are checked once and started many times."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from ..ranks import LINKS, over
 
 
 def is_quick(plan: CallPlan[Any]) -> bool:
-    """Whether a start checks nothing again."""
+    """Return whether a start of the plan skips all checks."""
     again: Any = plan._start_call
     return again.func.__name__ == "_start_again"
 
 
-def every(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, int], None], bool]]:
-    """Return calls with arrays of their own, what checks the result of a step, and whether a start is quick."""
+def call_cases(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, int], None], bool]]:
+    """Return cases: a call, its arguments, a check of its result in a step, and whether a start skips the checks."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     total = size * (size - 1) // 2
@@ -86,7 +86,7 @@ def every(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ...], C
         )
         case(pg.send, (make(), right), lambda got, step: True)
         case(pg.recv, (make(), left), lambda got, step: (got == left + step).all())
-        # Staged, so made anew; what is in them at the start counts.
+        # Staged arrays are copied at each start, so that their values at the start count.
         case(
             pg.allreduce,
             (np.zeros((count, 2))[:, 0],),
@@ -111,29 +111,29 @@ def every(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ...], C
     return cases
 
 
-def put(args: Any, value: float) -> None:
+def fill_arrays(args: Any, value: float) -> None:
     for each in args:
         if isinstance(each, np.ndarray):
             each[...] = value
         elif isinstance(each, Send):
             each.tensor[...] = value
         elif isinstance(each, list):
-            put(each, value)
+            fill_arrays(each, value)
 
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3)
 async def test_plan_start_equals_a_new_call(pg: ProcessGroup) -> None:
-    """Some ranks have plans, others make plain calls: they meet."""
+    """Start plans on some ranks and make plain calls on others, which must match."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
-    for number, (call, args, check, quick) in enumerate(every(pg)):
+    for number, (call, args, check, quick) in enumerate(call_cases(pg)):
         plan: Any = pg.plan(call, *args)
         assert is_quick(plan) == quick, (number, call)
         assert pg.pending() == []
         tag = args[2] if len(args) > 2 else 0
         for step in range(3):
-            put(args, rank + step)
+            fill_arrays(args, rank + step)
             work = plan.start() if (rank + step + number) % 2 or step == 2 else call(*args)
             if call.__name__ == "recv":
                 await pg.send(np.full(args[0].shape, float(rank + step)), right, tag)
@@ -144,7 +144,7 @@ async def test_plan_start_equals_a_new_call(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(1, 2)
 async def test_plan_of_many_tensors_changes_none_before_the_reduction(pg: ProcessGroup) -> None:
-    """More than is packed in one turn of the loop, by far."""
+    """Use far more tensors than one loop iteration packs."""
     tensors = [np.zeros(1000) for _ in range(1000)]
     plan = pg.plan(pg.allreduce_coalesced, tensors)
     assert pg.pending() == []
@@ -178,7 +178,7 @@ async def test_plan_takes_sequence_numbers_and_keys_like_calls(pg: ProcessGroup)
     assert comm_of(pg).entered == 3
     assert (x == 4).all()
     assert (y == 4).all()
-    # A report would show the line of the start.
+    # Reports show the line that started a plan.
     started = [plan.start(), pg.plan(pg.send, x, pg.rank()).start(), pg.plan(pg.barrier).start()]
     sites = {completion_of(each).code for each in started}
     assert {code.co_filename for code in sites} == {__file__}
@@ -287,7 +287,7 @@ async def test_plan_works_in_blocks_with_compared_calls_and_dry_runs(pg: Process
     x, y = np.ones(2), np.ones(3)
     plan = pg.plan(pg.allreduce, x)
     async with pg.coalescing():
-        inside = pg.plan(pg.allreduce, y)  # nothing is recorded by that
+        inside = pg.plan(pg.allreduce, y)  # this records no call in the block
         first, second = plan.start(), inside.start()
         assert not first.done()
     assert (first.done(), second.done()) == (True, True)
@@ -336,7 +336,7 @@ async def test_plan_start_makes_no_views(pg: ProcessGroup, monkeypatch: pytest.M
 
 @pytest.mark.ranks(2)
 async def test_plan_of_a_list_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
-    """Even if packing takes longer than a callback may."""
+    """Plan the list with no time left for packing."""
     limits(packing_budget=-1)
     x, y = np.zeros(3), np.zeros(2)
     plan = pg.plan(pg.allreduce_coalesced, [x, y])

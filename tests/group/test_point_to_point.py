@@ -1,4 +1,4 @@
-"""Messages between two ranks: order, matching, sizes, and what happens to those nobody wants."""
+"""Messages between two ranks: order, matching, sizes, withdrawn receives and errors."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_batch_with_a_wrong_member_starts_nothing(pg: ProcessGroup) -> Non
     ],
     ids=["length", "dtype", "empty", "big"],
 )
-async def test_receive_of_another_kind_raises_a_named_error(
+async def test_receive_of_another_kind_raises_a_mismatch(
     pg: ProcessGroup, sent: Any, wanted: Any, message: str
 ) -> None:
     if pg.rank() == 0:
@@ -210,7 +210,7 @@ async def test_batch_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> Non
 @pytest.mark.ranks(2)
 @over("unix")
 async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
-    """Its message is on the way: half of it is here when the await is cancelled."""
+    """Cancel the await while the message is arriving."""
     if pg.rank() == 0:
         await pg.send(np.ones(4 * MIB), 1)
     else:
@@ -281,7 +281,7 @@ async def test_incoming_yields_arrays_and_objects(pg: ProcessGroup) -> None:
         assert (big == 1).all()
         assert len(big) == MIB
         assert nothing is None
-        small[0] = 5  # it belongs to the receiver
+        small[0] = 5  # the receiver owns the array
 
 
 @pytest.mark.ranks(2)
@@ -323,7 +323,7 @@ async def test_cancelled_incoming_loses_nothing(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 async def test_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
-    """As pending receives do; a step after the failure is a later call, whose error has the cause behind it."""
+    """Compare with a pending receive; a step after the failure is a later call, whose error has the cause behind it."""
     incoming = pg.incoming()
     waiting = [asyncio.ensure_future(anext(each)) for each in (incoming, pg.incoming(tag=1))]
     await until(lambda: len(comm_of(pg).matching._listeners) == 2)
@@ -353,7 +353,7 @@ async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits:
                 await pg.send_object(b"x" * size, 1)
             await pg.send_object("small", 1)
         else:
-            # The first is here, whole, when it is asked for; the second comes after.
+            # The first object has arrived completely before its receive starts; the second arrives later.
             await until(lambda: [each for each in comm_of(pg).matching._active.values() if each.complete])
             for _ in range(2):
                 with pytest.raises(SerializationError, match=r"rank 0 sent an object of .* bytes; the limit is 1000"):
@@ -386,24 +386,24 @@ async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.Monk
 async def test_incoming_requests_a_message_that_its_sender_holds_back(
     pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of the message came before the window was used up, the READY for the rest in a later turn of the loop."""
+    """Deliver a part of the message, and the READY frame for the rest in a later loop iteration."""
     if pg.rank() == 1:
         await pg.recv_object(0)
         return
     member, op = comm_of(pg), P2P | 5 << 32
     channel = member.channels[1]
-    asked: list[tuple[Any, ...]] = []
-    replaced(monkeypatch, frame_asked=lambda channel, *args: asked.append(args))
+    requests: list[tuple[Any, ...]] = []
+    replaced(monkeypatch, frame_asked=lambda channel, *args: requests.append(args))
     listening = asyncio.ensure_future(anext(aiter(pg.incoming(tag=5))))
     await asyncio.sleep(0)
     member.deliver(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))
     for _ in range(3):
         await asyncio.sleep(0)
-    assert asked == []
+    assert requests == []
     member.deliver(channel, (FrameKind.READY, EAGER, 0, member.id, op, 6, 0, 0, 4), memoryview(b""))
     for _ in range(3):
         await asyncio.sleep(0)
-    assert asked == [(FrameKind.GRANT, member.id, op)]
+    assert requests == [(FrameKind.GRANT, member.id, op)]
     member.deliver(channel, (FrameKind.DATA, 0, 0, member.id, op, 6, 2, 2, 4), memoryview(b"cd"))
     source, message = await listening
     assert (source, message.tobytes()) == (1, b"abcd")
@@ -412,7 +412,7 @@ async def test_incoming_requests_a_message_that_its_sender_holds_back(
 
 
 async def test_message_longer_than_the_header_allows_is_refused() -> None:
-    # Virtual memory alone: nothing touches it.
+    # The pages are never touched, so that the array takes no physical memory.
     huge = np.zeros(2**32, np.uint8)
 
     async def send(pg: ProcessGroup) -> None:

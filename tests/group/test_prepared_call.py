@@ -1,4 +1,4 @@
-"""The record of a call: what interceptors get, and what becomes of it."""
+"""Prepared calls: the records of calls that interceptors receive."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from aiocoll.work import Work, completion_of
 from ..internals import comm_of, dispatcher_of
 
 
-class Keeping:
-    """Keeps the calls that it takes, and starts them later."""
+class KeepingInterceptor:
+    """An interceptor that keeps the calls and starts them later."""
 
     moves_nothing = False
     records = True
@@ -36,7 +36,7 @@ class Keeping:
         return work
 
     def start(self) -> None:
-        """Start all calls as they are."""
+        """Start all calls unchanged."""
         d = dispatcher_of(self.pg)
         for call, work in self.calls:
             completion = completion_of(work)
@@ -44,9 +44,9 @@ class Keeping:
             d.enter(call.operation(d.comm, identity, completion))
 
 
-def kept(pg: ProcessGroup, *calls: Callable[[], Any]) -> Keeping:
-    """Return what has taken some calls."""
-    keeping = Keeping(pg)
+def interceptor_with(pg: ProcessGroup, *calls: Callable[[], Any]) -> KeepingInterceptor:
+    """Return an interceptor that has taken these calls."""
+    keeping = KeepingInterceptor(pg)
     with dispatcher_of(pg).scoped(keeping):
         for call in calls:
             call()
@@ -56,7 +56,7 @@ def kept(pg: ProcessGroup, *calls: Callable[[], Any]) -> Keeping:
 @pytest.mark.ranks(2)
 async def test_call_on_arrays_has_a_plan_and_arrays(pg: ProcessGroup) -> None:
     tensor = np.arange(6.0).reshape(2, 3)
-    keeping = kept(pg, lambda: pg.allreduce(tensor, timeout=7.0, key="k"))
+    keeping = interceptor_with(pg, lambda: pg.allreduce(tensor, timeout=7.0, key="k"))
     ((call, work),) = keeping.calls
     assert type(call) is PlannedCall
     assert (call.op, call.signature, call.key, call.limit) == ("ALLREDUCE", call.plan.signature, "k", 7.0)
@@ -70,7 +70,7 @@ async def test_call_on_arrays_has_a_plan_and_arrays(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 async def test_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
-    keeping = kept(pg, lambda: pg.allreduce(2.5), lambda: pg.allreduce(np.ones(4)[::2]))
+    keeping = interceptor_with(pg, lambda: pg.allreduce(2.5), lambda: pg.allreduce(np.ones(4)[::2]))
     assert all(call.unwrap is not None for call, _ in keeping.calls)
     keeping.start()
     assert await keeping.calls[0][1] == 5.0
@@ -79,7 +79,9 @@ async def test_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 async def test_objects_are_made_by_a_factory(pg: ProcessGroup) -> None:
-    keeping = kept(pg, lambda: pg.allgather_object(pg.rank()), lambda: pg.allgather(None, np.ones(pg.rank() + 1)))
+    keeping = interceptor_with(
+        pg, lambda: pg.allgather_object(pg.rank()), lambda: pg.allgather(None, np.ones(pg.rank() + 1))
+    )
     objects, unsized = (call for call, _ in keeping.calls)
     assert isinstance(objects, FactoryCall)
     assert isinstance(unsized, FactoryCall)
@@ -93,7 +95,9 @@ async def test_objects_are_made_by_a_factory(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 async def test_message_call_has_ends_and_no_signature(pg: ProcessGroup) -> None:
     other, tensor = 1 - pg.rank(), np.zeros(3)
-    keeping = kept(pg, lambda: pg.batch([Send(np.full(3, float(pg.rank())), other, 5), Recv(tensor, None, 5)]))
+    keeping = interceptor_with(
+        pg, lambda: pg.batch([Send(np.full(3, float(pg.rank())), other, 5), Recv(tensor, None, 5)])
+    )
     send, receive = (call for call, _ in keeping.calls)
     assert isinstance(send, MessageCall)
     assert isinstance(receive, MessageCall)
@@ -107,14 +111,14 @@ async def test_message_call_has_ends_and_no_signature(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(1)
 async def test_repeated_start_of_a_call_gets_its_own_list(pg: ProcessGroup) -> None:
-    """An operation may add to the list that it is given."""
+    """Check that two starts do not share the list of arrays, because an operation may append to it."""
     planned = PlannedCall(dispatcher_of(pg).plans.plan("barrier", None, ()), [], (3,), "result", 2.0, "key", list)
     again = planned.prepare_again()
     assert again.arrays == []
     assert again.arrays is not planned.arrays
     for name in ("plan", "shape", "result", "limit", "key", "unwrap"):
         assert getattr(again, name) == getattr(planned, name)
-    (message, _), *_ = kept(pg, lambda: pg.send(np.ones(1), 0)).calls
+    (message, _), *_ = interceptor_with(pg, lambda: pg.send(np.ones(1), 0)).calls
     assert message.prepare_again() is message
 
 
@@ -135,14 +139,14 @@ async def test_plan_starts_equally_from_a_record_and_from_arguments(pg: ProcessG
     assert len({(completion_of(work).shape, completion_of(work).timeout) for work in works}) == 1
 
 
-# -- calls that no program carries out, by their rows
+# -- calls without a program, by their specifications
 
 
 def sparse(pg: ProcessGroup) -> Any:
     return pytest.importorskip("scipy.sparse").coo_array(np.eye(4))
 
 
-#: Starts each call that no program carries out, apart from messages.
+#: Functions that start the calls without a program, except messages.
 COMPOSITE: dict[str, Callable[[ProcessGroup], Any]] = {
     "allreduce_sparse": lambda pg: pg.allreduce(sparse(pg)),
     "reduce_sparse": lambda pg: pg.reduce(sparse(pg), 0),
@@ -161,7 +165,7 @@ FROM_ROOT = {"broadcast_sparse", "broadcast_object", "scatter_object"}
 rows = pytest.mark.parametrize("kind", COMPOSITE)
 
 
-def test_call_of_each_row_is_tested() -> None:
+def test_specifications_of_calls_without_a_program_are_all_tested() -> None:
     others = {kind for kind, spec in SPECS.items() if spec.method in (Method.STEPS, Method.PARCELS)}
     assert others == set(COMPOSITE)
     rest = {kind for kind, spec in SPECS.items() if spec.method is Method.MESSAGES}
@@ -170,8 +174,8 @@ def test_call_of_each_row_is_tested() -> None:
 
 @rows
 @pytest.mark.ranks(2)
-async def test_signature_of_a_call_finds_its_row(pg: ProcessGroup, kind: str) -> None:
-    ((call, work),) = kept(pg, lambda: COMPOSITE[kind](pg)).calls
+async def test_signature_of_a_call_finds_its_specification(pg: ProcessGroup, kind: str) -> None:
+    ((call, work),) = interceptor_with(pg, lambda: COMPOSITE[kind](pg)).calls
     assert call.signature is not None
     assert call.signature.spec is SPECS[kind]
     completion_of(work).finish(None)
@@ -179,9 +183,9 @@ async def test_signature_of_a_call_finds_its_row(pg: ProcessGroup, kind: str) ->
 
 @rows
 @pytest.mark.ranks(2)
-async def test_estimate_uses_the_participants_of_the_row(pg: ProcessGroup, kind: str) -> None:
+async def test_estimate_uses_the_participants_of_the_specification(pg: ProcessGroup, kind: str) -> None:
     with pg.time_estimator() as estimate:
-        async with pg.coalescing():  # without which an allgather of any counts is one of equal counts
+        async with pg.coalescing():  # outside a block, the allgather would be one of equal counts
             COMPOSITE[kind](pg)
     (one,) = estimate.calls
     assert (one.op, one.algorithm) == (kind.upper(), None)
@@ -191,7 +195,7 @@ async def test_estimate_uses_the_participants_of_the_row(pg: ProcessGroup, kind:
 
 @rows
 @pytest.mark.ranks(2)
-async def test_block_records_calls_that_its_row_allows(pg: ProcessGroup, kind: str) -> None:
+async def test_block_records_calls_that_the_specification_allows(pg: ProcessGroup, kind: str) -> None:
     assert SPECS[kind].recordable
     async with pg.coalescing():
         work = COMPOSITE[kind](pg)

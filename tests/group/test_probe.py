@@ -1,4 +1,4 @@
-"""Probes tell what the next message is, and leave it where it is."""
+"""Probes: they report the next message and leave it in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIB = 1024 * 1024
 @over(*TRANSPORTS)
 @pytest.mark.parametrize("first", ["probe", "message"])
 async def test_probe_reports_the_message_of_the_next_receive(pg: ProcessGroup, first: str) -> None:
-    """Also of messages that wait at their sender, for the most part."""
+    """Include messages of which the sender still holds most bytes."""
     messages: list[Any] = [np.arange(3, dtype="int16"), np.zeros(0), np.ones((2, MIB)), {"a": 1}, None]
     if pg.rank() == 0:
         if first == "probe":
@@ -96,7 +96,7 @@ async def test_probes_see_the_same_message(pg: ProcessGroup) -> None:
         assert [await probes[index] for index in (0, 1, 4)] == [Envelope(0, 0, 8, np.dtype(float))] * 3
         assert not probes[2].done()
         assert not probes[3].done()
-        await pg.send(np.ones(2), 1)  # to itself, behind the other
+        await pg.send(np.ones(2), 1)  # to itself, after the message of rank 0
         assert (await probes[2]).count == 2
         assert (await pg.probe()).count == 1
         assert (await pg.recv(np.zeros(1), 0))[0] == 5
@@ -141,7 +141,7 @@ async def test_incoming_takes_a_probed_message(pg: ProcessGroup) -> None:
         source, message = await anext(items)
         assert (source, message.tolist()) == (0, [number] * (number + 1))
     serving = asyncio.ensure_future(anext(items))
-    envelope = await pg.probe()  # its sender holds most of it
+    envelope = await pg.probe()  # the sender still holds most bytes
     assert envelope.nbytes == 8 * MIB
     assert len((await serving)[1]) == MIB
     assert pg.iprobe() is None
@@ -160,7 +160,7 @@ async def test_cancelled_probe_loses_no_message(pg: ProcessGroup) -> None:
         while True:
             envelope = await pg.probe()
             await asyncio.sleep(0)
-            work = pg.recv_object(envelope.source)  # there is no moment at which to cancel it
+            work = pg.recv_object(envelope.source)  # completes at once, so that no cancellation can interrupt it
             got.append(work.result())
 
     turns = 0
@@ -267,14 +267,14 @@ async def test_iprobe_sees_received_messages_without_a_loop_iteration(transport:
 
     async def rank(pg: ProcessGroup) -> None:
         other = 1 - pg.rank()
-        await pg.batch([Send(np.ones(1), other, 1), Recv(np.zeros(1), other, 1)])  # there is a link now
+        await pg.batch([Send(np.ones(1), other, 1), Recv(np.zeros(1), other, 1)])  # opens the link
         await pg.barrier()
         if pg.rank() == 0:
             work = pg.send(np.ones(1), 1)
             sent.set()
             await work
         else:
-            await sent.wait()  # this task goes on before the loop looks at the link
+            await sent.wait()  # this task resumes before the loop polls the link
             assert pg.iprobe(0) == Envelope(0, 0, 8, np.dtype(float))
             await pg.recv(np.zeros(1), 0)
         await pg.barrier()
@@ -296,7 +296,7 @@ async def test_unknown_dtype_fails_only_the_probe(pg: ProcessGroup, monkeypatch:
 
 @pytest.mark.ranks(2)
 async def test_unknown_layout_is_reported_as_bytes(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here both ranks are of one process, which is made to forget."""
+    """Let the probe forget the layout, which both ranks know because they share a process."""
     replaced(monkeypatch, probe_layout=lambda _: None)
     x = np.array([(1, 2.5)] * 3, [("a", "<i4"), ("b", "<f8")])
     if pg.rank() == 0:

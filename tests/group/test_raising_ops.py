@@ -1,4 +1,4 @@
-"""A custom op that raises: its traceback is there on the rank where it did, its text on the others."""
+"""Custom ops that raise: the traceback on the rank that raised, the text on the others."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 
 from ..ranks import LINKS, run_ranks
 
-#: As large as one step, as many steps, and as a lane of shared memory take.
+#: Counts that take one step, many steps, and a chunk queue of shared memory.
 COUNTS = (1, 1000, 400_003)
 
 
 class Broken(Exception):
-    """What the function of the user's raises."""
+    """The exception of the custom op."""
 
 
 class Op:
-    """An op that raises, and what it has raised."""
+    """An op that raises, with the first exception that it raised."""
 
     def __init__(self) -> None:
         self.raised: Exception | None = None
@@ -37,7 +37,7 @@ class Op:
             raise
 
     def check(self, pg: ProcessGroup, error: GroupError) -> None:
-        """See that `error` is what a user needs to find the line."""
+        """Check that `error` leads the user to the line that raised."""
         assert "its reduce function raised Broken: no such case" in str(error)
         if error.ranks != (pg.rank(),):
             assert not isinstance(error.__cause__, Broken)
@@ -51,7 +51,7 @@ async def failure(call: Awaitable[Any]) -> GroupError:
     with pytest.raises(GroupError) as raised:
         await call
     error = raised.value
-    # On a rank that had nothing to do for it, perhaps the next call.
+    # A rank without a part in the reduction may fail only at its next call.
     return error.__cause__ if isinstance(error, GroupRevokedError) else error  # type: ignore[return-value]
 
 
@@ -113,5 +113,5 @@ async def test_raising_op_is_the_cause_of_other_works_and_later_calls() -> None:
 @pytest.mark.ranks(1)
 async def test_raising_op_of_a_single_rank_has_its_traceback(pg: ProcessGroup) -> None:
     op = Op()
-    assert await pg.allreduce(1.0, op.op) == 1.0  # there is nothing to reduce
+    assert await pg.allreduce(1.0, op.op) == 1.0  # one rank reduces nothing
     assert op.raised is None

@@ -1,4 +1,4 @@
-"""Large objects are read in many turns of the loop, in each a little, and whatever comes between is heard."""
+"""Large received objects: decoded over many loop iterations, while other work continues."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..internals import comm_of, replaced
 from ..ranks import LINKS, over, run_ranks
 
 NUMBERS = list(range(10_000, 40_000))
-#: Bytes that are read in one step.
+#: The number of bytes that one decoding step reads.
 STEP = 1024
 STEPS = len(dumps(NUMBERS)) // STEP
 
 
-def hurry(pg: ProcessGroup) -> None:
-    """Let every callback of this rank be long when it has done one step."""
+def make_steps_slow(pg: ProcessGroup) -> None:
+    """Make every decoding step of this rank use up the time that a callback may take."""
     seconds = itertools.count()
     comm_of(pg).endpoint.runtime.ticks = lambda: float(next(seconds))
 
 
-class Turns:
-    """How often the loop turns meanwhile."""
+class LoopCounter:
+    """A counter of loop iterations."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -40,7 +40,7 @@ class Turns:
             self.count += 1
             await asyncio.sleep(0)
 
-    async def end(self) -> int:
+    async def stop(self) -> int:
         self._task.cancel()
         await asyncio.wait([self._task])
         return self.count
@@ -63,10 +63,10 @@ CALLS: dict[str, tuple[Callable[[ProcessGroup], Any], Any]] = {
 async def test_loop_runs_while_an_object_is_read(pg: ProcessGroup, call: str) -> None:
     start, expected = CALLS[call]
     await pg.barrier()
-    hurry(pg)
-    turns = Turns()
+    make_steps_slow(pg)
+    turns = LoopCounter()
     result = await start(pg)
-    counted = await turns.end()
+    counted = await turns.stop()
     if pg.rank() == 1:
         assert result == expected
         assert counted >= STEPS
@@ -77,12 +77,12 @@ async def test_loop_runs_while_an_object_is_read(pg: ProcessGroup, call: str) ->
 async def test_end_of_the_group_ends_the_reading(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reached = asyncio.Event()
 
-    def endless(*_: Any, **__: Any) -> Any:
+    def read_forever(*_: Any, **__: Any) -> Any:
         reached.set()
         while True:
             yield
 
-    replaced(monkeypatch, object_reading=endless)
+    replaced(monkeypatch, object_reading=read_forever)
 
     async def rank(pg: ProcessGroup) -> None:
         work = CALLS[call][0](pg)
@@ -100,12 +100,12 @@ async def test_end_of_the_group_ends_the_reading(call: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("call", ["allgather_object", "recv_object", "incoming"])
 async def test_malformed_large_object_is_refused(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes are read in many turns, and then refused; everything else goes on."""
+    """Append a byte that only the last step finds to be invalid; the group continues."""
     replaced(monkeypatch, object_dumped=lambda obj, **_: dumps(obj) + b"\xc0")
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
-        hurry(pg)
+        make_steps_slow(pg)
         if pg.rank() or call == "allgather_object":
             with pytest.raises(SerializationError, match="bytes are not a valid object"):
                 await CALLS[call][0](pg)
@@ -119,9 +119,9 @@ async def test_malformed_large_object_is_refused(call: str, monkeypatch: pytest.
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_cancelled_incoming_loses_nothing_while_it_reads(pg: ProcessGroup) -> None:
-    """Nor what has been read: who is always cancelled soon gets each message some time."""
+    """Keep cancelling: the decoded part is kept each time, so that every message arrives."""
     await pg.barrier()
-    hurry(pg)
+    make_steps_slow(pg)
     if pg.rank() == 0:
         for number in range(3):
             await pg.send_object([number, NUMBERS], 1)
@@ -142,5 +142,5 @@ async def test_cancelled_incoming_loses_nothing_while_it_reads(pg: ProcessGroup)
     await pg.barrier()
 
 
-def test_reading_step_is_that_of_the_decoder() -> None:
+def test_step_of_these_tests_equals_the_step_of_the_decoder() -> None:
     assert decode._STEP == STEP

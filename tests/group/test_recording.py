@@ -1,4 +1,4 @@
-"""`pg.recorder`: dumps as data, files and traces, on demand, on failure and on SIGUSR2."""
+"""Flight recorder of a group: dumps on request, on failure and on SIGUSR2, and traces."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
-def files(path: Path) -> list[str]:
+def file_names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
 
 
-async def one_rank(name: str | None = None, **given: Any) -> ProcessGroup:
+async def single_rank_group(name: str | None = None, **given: Any) -> ProcessGroup:
     return await new_group(store=HashStore(), rank=0, world_size=1, name=name, options=GroupOptions(**given))
 
 
@@ -105,7 +105,7 @@ def test_compared_collective_is_one_entry_with_a_later_start() -> None:
 
 
 async def test_dump_file_equals_the_returned_dump(tmp_path: Path) -> None:
-    async with await one_rank() as pg:
+    async with await single_rank_group() as pg:
         await pg.allreduce(1.0)
         pg.recorder.dump_json(tmp_path / "a.json")
         assert os.name != "posix" or (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600
@@ -115,14 +115,14 @@ async def test_dump_file_equals_the_returned_dump(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             pg.recorder.dump_json(tmp_path / "missing" / "a.json")
     assert pg.recorder.dump()["state"] == "closed"
-    assert files(tmp_path) == ["a.json"]
+    assert file_names(tmp_path) == ["a.json"]
 
 
 # -- traces
 
 
 def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check the format: what each kind of event must have, and that on one thread none overlaps; return operations."""
+    """Check that events have all fields and do not overlap in a thread; return the events of operations."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
     whole = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for event in trace["traceEvents"]:
@@ -163,13 +163,13 @@ async def test_trace_has_every_operation(world_size: int, tmp_path: Path) -> Non
     assert {"ALLREDUCE '0' 1", "ALLREDUCE '4' 1"} < {event["name"] for event in whole} | {""}
 
 
-def test_trace_of_none_and_of_pending_operations_is_made() -> None:
+def test_trace_supports_no_operations_and_pending_ones() -> None:
     assert chrome_trace([])["traceEvents"] == []
     entries = [{"entered": 0.0, "finished": None}, {"entered": 1.0, "finished": 2.0}, {"entered": 2.0, "finished": 3.0}]
     assert lanes(entries, 5.0) == [0, 1, 1]
 
 
-# -- dumping by itself
+# -- automatic dumps
 
 
 @pytest.mark.parametrize("transport", LINKS)
@@ -181,12 +181,12 @@ async def test_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: Pat
             await pg.barrier()
             pg.abort("the disk is full")
         else:
-            with suppress(GroupError):  # if the abort is faster than what another rank has sent
+            with suppress(GroupError):  # the abort may overtake a frame of the barrier
                 await pg.barrier()
         assert "the disk is full" in str(await pg.wait_revoked())
 
     await testing.run_ranks(3, rank, options=replace(options(transport), dump_dir=str(where)))
-    assert files(where) == [file_name("world:0", each) for each in range(3)]
+    assert file_names(where) == [file_name("world:0", each) for each in range(3)]
     for number in range(3):
         dump = load(where / file_name("world:0", number))
         assert (dump["rank"], dump["state"]) == (number, "revoked")
@@ -195,9 +195,9 @@ async def test_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: Pat
 
 
 async def test_closed_group_is_not_dumped(tmp_path: Path) -> None:
-    async with await one_rank(dump_dir=str(tmp_path)) as pg:
+    async with await single_rank_group(dump_dir=str(tmp_path)) as pg:
         await pg.barrier()
-    assert files(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
 def test_dumps_work_on_a_virtual_clock(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_dumps_work_on_a_virtual_clock(tmp_path: Path) -> None:
         pg.abort()
 
     run_virtual(2, rank, options=GroupOptions(dump_dir=str(tmp_path)))
-    assert len(files(tmp_path)) == 2
+    assert len(file_names(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "ä\n\0", "x" * 1000, "\udc80", "con:1", "a%2Fb"])
@@ -220,10 +220,10 @@ def test_dump_file_has_a_safe_unique_name(name: str) -> None:
 
 async def test_long_group_names_have_different_dump_files(tmp_path: Path) -> None:
     for end in "ab":
-        pg = await one_rank("/" * 300 + end, dump_dir=str(tmp_path))
+        pg = await single_rank_group("/" * 300 + end, dump_dir=str(tmp_path))
         pg.abort()
         await pg.shutdown()
-    assert len(files(tmp_path)) == 2
+    assert len(file_names(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("fault", ["a file", "/dev/full", "thread"])
@@ -235,17 +235,17 @@ async def test_failed_dump_is_only_logged(
         where.write_text("no directory")
     elif fault == "/dev/full":
 
-        def full(*_: Any) -> None:
+        def raise_disk_full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("os.replace", full)
+        monkeypatch.setattr("os.replace", raise_disk_full)
     else:
 
-        def none(_: threading.Thread) -> None:
+        def fail_to_start(_: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(threading.Thread, "start", none)
-    pg = await one_rank(dump_dir=str(where))
+        monkeypatch.setattr(threading.Thread, "start", fail_to_start)
+    pg = await single_rank_group(dump_dir=str(where))
     pg.abort("on purpose")
     assert "on purpose" in str(await pg.wait_revoked())
     await pg.shutdown()
@@ -257,7 +257,7 @@ async def test_failed_dump_is_only_logged(
 
 async def test_log_names_the_dump_option_without_a_directory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiocoll")
-    pg = await one_rank()
+    pg = await single_rank_group()
     pg.abort()
     await pg.shutdown()
     assert "pg.recorder.dump() returns the last calls; set AIOCOLL_DUMP_DIR to have them written" in caplog.text
@@ -267,8 +267,8 @@ async def test_log_names_the_dump_option_without_a_directory(caplog: pytest.LogC
 
 
 @pytest.fixture
-def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Have a handler before any group, also such as other tests have left; yields the signals it has had."""
+def earlier_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Install a handler before any group, hide the listeners of other tests, and yield the received signals."""
     replaced(monkeypatch, signal_listeners=WeakSet())
     had: list[int] = []
 
@@ -277,53 +277,57 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     old = signal.signal(signal.SIGUSR2, handler)
     yield had
-    assert signal.getsignal(signal.SIGUSR2) is handler, "the handler that was there is there again"
+    assert signal.getsignal(signal.SIGUSR2) is handler, "the groups did not restore the earlier handler"
     signal.signal(signal.SIGUSR2, old)
 
 
-async def test_signal_dumps_all_groups_and_calls_the_previous_handler(before: list[int], tmp_path: Path) -> None:
-    one = await one_rank("one", dump_dir=str(tmp_path))
-    async with one, await one_rank("two", dump_dir=str(tmp_path)), await one_rank("silent"):
+async def test_signal_dumps_all_groups_and_calls_the_previous_handler(
+    earlier_signals: list[int], tmp_path: Path
+) -> None:
+    one = await single_rank_group("one", dump_dir=str(tmp_path))
+    async with one, await single_rank_group("two", dump_dir=str(tmp_path)), await single_rank_group("silent"):
         await one.allreduce(1)
         signal.raise_signal(signal.SIGUSR2)
-        assert files(tmp_path) == [file_name("one", 0), file_name("two", 0)]
-        assert before == [signal.SIGUSR2]
+        assert file_names(tmp_path) == [file_name("one", 0), file_name("two", 0)]
+        assert earlier_signals == [signal.SIGUSR2]
         dump = load(tmp_path / file_name("one", 0))
         assert (dump["state"], len(dump["entries"])) == ("open", 1)
 
 
-async def test_later_signal_handler_stays_and_may_call_the_dump_handler(before: list[int], tmp_path: Path) -> None:
-    first = await one_rank("first", dump_dir=str(tmp_path))
-    ours = signal.getsignal(signal.SIGUSR2)
-    assert callable(ours)
+async def test_later_signal_handler_stays_and_may_call_the_dump_handler(
+    earlier_signals: list[int], tmp_path: Path
+) -> None:
+    first = await single_rank_group("first", dump_dir=str(tmp_path))
+    dump_handler = signal.getsignal(signal.SIGUSR2)
+    assert callable(dump_handler)
 
     def later(number: int, frame: Any) -> None:
-        ours(number, frame)
+        dump_handler(number, frame)
 
     signal.signal(signal.SIGUSR2, later)
-    second = await one_rank("second", dump_dir=str(tmp_path))
+    second = await single_rank_group("second", dump_dir=str(tmp_path))
     signal.raise_signal(signal.SIGUSR2)
-    assert len(files(tmp_path)) == 2
+    assert len(file_names(tmp_path)) == 2
     await first.shutdown()
     await second.shutdown()
     assert signal.getsignal(signal.SIGUSR2) is later
     signal.raise_signal(signal.SIGUSR2)
-    assert len(before) == 2
-    signal.signal(signal.SIGUSR2, ours)
-    await (await one_rank("third", dump_dir=str(tmp_path))).shutdown()
+    assert len(earlier_signals) == 2
+    signal.signal(signal.SIGUSR2, dump_handler)
+    await (await single_rank_group("third", dump_dir=str(tmp_path))).shutdown()
 
 
-async def test_signal_handler_of_the_program_stays_without_a_directory(before: list[int]) -> None:
+async def test_signal_handler_of_the_program_stays_without_a_directory(earlier_signals: list[int]) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
-    async with await one_rank():
+    async with await single_rank_group():
         assert signal.getsignal(signal.SIGUSR2) is handler
 
 
-def test_signal_handler_is_not_installed_in_another_thread(before: list[int], tmp_path: Path) -> None:
+def test_signal_handler_is_not_installed_in_another_thread(earlier_signals: list[int], tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
 
     async def main() -> None:
-        async with await one_rank(dump_dir=str(tmp_path)):
+        async with await single_rank_group(dump_dir=str(tmp_path)):
             assert signal.getsignal(signal.SIGUSR2) is handler
 
     failed: list[BaseException] = []

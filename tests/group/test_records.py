@@ -1,4 +1,4 @@
-"""Arrays that can be sent but not reduced: structured dtypes, dates, texts, plain bytes."""
+"""Arrays that can be sent but not reduced: structured dtypes, dates, strings and raw bytes."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ DTYPES = (
 )
 
 
-def made(dtype: np.dtype[Any], count: int, seed: int) -> Any:
-    """Return elements of any bytes that are valid in `dtype`, padding included."""
+def random_elements(dtype: np.dtype[Any], count: int, seed: int) -> Any:
+    """Return elements with random bytes that are valid in `dtype`, also in the padding."""
     data = np.random.default_rng(seed).integers(1, 100, count * dtype.itemsize, dtype=np.uint8)
     if dtype.kind == "U":
         return np.array([str(seed + each)[:2] for each in range(count)], dtype)
     return data.view(dtype)
 
 
-def same(a: Any, b: Any) -> bool:
+def is_equal(a: Any, b: Any) -> bool:
     return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
 
 
 def joined(dtype: np.dtype[Any], parts: list[Any]) -> Any:
-    """As `np.concatenate`, which does not copy padding."""
+    """Concatenate the parts with their padding, which `np.concatenate` does not copy."""
     return np.frombuffer(b"".join(part.tobytes() for part in parts), dtype)
 
 
@@ -60,37 +60,37 @@ async def test_structured_arrays_work_in_all_moving_calls(pg: ProcessGroup) -> N
     for dtype, count in [*cases, (DTYPES[1], 20_001 // size), *([(DTYPES[-1], 1)] if size < 4 else [])]:
 
         def data(seed: int) -> Any:
-            return made(dtype, count, seed)  # noqa: B023
+            return random_elements(dtype, count, seed)  # noqa: B023
 
-        def room(*shape: int) -> Any:
+        def blank(*shape: int) -> Any:
             return np.zeros((*shape, count), dtype)  # noqa: B023
 
         for root in world if count == 1 else [size - 1]:
             x = data(rank)
             assert await pg.broadcast(x, root) is x
-            assert same(x, data(root))
+            assert is_equal(x, data(root))
             gathered = await pg.gather(None, data(rank), root)
-            assert rank != root or all(map(same, gathered, map(data, world)))
-            outputs = [room() for _ in world] if rank == root else None
+            assert rank != root or all(map(is_equal, gathered, map(data, world)))
+            outputs = [blank() for _ in world] if rank == root else None
             await pg.gather(outputs, data(rank), root)
-            assert rank != root or all(map(same, outputs, map(data, world)))
-            out = await pg.scatter(room(), [data(each) for each in world] if rank == root else None, root)
-            assert same(out, data(rank))
-        assert all(map(same, await pg.allgather(None, data(rank)), map(data, world)))
-        assert all(map(same, await pg.allgather([room() for _ in world], data(rank)), map(data, world)))
-        assert same(
-            await pg.allgather_into_tensor(room(size), data(rank)),
+            assert rank != root or all(map(is_equal, outputs, map(data, world)))
+            out = await pg.scatter(blank(), [data(each) for each in world] if rank == root else None, root)
+            assert is_equal(out, data(rank))
+        assert all(map(is_equal, await pg.allgather(None, data(rank)), map(data, world)))
+        assert all(map(is_equal, await pg.allgather([blank() for _ in world], data(rank)), map(data, world)))
+        assert is_equal(
+            await pg.allgather_into_tensor(blank(size), data(rank)),
             joined(dtype, list(map(data, world))).reshape(size, -1),
         )
-        came = await pg.alltoall([room() for _ in world], [data(10 * rank + each) for each in world])
-        assert all(map(same, came, (data(10 * each + rank) for each in world)))
+        came = await pg.alltoall([blank() for _ in world], [data(10 * rank + each) for each in world])
+        assert all(map(is_equal, came, (data(10 * each + rank) for each in world)))
         sent = joined(dtype, [data(10 * rank + each) for each in world])
         came = await pg.alltoall_base(np.zeros(size * count, dtype), sent)
-        assert same(came, joined(dtype, [data(10 * each + rank) for each in world]))
+        assert is_equal(came, joined(dtype, [data(10 * each + rank) for each in world]))
         if size > 1:
             after, before = (rank + 1) % size, (rank - 1) % size
-            _, out = await pg.batch([Send(data(rank), after), Recv(room(), before)])
-            assert same(out, data(before))
+            _, out = await pg.batch([Send(data(rank), after), Recv(blank(), before)])
+            assert is_equal(out, data(before))
 
 
 @over(*LINKS)
@@ -101,43 +101,50 @@ async def test_structured_arrays_work_in_blocks_and_lists(pg: ProcessGroup) -> N
     for dtype, count in product(DTYPES[:-1], (0, 1, 5)):
         each = [np.zeros((size, count), dtype) for _ in range(3)]
         outputs = [[np.zeros(count + at, dtype) for _ in world] for at in range(3)]
-        tensors = [made(dtype, count, rank + at) for at in range(3)]
+        tensors = [random_elements(dtype, count, rank + at) for at in range(3)]
         out = [np.zeros(count, dtype) for _ in range(3)]
         async with pg.coalescing():
             for at in range(3):
                 pg.broadcast(tensors[at], size - 1)
-                pg.allgather_into_tensor(each[at], made(dtype, count, rank + at))
-                pg.alltoall(outputs[at], [made(dtype, count + at, 10 * rank + peer) for peer in world])
-                pg.scatter(out[at], [made(dtype, count, peer + at) for peer in world] if rank == 0 else None, 0)
+                pg.allgather_into_tensor(each[at], random_elements(dtype, count, rank + at))
+                pg.alltoall(outputs[at], [random_elements(dtype, count + at, 10 * rank + peer) for peer in world])
+                pg.scatter(
+                    out[at], [random_elements(dtype, count, peer + at) for peer in world] if rank == 0 else None, 0
+                )
         for at in range(3):
-            assert same(tensors[at], made(dtype, count, size - 1 + at))
-            assert same(out[at], made(dtype, count, rank + at))
-            assert all(same(each[at][peer], made(dtype, count, peer + at)) for peer in world)
-            assert all(same(outputs[at][peer], made(dtype, count + at, 10 * peer + rank)) for peer in world)
+            assert is_equal(tensors[at], random_elements(dtype, count, size - 1 + at))
+            assert is_equal(out[at], random_elements(dtype, count, rank + at))
+            assert all(is_equal(each[at][peer], random_elements(dtype, count, peer + at)) for peer in world)
+            assert all(
+                is_equal(outputs[at][peer], random_elements(dtype, count + at, 10 * peer + rank)) for peer in world
+            )
         again = await pg.allgather_into_tensor_coalesced(
-            [np.zeros((size, count), dtype) for _ in range(2)], [made(dtype, count, rank + at) for at in range(2)]
+            [np.zeros((size, count), dtype) for _ in range(2)],
+            [random_elements(dtype, count, rank + at) for at in range(2)],
         )
-        assert all(same(again[at][peer], made(dtype, count, peer + at)) for at in range(2) for peer in world)
+        assert all(
+            is_equal(again[at][peer], random_elements(dtype, count, peer + at)) for at in range(2) for peer in world
+        )
 
 
 @pytest.mark.ranks(3)
 async def test_structured_arrays_of_other_lengths_or_kinds_are_a_mismatch(pg: ProcessGroup) -> None:
     rank = pg.rank()
-    gathered = await pg.allgather(None, made(PARTICLE, rank, rank))
-    assert all(same(part, made(PARTICLE, each, each)) for each, part in enumerate(gathered))
-    gathered = await pg.gather(None, made(PARTICLE, 2 * rank, rank).reshape(rank, 2), 1)
+    gathered = await pg.allgather(None, random_elements(PARTICLE, rank, rank))
+    assert all(is_equal(part, random_elements(PARTICLE, each, each)) for each, part in enumerate(gathered))
+    gathered = await pg.gather(None, random_elements(PARTICLE, 2 * rank, rank).reshape(rank, 2), 1)
     assert rank != 1 or all(
-        same(part, made(PARTICLE, 2 * each, each).reshape(each, 2)) for each, part in enumerate(gathered)
+        is_equal(part, random_elements(PARTICLE, 2 * each, each).reshape(each, 2)) for each, part in enumerate(gathered)
     )
-    records = made(PARTICLE, 4, rank).view(np.recarray)
+    records = random_elements(PARTICLE, 4, rank).view(np.recarray)
     assert await pg.broadcast(records, 1) is records
-    assert records.tobytes() == made(PARTICLE, 4, 1).tobytes()
-    # Strided: through a copy of its fields.
+    assert records.tobytes() == random_elements(PARTICLE, 4, 1).tobytes()
+    # A strided array travels as a copy of its fields.
     plane = np.zeros((4, 2), PARTICLE)
     plane[:, 0]["id"] = rank + 1
     await pg.broadcast(plane[:, 0], 2)
     assert plane["id"].tolist() == [[3, 0]] * 4
-    # Of no dimensions, and a scalar.
+    # An array without dimensions, and a scalar.
     one = np.array((rank, 0.5), PARTICLE)
     await pg.broadcast(one, 2)
     assert one.tolist() == (2, 0.5)
@@ -147,11 +154,11 @@ async def test_structured_arrays_of_other_lengths_or_kinds_are_a_mismatch(pg: Pr
     x[...] = (rank, 1.5)
     assert (await pg.broadcast(x, 1))["id"].tolist() == [[1, 1], [1, 1]]
     if rank == 0:
-        await pg.send(made(PARTICLE, 3, 5), 1, tag=4)
+        await pg.send(random_elements(PARTICLE, 3, 5), 1, tag=4)
     elif rank == 1:
         async for source, message in pg.incoming(tag=4):
             assert (source, message.dtype) == (0, np.uint8)
-            assert same(message.view(PARTICLE), made(PARTICLE, 3, 5))
+            assert is_equal(message.view(PARTICLE), random_elements(PARTICLE, 3, 5))
             break
 
 
@@ -185,7 +192,7 @@ async def test_different_layouts_are_a_mismatch(pg: ProcessGroup, call: str, oth
         else:
             async with pg.coalescing():
                 pg.broadcast(x, 0)
-        await pg.barrier()  # where the call had ended
+        await pg.barrier()  # fails if the call had completed before the mismatch
 
     with pytest.raises(CollectiveMismatchError, match=r"differ in the following: (dtype|members)") as caught:
         await run()
@@ -229,7 +236,7 @@ def test_layout_name_describes_the_dtype() -> None:
     assert of_numpy(DTYPES[2]).name == "{at: {x: <f4[2, 3], name: S5}, when: <M8[s]}"
     assert of_numpy(DTYPES[1]).name == "{id: i1 at 0, mass: <f8 at 8; 16 bytes}"
     assert of_numpy(np.dtype([("a b", "i1"), ("\ud800", "i1")])).name == r"{'a b': i1, '\ud800': i1}"
-    # An alias by another flag is the same layout.
+    # A dtype with equal offsets, but without the align flag, has an equal layout.
     packed = np.dtype({"names": ["id", "mass"], "formats": ["i1", "f8"], "offsets": [0, 8]})
     assert of_numpy(packed) is of_numpy(DTYPES[1])
     long = [of_numpy(np.dtype([(f"field{at}", "i4") for at in range(200)] + [(last, "i1")])) for last in "ab"]
@@ -241,7 +248,7 @@ def test_layout_name_describes_the_dtype() -> None:
 
 def test_unused_layout_is_forgotten_after_many_others() -> None:
     code = of_numpy(np.dtype([("used once", "i4")])).code
-    assert by_code(code).itemsize == 4, "a message that is still to be posted knows only the code"
+    assert by_code(code).itemsize == 4, "the layout was forgotten, although a message may still carry its code"
     for number in range(256):
         of_numpy(np.dtype([(f"used once, too {number}", "i4")]))
     with pytest.raises(ValueError, match="is unknown"):

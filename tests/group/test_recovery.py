@@ -1,4 +1,4 @@
-"""Groups made from what is left of others, over every transport; the agreement itself is in `engine/test_shrink.py`."""
+"""Recovery of groups by `shrink` and `grow` over every transport; `engine/test_shrink.py` tests the agreement."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from ..internals import comm_of, unmade_groups, waits_of
 from ..ranks import LINKS, options, over, run_ranks, until
 
 
-async def works(pg: ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of a group in which everything arrives."""
+async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
+    """Check that all data arrives in a group; return its global ranks."""
     tensor = np.full(100_000, 2.0 ** pg.rank())
     await pg.allreduce(tensor)
     assert (tensor == 2.0 ** pg.size() - 1).all()
@@ -44,8 +44,8 @@ async def works(pg: ProcessGroup) -> tuple[int, ...]:
     return pg.global_ranks
 
 
-async def every_rank(pg: ProcessGroup) -> None:
-    """Wait for all ranks; the first to know may have revoked the group before the last one does."""
+async def wait_for_all_ranks(pg: ProcessGroup) -> None:
+    """Wait for all ranks; a fast rank may revoke the group before a slow one passes the barrier."""
     with suppress(GroupError):
         await pg.barrier()
 
@@ -84,17 +84,17 @@ async def test_older_groups_frames_do_not_reach_a_newer_group_of_the_same_name(t
             await pg.barrier()
             assert not unmade_groups(pg)
 
-    await together(rank(0), rank(1))
+    await gather_results(rank(0), rank(1))
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
 async def test_aborted_group_shrinks_to_all_ranks(pg: ProcessGroup) -> None:
-    await every_rank(pg)
+    await wait_for_all_ranks(pg)
     pg.abort(f"by rank {pg.rank()}")
     cause = await pg.wait_revoked()
     async with await pg.shrink() as small:
-        assert await works(small) == (0, 1, 2)
+        assert await check_group(small) == (0, 1, 2)
         assert (small.rank(), small.size(), small.group_name) == (pg.rank(), 3, "world:0~1")
         assert small.timeout == pg.timeout
         with pytest.raises(GroupRevokedError) as raised:
@@ -113,12 +113,12 @@ async def test_healthy_group_shrinks_without_the_excluded_ranks(pg: ProcessGroup
             await pg.shrink()
         return
     small = await pg.shrink(exclude=[1])
-    assert await works(small) == (0, 2, 3)
+    assert await check_group(small) == (0, 2, 3)
     await pg.shutdown()
     async with await small.shrink(exclude={0}) if small.rank() else small as smaller:
         if small.rank():
             assert smaller.group_name == "world:0~2"
-            assert await works(smaller) == (2, 3)
+            assert await check_group(smaller) == (2, 3)
     await small.shutdown()
 
 
@@ -127,7 +127,7 @@ async def test_shrink_after_a_mismatch_keeps_all_ranks(pg: ProcessGroup) -> None
     with pytest.raises(CollectiveMismatchError):
         await pg.allreduce(np.ones(3 + pg.rank()))
     async with await pg.shrink() as small:
-        assert await works(small) == (0, 1)
+        assert await check_group(small) == (0, 1)
 
 
 @pytest.mark.ranks(3)
@@ -139,7 +139,7 @@ async def test_shrink_after_a_timeout_keeps_all_ranks(pg: ProcessGroup) -> None:
     else:
         assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
     async with await pg.shrink() as small:
-        assert await works(small) == (0, 1, 2)
+        assert await check_group(small) == (0, 1, 2)
 
 
 @pytest.mark.ranks(3)
@@ -148,12 +148,12 @@ async def test_shrunk_group_reports_completed_calls(pg: ProcessGroup) -> None:
     await pg.allreduce(1, key="a")
     await pg.allreduce(1, key="b")
     await pg.allreduce(1, key="a")
-    # Rank 0 needs nobody to broadcast, rank 2 has its part, rank 1 does not come.
+    # The broadcasts complete on ranks 0 and 2; rank 1 does not make them.
     if pg.rank() != 1:
         await pg.broadcast(np.ones(3), 0)
         await pg.broadcast(np.ones(3), 0, key="b")
     pending = [pg.barrier() for _ in range(2)] if pg.rank() == 0 else []
-    for _ in range(pg.size() - 1):  # everybody is where it should be
+    for _ in range(pg.size() - 1):  # until every rank has made its calls
         await pg.send_object("here", (pg.rank() + 1) % 3)
         await pg.recv_object((pg.rank() - 1) % 3)
     pg.abort("now")
@@ -182,7 +182,7 @@ def test_completion_reports_are_merged() -> None:
         {"upto": 9, "missing": [3, 8, 9], "keyed": [["x", 1], ["y", 1]]},
     ]
     everywhere, somewhere = combine(reports)
-    each = [Completed.of(told) for told in reports]
+    each = [Completed.of(report) for report in reports]
     for op in range(12):
         assert (op in everywhere) is all(op in one for one in each)
         assert (op in somewhere) is any(op in one for one in each)
@@ -193,10 +193,10 @@ def test_completion_reports_are_merged() -> None:
 
 def test_completion_report_fits_in_a_control_frame() -> None:
     crowd = Completed(100_000, frozenset(range(1, 100_000, 2)), frozenset((f"{key:0100}", 1) for key in range(5000)))
-    told = crowd.as_data()
-    assert len(told["missing"]) == 10_000
-    assert told["upto"] == 20_000
-    assert told["keyed"] == [(f"{key:0100}", 1) for key in range(303)]
+    report = crowd.as_data()
+    assert len(report["missing"]) == 10_000
+    assert report["upto"] == 20_000
+    assert report["keyed"] == [(f"{key:0100}", 1) for key in range(303)]
 
 
 @pytest.mark.ranks(2)
@@ -207,7 +207,7 @@ async def test_shrink_refuses_wrong_arguments(pg: ProcessGroup) -> None:
         await pg.shrink(exclude=["0"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=f"exclude names this rank, {pg.rank()}"):
         await pg.shrink(exclude=[pg.rank()])
-    await pg.barrier()  # none of that did any harm
+    await pg.barrier()  # the refused calls had no effect
     work = asyncio.ensure_future(pg.shrink())
     await asyncio.sleep(0)
     if pg.rank():
@@ -219,7 +219,7 @@ async def test_shrink_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     await pg.shutdown()
     with pytest.raises(GroupClosedError):
         await pg.shrink()
-    await works(small)
+    await check_group(small)
     await small.shutdown()
 
 
@@ -227,38 +227,38 @@ async def test_shrink_refuses_wrong_arguments(pg: ProcessGroup) -> None:
 async def test_group_of_one_can_shrink(pg: ProcessGroup) -> None:
     pg.abort("alone")
     async with await pg.shrink() as small:
-        assert await works(small) == (0,)
+        assert await check_group(small) == (0,)
 
 
 # -- growing
 
 
-async def together(*ranks: Awaitable[Any]) -> list[Any]:
+async def gather_results(*ranks: Awaitable[Any]) -> list[Any]:
     async with asyncio.timeout(30):
         return await asyncio.gather(*ranks)
 
 
-async def member(where: dict[str, Any], rank: int, world_size: int, then: Callable[[ProcessGroup], Any]) -> Any:
+async def run_member(where: dict[str, Any], rank: int, world_size: int, then: Callable[[ProcessGroup], Any]) -> Any:
     async with new_group(rank=rank, world_size=world_size, **where) as pg:
         return await then(pg)
 
 
-async def newcomer(where: dict[str, Any]) -> Any:
+async def run_newcomer(where: dict[str, Any]) -> Any:
     async with new_group(join=True, **where) as pg:
-        return pg.rank(), pg.group_name, await works(pg)
+        return pg.rank(), pg.group_name, await check_group(pg)
 
 
 async def grow_by_two(pg: ProcessGroup) -> Any:
     async with await pg.grow(2) as grown:
         await pg.shutdown()
-        return grown.rank(), grown.group_name, await works(grown)
+        return grown.rank(), grown.group_name, await check_group(grown)
 
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_newcomers_get_the_last_ranks(transport: str) -> None:
     where = {"store": HashStore(), "options": options(transport)}
-    ranks = [member(where, rank, 3, grow_by_two) for rank in range(3)]
-    results = await together(*ranks, newcomer(where), newcomer(where))
+    ranks = [run_member(where, rank, 3, grow_by_two) for rank in range(3)]
+    results = await gather_results(*ranks, run_newcomer(where), run_newcomer(where))
     assert sorted(results) == [(rank, "world:0~1", (0, 1, 2, 3, 4)) for rank in range(5)]
     assert [rank for rank, *_ in results[:3]] == [0, 1, 2]
 
@@ -270,8 +270,8 @@ async def test_newcomers_use_the_store_of_the_group(scheme: str, tmp_path: Path)
     where = {"init_method": f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"file://{tmp_path}/store"}
     if scheme == "tcp":
         where["options"] = options("tcp")
-    ranks = [member(where, rank, 2, grow_by_two) for rank in range(2)]
-    results = await together(newcomer(where), *ranks, newcomer(where))
+    ranks = [run_member(where, rank, 2, grow_by_two) for rank in range(2)]
+    results = await gather_results(run_newcomer(where), *ranks, run_newcomer(where))
     assert sorted(results) == [(rank, "world:0~1", (0, 1, 2, 3)) for rank in range(4)]
     assert os.listdir(tmp_path) == []
 
@@ -279,23 +279,23 @@ async def test_newcomers_use_the_store_of_the_group(scheme: str, tmp_path: Path)
 async def test_lost_rank_rejoins_and_then_another() -> None:
     where = {"store": HashStore()}
 
-    async def again(pg: ProcessGroup) -> Any:
-        await works(pg)
+    async def grow_and_check(pg: ProcessGroup) -> Any:
+        await check_group(pg)
         async with await pg.grow(1) as larger:
-            return larger.rank(), larger.group_name, await works(larger)
+            return larger.rank(), larger.group_name, await check_group(larger)
 
     async def rank(pg: ProcessGroup) -> list[Any]:
         if pg.rank() == 0:
             await pg.wait_revoked()
             await pg.shutdown()
             async with new_group(join=True, **where) as grown:
-                return [await again(grown)]
+                return [await grow_and_check(grown)]
         async with await pg.shrink(exclude=[0]) as small, await small.grow(1) as grown:
             if pg.rank() == 2:
-                return await asyncio.gather(again(grown), newcomer(where))
-            return [await again(grown)]
+                return await asyncio.gather(grow_and_check(grown), run_newcomer(where))
+            return [await grow_and_check(grown)]
 
-    results = await together(*(member(where, number, 3, rank) for number in range(3)))
+    results = await gather_results(*(run_member(where, number, 3, rank) for number in range(3)))
     assert results == [
         [(2, "world:0~3", (0, 1, 2, 3))],
         [(0, "world:0~3", (0, 1, 2, 3))],
@@ -309,11 +309,11 @@ async def test_too_few_newcomers_are_counted_and_continue_to_wait() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         with pytest.raises(RendezvousError, match=r"1 of 2 newcomers came within 0.3 s: start the others"):
             await pg.grow(2, timeout=0.3)
-        assert await works(pg) == (0, 1)
+        assert await check_group(pg) == (0, 1)
         async with await pg.grow(1) as grown:
-            return grown.rank(), grown.group_name, await works(grown)
+            return grown.rank(), grown.group_name, await check_group(grown)
 
-    results = await together(member(where, 0, 2, rank), member(where, 1, 2, rank), newcomer(where))
+    results = await gather_results(run_member(where, 0, 2, rank), run_member(where, 1, 2, rank), run_newcomer(where))
     assert results == [(rank, "world:0~1", (0, 1, 2)) for rank in range(3)]
 
 
@@ -331,12 +331,12 @@ async def test_newcomer_that_gives_up_gets_no_rank() -> None:
             await joining
         with pytest.raises(RendezvousError, match="0 of 1 newcomers came"):
             await pg.grow(1, timeout=0.1)
-        late = asyncio.ensure_future(newcomer(where))
+        late = asyncio.ensure_future(run_newcomer(where))
         async with await pg.grow(1) as grown:
-            await works(grown)
+            await check_group(grown)
             return await late
 
-    assert await together(member(where, 0, 1, rank)) == [(1, "world:0~1", (0, 1))]
+    assert await gather_results(run_member(where, 0, 1, rank)) == [(1, "world:0~1", (0, 1))]
 
 
 async def test_grow_requires_a_store() -> None:
@@ -355,13 +355,13 @@ async def test_grow_requires_a_store() -> None:
             StoreUnavailableError, match=r"'world:0' cannot grow: the store .* is gone .* Restart all ranks"
         ):
             await pg.grow(1, timeout=5)
-        return await works(pg)
+        return await check_group(pg)
 
-    async def one(number: int) -> Any:
+    async def run_rank(number: int) -> Any:
         async with TCPStore("127.0.0.1", port, wait_for_workers=False) as store:
-            return await member({"store": store}, number, 2, rank)
+            return await run_member({"store": store}, number, 2, rank)
 
-    assert await together(one(0), one(1)) == [(0, 1)] * 2
+    assert await gather_results(run_rank(0), run_rank(1)) == [(0, 1)] * 2
 
 
 async def test_grow_refuses_wrong_arguments() -> None:
@@ -372,7 +372,7 @@ async def test_grow_refuses_wrong_arguments() -> None:
             await pg.grow(0)
         with pytest.raises(ValueError, match=r"called grow\(\) with n=\[1, 2\]: pass the same n"):
             await pg.grow(pg.rank() + 1)
-        return await works(pg)
+        return await check_group(pg)
 
     assert await run_ranks(2, rank) == [(0, 1)] * 2
     with pytest.raises(ValueError, match="join=True: leave out rank, world_size, name and backend"):
@@ -389,14 +389,14 @@ async def test_grow_on_other_ranks_fails_if_rank_0_cancels_it(pg: ProcessGroup) 
         with pytest.raises(RendezvousError, match="'world:0' did not grow: rank 0 was cancelled"):
             await pg.grow(1)
     assert current_process_group() is pg
-    assert await works(pg) == (0, 1)
+    assert await check_group(pg) == (0, 1)
 
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
 async def test_old_and_new_groups_can_close_in_any_order(pg: ProcessGroup) -> None:
-    """Each rank in an order of its own, some before others have made the new group."""
-    await every_rank(pg)
+    """Let each rank close them in a different order, some before others have made the new group."""
+    await wait_for_all_ranks(pg)
     pg.abort("to shrink")
     small = await pg.shrink()
     smaller = await small.shrink()
@@ -415,7 +415,7 @@ async def test_loss_of_two_hubs_in_one_iteration_is_survived(caplog: pytest.LogC
         if pg.rank() < 2:
             return None
         async with await pg.shrink() as small:
-            return await works(small)
+            return await check_group(small)
 
     assert await run_ranks(4, rank, transport="unix") == [None, None, (2, 3), (2, 3)]
     gc.collect()

@@ -1,4 +1,4 @@
-"""Many ranks in one process: what all of them together need."""
+"""Many ranks in one process: calls, channels, messages and memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..ranks import hub, run_ranks
 MANY = 64
 
 
-async def arrays(pg: ProcessGroup) -> None:
-    """Do every collective on arrays once."""
+async def check_arrays(pg: ProcessGroup) -> None:
+    """Make every collective call on arrays once."""
     rank, size = pg.rank(), pg.size()
     total = size * (size - 1) / 2
     own, numbers = np.full(2, float(rank)), np.arange(size, dtype=float)
@@ -49,8 +49,8 @@ async def arrays(pg: ProcessGroup) -> None:
     await pg.monitored_barrier()
 
 
-async def objects(pg: ProcessGroup) -> None:
-    """Do every collective on objects, and messages between two, once."""
+async def check_objects(pg: ProcessGroup) -> None:
+    """Make every collective call on objects once, and exchange messages with both neighbours."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     assert await pg.broadcast_object({"from": rank}, 7) == {"from": 7}
@@ -70,8 +70,8 @@ async def objects(pg: ProcessGroup) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks(MANY)
 async def test_many_ranks_run_every_collective(pg: ProcessGroup) -> None:
-    await arrays(pg)
-    await objects(pg)
+    await check_arrays(pg)
+    await check_objects(pg)
     part: Any = await pg.split_group([range(MANY // 2), range(MANY // 2, MANY)])
     assert await part.allreduce(1) == MANY // 2
 
@@ -82,28 +82,28 @@ async def test_large_group_makes_channels_on_first_use(pg: ProcessGroup) -> None
     size = pg.size()
     await pg.barrier()
     channels = comm_of(pg).channels
-    # Of a barrier, log p to each side: those that this rank has sent on, and those that it has only heard on.
+    # A barrier needs log p links to each side: some on which this rank has sent, some on which it has only received.
     assert list(channels) == [channels_of(pg)[peer] for peer in sorted(channels_of(pg))]
     assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
     assert len(channels) == size
     peer = (pg.rank() + size // 2) % size
     assert channels[peer] is channels[peer] is comm_of(pg).endpoint.channels.to(peer)
-    await objects(pg)
+    await check_objects(pg)
 
 
 async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    sent_notes: list[str] = []
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 0:
-            spied(monkeypatch, control_said=lambda _, note: said.append(note["t"]))
+            spied(monkeypatch, control_said=lambda _, note: sent_notes.append(note["t"]))
         await pg.barrier()
 
     await run_ranks(32, rank)
-    assert set(said) <= {"end", "ended", "known"}
-    # Each tells the hub, which answers; how many ends it passes on at a time is up to the turns of the loop.
-    assert len(said) < 32 * 8
+    assert set(sent_notes) <= {"end", "ended", "known"}
+    # Each rank reports its end to the hub, which replies. How many ends the hub relays in one message varies.
+    assert len(sent_notes) < 32 * 8
 
 
 @pytest.mark.soak
@@ -113,7 +113,7 @@ async def test_thousand_ranks_run_a_collective() -> None:
     async def rank(pg: ProcessGroup) -> None:
         assert (await pg.allreduce(np.full(4, float(pg.rank()))) == size * (size - 1) / 2).all()
         await pg.barrier()
-        # Nobody is linked to everybody, and the cards of all ranks were read once.
+        # No rank has links to all others, and all ranks share the cards that were read once.
         assert len(hub(pg).links) < size * 64
         assert comm_of(pg).endpoint.cards is first.setdefault("cards", comm_of(pg).endpoint.cards)
 

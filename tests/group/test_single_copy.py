@@ -1,4 +1,4 @@
-"""Collectives and messages of large arrays that peers read where they lie: results, and who may change what when."""
+"""Single copies of large arrays, which peers read in place: results, and safe reuse of the memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from ..pairwise import Case, cover
 from ..reductions import DTYPES, OPS
 from .test_collectives import MOVING, REDUCING, ROOTED, SIZES, check, label, valid
 
-pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
+pytestmark = pytest.mark.skipif(
+    can_read() is not None, reason=f"cannot read the memory of another process: {can_read()}"
+)
 
-#: Elements of messages of some frames, in all worlds.
+#: The number of elements of messages that take several frames at every world size.
 LARGE = 500_000
 SPACE = {"dtype": DTYPES, "count": ("1000000",), "root": range(max(SIZES)), "world_size": SIZES[1:]}
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> GroupOptions:
-    """By these, single copy pays from 64 KiB on, whatever is done with what is read."""
+    """Return options by which single copy always pays, however the receiver uses the data."""
     return GroupOptions(transport="shm", tuning=tuning(tmp_path))
 
 
@@ -44,17 +46,17 @@ def tuning(folder: Path) -> str:
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Where payloads of frames lay that were not copied."""
+    """Return a list that gets the place of each payload that is sent by reference."""
     seen: list[tuple[int, int]] = []
 
-    def see(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
+    def record_place(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
         seen.append(place)
 
-    spied(monkeypatch, written_by_reference=see)
+    spied(monkeypatch, written_by_reference=record_place)
     return seen
 
 
-def some() -> list[Case]:
+def one_case_per_kind() -> list[Case]:
     cases = [*cover({"kind": REDUCING, "op": OPS, **SPACE}, valid), *cover({"kind": MOVING, **SPACE}, valid)]
     of_kind = {case["kind"]: case for case in cases}
     return list(of_kind.values())
@@ -63,7 +65,7 @@ def some() -> list[Case]:
 @pytest.mark.parametrize(
     "case",
     [
-        *some(),
+        *one_case_per_kind(),
         *(
             pytest.param(case, marks=pytest.mark.matrix)
             for space in ({"kind": REDUCING, "op": OPS, **SPACE}, {"kind": MOVING, **SPACE})
@@ -80,14 +82,14 @@ async def test_single_copy_gives_the_closed_form(
         return await check(pg, [case, case])
 
     first, *others = await run_ranks(case["world_size"], rank, options=options)
-    assert case["kind"] in ROOTED or all(each == first for each in others), "the ranks differ in their bits"
+    assert case["kind"] in ROOTED or all(each == first for each in others), "ranks have results with different bits"
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "gather", "scatter", "allgather", "alltoall", "sendrecv"])
 async def test_single_copy_copies_only_unexpected_data(
     kind: str, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """The second time, when all have shown their memory."""
+    """Check the second call, when all ranks have published their memory."""
 
     async def rank(pg: ProcessGroup) -> None:
         without_accelerator(pg)
@@ -156,7 +158,7 @@ CALLS = {
 async def test_registered_arrays_are_read_in_their_segments(
     kind: str, keyed: bool, sub: bool, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """Single copy or not: of keyed calls and of sub-groups, too."""
+    """Include keyed calls and subgroups, with single copy disabled."""
 
     async def rank(pg: ProcessGroup) -> None:
         without_accelerator(pg)
@@ -182,7 +184,7 @@ async def test_registered_arrays_are_read_in_their_segments(
 
 
 async def test_unexpected_large_message_stays_with_its_sender(options: GroupOptions) -> None:
-    """Of a large message not more than its begin is taken before there is a receive."""
+    """Check that a large send completes only after its receive has started."""
 
     async def rank(pg: ProcessGroup) -> None:
         for _ in range(3):
@@ -203,7 +205,7 @@ async def test_unexpected_large_message_stays_with_its_sender(options: GroupOpti
 
 
 async def test_large_message_is_read_in_one_frame(options: GroupOptions, references: list[tuple[int, int]]) -> None:
-    """Although the receiver is late: it would have to copy what came before its call."""
+    """Let the receiver call late: it would have to copy the frames that arrive before its call."""
     messages = 3
 
     async def rank(pg: ProcessGroup) -> None:
@@ -221,7 +223,7 @@ async def test_large_message_is_read_in_one_frame(options: GroupOptions, referen
 
 
 async def test_failed_call_never_shows_later_contents_of_its_array(options: GroupOptions) -> None:
-    """An operation that has failed gives its memory back at once: whoever reads it has failed too, or has all of it."""
+    """Overwrite the array as soon as its send has failed; the receiver must fail too, or have all of the data."""
     pattern = -7.0
 
     async def rank(pg: ProcessGroup, turns: int) -> None:
@@ -249,12 +251,12 @@ async def test_failed_call_never_shows_later_contents_of_its_array(options: Grou
 
 
 async def test_withdrawn_data_is_returned_to_the_window(options: GroupOptions) -> None:
-    """Of groups that fail, on a link that others use: or in the end nothing could be sent unasked."""
+    """Fail many groups that share a link; if window bytes were lost, nothing could be sent eagerly in the end."""
     nbytes = 200_000
 
     async def rank(pg: ProcessGroup) -> None:
         peer = 1 - pg.rank()
-        for _ in range(3):  # the link is there, and all is read
+        for _ in range(3):  # now the link is open, and all its data is read
             await pg.allreduce(np.zeros(LARGE))
         for _ in range(2 * LINK_WINDOW // nbytes):
             group = await pg.split_group([0, 1])
@@ -272,8 +274,8 @@ async def test_withdrawn_data_is_returned_to_the_window(options: GroupOptions) -
     await run_ranks(2, rank, options=options)
 
 
-async def overwriting(pg: ProcessGroup, rounds: int) -> int:
-    """Overwrite what was sent with a pattern the moment its work ends; return how often it was seen."""
+async def wrong_receives(pg: ProcessGroup, rounds: int) -> int:
+    """Overwrite each sent array when its work ends; return the number of receives with wrong data."""
     without_accelerator(pg)
     seen, size, rank = 0, pg.size(), pg.rank()
     array, found = np.empty(LARGE), np.empty(LARGE)
@@ -298,18 +300,18 @@ async def overwriting(pg: ProcessGroup, rounds: int) -> int:
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 async def test_sent_array_may_be_overwritten_at_once(world_size: int, tmp_path: Path) -> None:
     options = GroupOptions(transport="shm", tuning=tuning(tmp_path))
-    assert await run_processes(world_size, overwriting, 5, options=options) == [0] * world_size
+    assert await run_processes(world_size, wrong_receives, 5, options=options) == [0] * world_size
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 4])
 async def test_sent_array_may_be_overwritten_at_once_many_times(world_size: int, tmp_path: Path) -> None:
     options = GroupOptions(transport="shm", tuning=tuning(tmp_path))
-    assert await run_processes(world_size, overwriting, 500, options=options, timeout=600) == [0] * world_size
+    assert await run_processes(world_size, wrong_receives, 500, options=options, timeout=600) == [0] * world_size
 
 
 async def test_single_copy_can_be_disabled_by_one_rank(references: list[tuple[int, int]], tmp_path: Path) -> None:
-    """Then nobody reads it, and it reads nobody."""
+    """Disable it on rank 1, which then neither reads other ranks' memory nor lets them read its own."""
     from aiocoll import new_group
     from aiocoll.store import HashStore
 

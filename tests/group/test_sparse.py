@@ -1,4 +1,4 @@
-"""Allreduce of sparse arrays of scipy.sparse; those of torch are in test_sparse_torch.py."""
+"""Allreduce of sparse arrays of scipy.sparse; `test_sparse_torch.py` tests those of torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16,
 SHAPE = (12, 7)
 
 
-def given(rank: int, form: str = "csr_array", dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
-    """Return a rank's array: on every rank the first row, and a row of its own."""
+def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
+    """Return a rank's array: entries in the first row on every rank, and in a row of its own."""
     dense = np.zeros(shape, dtype)
     dense[0] = rank + 1
     dense[1 + rank % (shape[0] - 1)] = 100
@@ -47,18 +47,18 @@ def total(size: int, dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> 
     return dense
 
 
-def stored(array: Any) -> int:
+def entry_count(array: Any) -> int:
     return int(array.data.size)
 
 
 WAYS = ["gather-loop", "dense-thread"]
-#: But for one test, a second look.
+#: Further ways, which only one test uses unless slow tests run.
 OTHERS = ["gather-thread", "dense-loop"]
 
 
 @pytest.fixture(params=[*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
-    """Force how it is done, and where."""
+    """Force the algorithm of the reduction, and whether the loop or a thread calculates."""
     how, place = request.param.split("-")
     replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
     limits(sparse_inline=-1 if place == "thread" else 1 << 30)
@@ -66,7 +66,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits:
 
 
 async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
-    array = given(pg.rank(), form, dtype)
+    array = rank_array(pg.rank(), form, dtype)
     work = pg.allreduce(array)
     assert (work.op, work.seq) == ("ALLREDUCE_SPARSE", 1)
     assert pg.pending() == ([] if work.done() else [work])
@@ -77,7 +77,7 @@ async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
     array.check_format() if hasattr(array, "check_format") else None
     assert array.has_canonical_format
     assert np.array_equal(array.toarray(), total(pg.size(), dtype))
-    assert stored(array) == SHAPE[1] * (1 + min(pg.size(), SHAPE[0] - 1))
+    assert entry_count(array) == SHAPE[1] * (1 + min(pg.size(), SHAPE[0] - 1))
     after = np.ones(3)
     work = pg.allreduce(after)
     await work
@@ -88,7 +88,7 @@ async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
 
 @pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-async def test_sparse_allreduce_is_the_union_of_places_with_their_sums(size: int, way: str) -> None:
+async def test_sparse_allreduce_has_the_entries_of_all_ranks_with_their_sums(size: int, way: str) -> None:
     first, *others = await run_ranks(size, reduce_one, "csr_array", "float64")
     assert all(each == first for each in others)
 
@@ -133,7 +133,7 @@ async def test_sparse_duplicates_are_summed_and_zero_sums_stay(pg: ProcessGroup,
 
 @pytest.mark.ranks(2)
 async def test_sparse_allreduce_accepts_unsorted_rows_and_spare_space(pg: ProcessGroup, way: str) -> None:
-    # Columns in descending order, and arrays longer than the pointers say.
+    # Columns in descending order, and arrays with more elements than `indptr` states.
     array = scipy.sparse.csr_array((2, 4))
     array.indptr = np.array([0, 2, 3], array.indptr.dtype)
     array.indices = np.array([3, 1, 0, 9, 9], array.indices.dtype)
@@ -146,7 +146,7 @@ async def test_sparse_allreduce_accepts_unsorted_rows_and_spare_space(pg: Proces
 async def test_sparse_sums_are_in_rank_order(pg: ProcessGroup) -> None:
     array = scipy.sparse.coo_array(np.array([[(1e16, 1.0, -1e16, 1.0)[pg.rank()]]]))
     await pg.allreduce(array)
-    assert array.data[0] == 1.0  # in pairs it were 0 or 2
+    assert array.data[0] == 1.0  # pairwise sums would give 0 or 2
 
 
 @pytest.mark.ranks(3)
@@ -165,7 +165,7 @@ async def test_sparse_allreduce_accepts_ranks_without_entries(
         assert await pg.allreduce(array) is array
         assert array.shape == shape
         assert array.toarray().sum() == (5 if holds else 0)
-        assert stored(array) == (1 if holds else 0)
+        assert entry_count(array) == (1 if holds else 0)
 
 
 @pytest.mark.ranks(2)
@@ -196,7 +196,7 @@ async def test_sparse_allreduce_supports_more_than_32_bit_places(pg: ProcessGrou
         pg.allreduce(huge)
 
 
-async def mismatched(pg: ProcessGroup, *arrays: Any) -> str:
+async def mismatch_text(pg: ProcessGroup, *arrays: Any) -> str:
     with pytest.raises(CollectiveMismatchError) as caught:
         await pg.allreduce(arrays[pg.rank()])
     with pytest.raises(GroupRevokedError):
@@ -209,28 +209,28 @@ async def mismatched(pg: ProcessGroup, *arrays: Any) -> str:
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
-        (given(0), given(1, shape=(7, 12)), ("shape=[12, 7]", "shape=[7, 12]")),
-        (given(0), given(1, dtype="float32"), ("dtype=float64", "dtype=float32")),
-        (given(0), np.zeros(SHAPE), ("ALLREDUCE_SPARSE(shape=[12, 7]", "ALLREDUCE(shape=[12, 7]")),
+        (rank_array(0), rank_array(1, shape=(7, 12)), ("shape=[12, 7]", "shape=[7, 12]")),
+        (rank_array(0), rank_array(1, dtype="float32"), ("dtype=float64", "dtype=float32")),
+        (rank_array(0), np.zeros(SHAPE), ("ALLREDUCE_SPARSE(shape=[12, 7]", "ALLREDUCE(shape=[12, 7]")),
     ],
     ids=["shape", "dtype", "dense"],
 )
 async def test_sparse_mismatch_is_raised(pg: ProcessGroup, one: Any, other: Any, words: tuple[str, ...]) -> None:
-    message = await mismatched(pg, one, other)
+    message = await mismatch_text(pg, one, other)
     assert "Collectives differ in the following:" in message
     assert all(word in message for word in words), message
 
 
 @pytest.mark.ranks(3)
 async def test_sparse_formats_may_differ_between_ranks(pg: ProcessGroup, way: str) -> None:
-    array = given(pg.rank(), FORMATS[pg.rank() * 2])
+    array = rank_array(pg.rank(), FORMATS[pg.rank() * 2])
     await pg.allreduce(array)
     assert np.array_equal(array.toarray(), total(3))
 
 
 @pytest.mark.ranks(2)
 async def test_unsupported_sparse_array_is_refused_at_the_call(pg: ProcessGroup) -> None:
-    array = given(pg.rank())
+    array = rank_array(pg.rank())
     for op in ("PRODUCT", "MIN", "MAX"):
         with pytest.raises(ValueError, match=f"op=ReduceOp.{op} is not defined on sparse arrays, since"):
             pg.allreduce(array, getattr(ReduceOp, op))
@@ -255,7 +255,7 @@ async def test_unsupported_sparse_array_is_refused_at_the_call(pg: ProcessGroup)
     wrong.coords = (np.array([0, 1, 3]), np.array([0, 1, 2]))
     with pytest.raises(ValueError, match="tensor has indices in dimension 0 outside the range 0 to 2"):
         pg.allreduce(wrong)
-    work = pg.allreduce(array)  # no number was taken by any of these
+    work = pg.allreduce(array)  # the refused calls have not taken a number
     assert work.seq == 1
     await work
 
@@ -263,7 +263,7 @@ async def test_unsupported_sparse_array_is_refused_at_the_call(pg: ProcessGroup)
 async def test_wrong_indices_of_a_large_array_fail_on_all_ranks(limits: Limits) -> None:
     limits(sparse_inline=-1)
 
-    async def one(pg: ProcessGroup) -> None:
+    async def run_rank(pg: ProcessGroup) -> None:
         array = scipy.sparse.csr_array(np.eye(3))
         if pg.rank() == 1:
             array.indices = np.array([0, 1, -1], array.indices.dtype)
@@ -273,7 +273,7 @@ async def test_wrong_indices_of_a_large_array_fail_on_all_ranks(limits: Limits) 
             await pg.allreduce(array)
         assert array.indices[0] == 0
 
-    await run_ranks(3, one)
+    await run_ranks(3, run_rank)
 
 
 @pytest.mark.parametrize("step", ["first", "last"])
@@ -281,18 +281,18 @@ async def test_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, mon
     parts = {"first": ("sparse_unpack", "sparse_scattered"), "last": ("sparse_merged", "sparse_gathered")}[step]
     failing(monkeypatch, MemoryError("no room"), *parts)
 
-    async def one(pg: ProcessGroup) -> None:
+    async def run_rank(pg: ProcessGroup) -> None:
         with pytest.raises(GroupError, match=r"failed on rank \d: MemoryError: no room"):
-            await pg.allreduce(given(pg.rank()))
+            await pg.allreduce(rank_array(pg.rank()))
         assert not pg.pending()
 
-    await run_ranks(2, one)
+    await run_ranks(2, run_rank)
 
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_keyed_sparse_calls_match_in_opposite_orders(pg: ProcessGroup, way: str) -> None:
-    arrays = [given(pg.rank()) for _ in range(4)]
+    arrays = [rank_array(pg.rank()) for _ in range(4)]
     order = range(4) if pg.rank() % 2 else reversed(range(4))
     works = {index: pg.allreduce(arrays[index], key=f"layer{index}") for index in order}
     dense = np.full(5, 1.0)
@@ -306,7 +306,7 @@ async def test_keyed_sparse_calls_match_in_opposite_orders(pg: ProcessGroup, way
 
 @pytest.mark.ranks(3)
 async def test_concurrent_sparse_calls_are_drained(pg: ProcessGroup, way: str) -> None:
-    arrays = [given(pg.rank()) for _ in range(20)]
+    arrays = [rank_array(pg.rank()) for _ in range(20)]
     works = [pg.allreduce(array) for array in arrays]
     pending = pg.pending()
     assert len(pending) == len({id(work) for work in pending})
@@ -317,7 +317,7 @@ async def test_concurrent_sparse_calls_are_drained(pg: ProcessGroup, way: str) -
 
 @pytest.mark.ranks(2)
 async def test_cancelled_await_does_not_stop_the_sparse_call(pg: ProcessGroup, way: str) -> None:
-    array = given(pg.rank())
+    array = rank_array(pg.rank())
     if pg.rank() == 0:
         work = pg.allreduce(array)
         waiting = asyncio.ensure_future(work.join())
@@ -339,15 +339,15 @@ async def test_abort_ends_a_sparse_call_during_its_calculation(monkeypatch: pyte
     held = threading.Event()
     started: list[int] = []
 
-    def waits(parts: Any, dtype: Any, divide: Any = None) -> Entries:
+    def wait_and_merge(parts: Any, dtype: Any, divide: Any = None) -> Entries:
         started.append(1)
         assert held.wait(20)
         return merged(parts, dtype, divide)
 
-    replaced(monkeypatch, sparse_merged=waits, sparse_is_dense_faster=lambda *_: False)
+    replaced(monkeypatch, sparse_merged=wait_and_merge, sparse_is_dense_faster=lambda *_: False)
 
-    async def one(pg: ProcessGroup) -> None:
-        array = given(pg.rank())
+    async def run_rank(pg: ProcessGroup) -> None:
+        array = rank_array(pg.rank())
         work = pg.allreduce(array)
         await until(lambda: len(started) == 2)
         assert pg.pending() == [work]
@@ -356,22 +356,22 @@ async def test_abort_ends_a_sparse_call_during_its_calculation(monkeypatch: pyte
         with pytest.raises(GroupError, match="ALLREDUCE_SPARSE was aborted by rank 0"):
             await work
         assert not pg.pending()
-        await pg.shutdown()  # and what the thread finds then is dropped
+        await pg.shutdown()  # drops the result of the thread
         held.set()
-        assert np.array_equal(array.toarray(), given(pg.rank()).toarray())
+        assert np.array_equal(array.toarray(), rank_array(pg.rank()).toarray())
 
-    await run_ranks(2, one)
+    await run_ranks(2, run_rank)
 
 
 @pytest.mark.ranks(3)
 async def test_sparse_call_that_fails_in_a_later_step_is_incomplete(
     pg: ProcessGroup, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await pg.allreduce(given(pg.rank()))
-    await pg.allreduce(given(pg.rank()), key="k")
+    await pg.allreduce(rank_array(pg.rank()))
+    await pg.allreduce(rank_array(pg.rank()), key="k")
     await pg.barrier()
     failing(monkeypatch, MemoryError("no room"), "sparse_merged", "sparse_gathered")
-    works = [pg.allreduce(given(pg.rank()), key="k"), pg.allreduce(given(pg.rank()))]
+    works = [pg.allreduce(rank_array(pg.rank()), key="k"), pg.allreduce(rank_array(pg.rank()))]
     for work in works:
         with pytest.raises(GroupError):
             await work
@@ -386,7 +386,7 @@ async def test_sparse_call_that_fails_in_a_later_step_is_incomplete(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["coo_array", "csr_array"])
 async def test_sparse_result_has_its_own_arrays(pg: ProcessGroup, form: str) -> None:
-    """What comes is packed, so a single rank's entries lie at odd addresses."""
+    """Use the entries of one rank only, which lie unaligned in the received frame."""
     array = getattr(scipy.sparse, form)((5, 5), dtype="complex128")
     if pg.rank() == 1:
         array = getattr(scipy.sparse, form)(np.diag([1j, 0, 1j, 1j, 0]))
@@ -404,13 +404,13 @@ async def test_rank_that_leaves_fails_the_sparse_call(pg: ProcessGroup) -> None:
         await pg.shutdown()
         return
     with pytest.raises(ConnectionError, match="needs rank 1, which has left"):
-        await pg.allreduce(given(0))
+        await pg.allreduce(rank_array(0))
 
 
 def test_timeout_covers_the_whole_sparse_call() -> None:
-    async def one(pg: ProcessGroup) -> float:
+    async def run_rank(pg: ProcessGroup) -> float:
         loop = asyncio.get_running_loop()
-        array = given(pg.rank())
+        array = rank_array(pg.rank())
         began = loop.time()
         await pg.allreduce(array)
         took = loop.time() - began
@@ -420,37 +420,37 @@ def test_timeout_covers_the_whole_sparse_call() -> None:
             await pg.allreduce(array, timeout=1.5)
         return loop.time() - began
 
-    for took in run_virtual(2, one, latency=(1.0, 1.0)):
+    for took in run_virtual(2, run_rank, latency=(1.0, 1.0)):
         assert 1.5 <= took < 2.0
 
 
 def test_sparse_timeout_names_the_missing_rank() -> None:
-    async def one(pg: ProcessGroup) -> None:
+    async def run_rank(pg: ProcessGroup) -> None:
         if pg.rank() < 2:
             with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE_SPARSE") as caught:
-                await pg.allreduce(given(pg.rank()), timeout=5)
+                await pg.allreduce(rank_array(pg.rank()), timeout=5)
             assert list(caught.value.ranks) == [2]
         else:
             with pytest.raises(CollectiveTimeoutError):
                 await pg.recv(np.zeros(1), 0, timeout=60)
 
-    run_virtual(3, one)
+    run_virtual(3, run_rank)
 
 
 def test_sparse_run_on_a_virtual_clock_is_reproducible() -> None:
-    async def one(pg: ProcessGroup) -> tuple[bytes, float]:
+    async def run_rank(pg: ProcessGroup) -> tuple[bytes, float]:
         random = np.random.default_rng(pg.rank())
         array = scipy.sparse.random_array((300, 300), density=0.2, format="csr", rng=random)
         await pg.allreduce(array)
         return array.data.tobytes(), asyncio.get_running_loop().time()
 
-    once = run_virtual(3, one, seed=5, latency=(0.001, 0.01))
-    assert run_virtual(3, one, seed=5, latency=(0.001, 0.01)) == once
+    once = run_virtual(3, run_rank, seed=5, latency=(0.001, 0.01))
+    assert run_virtual(3, run_rank, seed=5, latency=(0.001, 0.01)) == once
     assert len({data for data, _ in once}) == 1
 
 
 async def test_interceptor_may_start_a_sparse_call_later() -> None:
-    class Later:
+    class DelayingInterceptor:
         moves_nothing = records = False
 
         def __init__(self) -> None:
@@ -462,9 +462,9 @@ async def test_interceptor_may_start_a_sparse_call_later() -> None:
             self.calls.append((call, completion))
             return Work(completion)
 
-    async def one(pg: ProcessGroup) -> None:
+    async def run_rank(pg: ProcessGroup) -> None:
         nonlocal group
-        later, array = Later(), given(pg.rank())
+        later, array = DelayingInterceptor(), rank_array(pg.rank())
         group = pg
         with dispatcher_of(pg).scoped(later):
             work = pg.allreduce(array)
@@ -478,15 +478,15 @@ async def test_interceptor_may_start_a_sparse_call_later() -> None:
         assert np.array_equal(array.toarray(), total(2))
 
     group: Any = None
-    await run_ranks(2, one)
+    await run_ranks(2, run_rank)
 
 
-# -- arithmetic on entries, and the choice
+# -- arithmetic on entries, and the choice of the algorithm
 
 
 @pytest.mark.parametrize(("name", "many"), [("float16", 4096), ("bfloat16", 4096), ("float8_e4m3fn", 256)])
 def test_narrow_floats_are_rounded_once(name: str, many: int) -> None:
-    """Adding ones and rounding each time would end long before."""
+    """Sum so many ones that rounding after each addition would stop at a smaller sum."""
     dtype = by_name(name)
     one, got = np.zeros(1, dtype.storage), np.empty(1, np.float32)
     from_float32(dtype)(np.ones(1, np.float32), one)
@@ -528,10 +528,9 @@ def test_dense_exchange_is_chosen_for_many_entries_only() -> None:
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("in_block", [False, True])
 async def test_sparse_allreduce_works_in_blocks_and_with_compared_calls(in_block: bool, debug: Any) -> None:
-    """Its steps follow each other there, too."""
 
-    async def one(pg: ProcessGroup) -> None:
-        arrays = [given(pg.rank(), kind) for kind in FORMATS[:3]]
+    async def run_rank(pg: ProcessGroup) -> None:
+        arrays = [rank_array(pg.rank(), kind) for kind in FORMATS[:3]]
         if in_block:
             async with pg.coalescing():
                 works = [pg.allreduce(array) for array in arrays]
@@ -543,4 +542,4 @@ async def test_sparse_allreduce_works_in_blocks_and_with_compared_calls(in_block
             assert await work is array
             assert np.array_equal(array.toarray(), total(3))
 
-    await testing.run_ranks(3, one, options=GroupOptions(debug=debug))
+    await testing.run_ranks(3, run_rank, options=GroupOptions(debug=debug))

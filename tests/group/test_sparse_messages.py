@@ -26,13 +26,13 @@ def dense(rank: int, dtype: str = "float64") -> Any:
     return x
 
 
-def given(rank: int, form: str = "csr_array", dtype: str = "float64") -> Any:
+def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64") -> Any:
     return getattr(scipy.sparse, form)(dense(rank, dtype))
 
 
 @pytest.fixture(params=["loop", "thread"])
 def place(request: pytest.FixtureRequest, limits: Limits) -> str:
-    """Force where arrays are read and made."""
+    """Force whether the loop or a thread reads and makes the arrays."""
     limits(sparse_inline=-1 if request.param == "thread" else 1 << 30)
     return str(request.param)
 
@@ -40,11 +40,11 @@ def place(request: pytest.FixtureRequest, limits: Limits) -> str:
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_sparse_messages_travel_around_a_ring(pg: ProcessGroup, place: str) -> None:
-    """Of one rank, to itself."""
+    """Let each rank send to the next one, and a single rank to itself."""
     rank, size = pg.rank(), pg.size()
     before, after = (rank - 1) % size, (rank + 1) % size
     for number, form in enumerate(FORMATS):
-        x, y = given(rank, FORMATS[number - 1], "float32"), given(6, form, "float32")
+        x, y = rank_array(rank, FORMATS[number - 1], "float32"), rank_array(6, form, "float32")
         sending = pg.send(x, after, tag=number)
         receiving = pg.recv(y, before, number) if number % 2 else pg.recv_anysource(y, number)
         assert (sending.op, receiving.op[-7:]) == ("SEND_SPARSE", "_SPARSE")
@@ -60,15 +60,15 @@ async def test_sparse_messages_travel_around_a_ring(pg: ProcessGroup, place: str
 @over(*LINKS)
 @pytest.mark.ranks(2)
 async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
-    """The first is read in a thread, and the second could be sent at once."""
+    """Send a large array, which a thread reads first, and then arrays that could be sent at once."""
     shape = 2000, 2000
     large = scipy.sparse.random_array(shape, density=0.05, format="coo", rng=np.random.default_rng(1))
     for tag, (src, dst) in enumerate(((0, 1), (1, 1))):
         work = []
         if pg.rank() == src:
-            work += [pg.send(large, dst, tag), pg.send(np.ones(3), dst, tag), pg.send(given(1), dst, tag)]
+            work += [pg.send(large, dst, tag), pg.send(np.ones(3), dst, tag), pg.send(rank_array(1), dst, tag)]
         if pg.rank() == dst:
-            first, second, third = scipy.sparse.coo_array(shape), np.zeros(3), given(0)
+            first, second, third = scipy.sparse.coo_array(shape), np.zeros(3), rank_array(0)
             await pg.recv(first, src, tag)
             await pg.recv(second, src, tag)
             await pg.recv(third, src, tag)
@@ -81,7 +81,7 @@ async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 async def test_sparse_send_reads_its_array_in_a_thread_before_it_ends(pg: ProcessGroup, limits: Limits) -> None:
     limits(sparse_inline=-1)
-    x = given(0)
+    x = rank_array(0)
     if pg.rank() == 0:
         work = pg.send(x, 1)
         assert not work.done()
@@ -90,14 +90,14 @@ async def test_sparse_send_reads_its_array_in_a_thread_before_it_ends(pg: Proces
         await pg.send_object("sent", 1, tag=1)
     else:
         waiting = pg.recv_object(0, 1)
-        y = given(1)
+        y = rank_array(1)
         await asyncio.gather(pg.recv(y, 0), waiting)
         assert np.array_equal(y.toarray(), dense(0))
 
 
 @pytest.mark.ranks(2)
 async def test_duplicate_entries_of_a_sparse_message_are_summed(pg: ProcessGroup, place: str) -> None:
-    """There are more entries than places."""
+    """Use an array with more entries than elements."""
     x = scipy.sparse.coo_array((np.arange(1.0, 7), ([0, 1, 0, 1, 0, 1], [0] * 6)), shape=(2, 2))
     if pg.rank() == 0:
         await pg.send(x, 1)
@@ -118,7 +118,7 @@ async def test_sparse_messages_support_no_entries_and_proc_null(pg: ProcessGroup
         await pg.recv(x, 0)
     assert x.nnz == 0
     assert await pg.send(x, PROC_NULL) is x
-    y = given(0)
+    y = rank_array(0)
     work = pg.recv(y, PROC_NULL)
     assert await work is y
     assert work.source_rank() == PROC_NULL
@@ -128,7 +128,7 @@ async def test_sparse_messages_support_no_entries_and_proc_null(pg: ProcessGroup
 @pytest.mark.ranks(2)
 async def test_sparse_messages_work_probed_planned_and_in_blocks(pg: ProcessGroup, place: str) -> None:
     rank = pg.rank()
-    x, y = given(rank), given(rank)
+    x, y = rank_array(rank), rank_array(rank)
     plan = pg.plan(pg.send, x, 1) if rank == 0 else pg.plan(pg.recv, x, 0)
     for turn in range(3):
         if rank == 0:
@@ -146,7 +146,7 @@ async def test_sparse_messages_work_probed_planned_and_in_blocks(pg: ProcessGrou
         await pg.recv(y, envelope.source, envelope.tag)
     assert np.array_equal(y.toarray(), dense(0))
     async with pg.coalescing():
-        y = given(rank + 2)
+        y = rank_array(rank + 2)
         work: Any = pg.send(y, 1) if rank == 0 else pg.recv(y, 0)
     assert await work is y
     assert np.array_equal(y.toarray(), dense(2))
@@ -160,14 +160,14 @@ async def test_sparse_messages_work_probed_planned_and_in_blocks(pg: ProcessGrou
     assert sent == 0
 
 
-async def settled(pg: ProcessGroup, work: Any) -> None:
-    """Wait until what is wrong is found: a send may be done before that."""
+async def finish_and_check(pg: ProcessGroup, work: Any) -> None:
+    """Wait until both ranks have checked the message, because a send may complete before that."""
     await work
     await pg.barrier()
 
 
 OTHERS: dict[str, tuple[Any, str]] = {
-    "dtype": (lambda: given(1, dtype="float32"), r"following: dtype. .*float32"),
+    "dtype": (lambda: rank_array(1, dtype="float32"), r"following: dtype. .*float32"),
     "shape": (lambda: scipy.sparse.csr_array((7, 12)), r"following: counts, shape. .*\[7, 12\]"),
     "dense": (lambda: dense(1), r"following: op, .*SEND_SPARSE\(.* called RECV\("),
 }
@@ -177,9 +177,9 @@ OTHERS: dict[str, tuple[Any, str]] = {
 @pytest.mark.ranks(2)
 async def test_sparse_message_mismatch_is_raised(pg: ProcessGroup, other: str) -> None:
     make, text = OTHERS[other]
-    work = pg.send(given(0), 1) if pg.rank() == 0 else pg.recv(make(), 0)
+    work = pg.send(rank_array(0), 1) if pg.rank() == 0 else pg.recv(make(), 0)
     with pytest.raises(GroupError, match=text):
-        await settled(pg, work)
+        await finish_and_check(pg, work)
     await pg.drain()
 
 
@@ -187,16 +187,16 @@ async def test_sparse_message_mismatch_is_raised(pg: ProcessGroup, other: str) -
 @pytest.mark.ranks(2)
 async def test_sparse_receive_refuses_other_messages(pg: ProcessGroup, kind: str) -> None:
     if pg.rank():
-        work: Any = pg.recv(given(0), 0)
+        work: Any = pg.recv(rank_array(0), 0)
     else:
         work = pg.send(dense(0), 1) if kind == "dense" else pg.send_object({}, 1)
     with pytest.raises(CollectiveMismatchError, match="RECV_SPARSE"):
-        await settled(pg, work)
+        await finish_and_check(pg, work)
 
 
 @pytest.mark.ranks(2)
 async def test_unsupported_sparse_message_is_refused(pg: ProcessGroup) -> None:
-    x, peer = given(0), 1 - pg.rank()
+    x, peer = rank_array(0), 1 - pg.rank()
     for batch in ([Send(x, peer)], [Recv(x, peer)]):  # type: ignore[type-var]
         with pytest.raises(
             TypeError,
@@ -218,7 +218,7 @@ async def test_unsupported_sparse_message_is_refused(pg: ProcessGroup) -> None:
 
 
 async def test_unreadable_entries_of_an_announced_message_fail_the_group(limits: Limits) -> None:
-    """It has been announced when that is found."""
+    """Send wrong indices, which the sender finds after it has announced the message."""
     limits(sparse_inline=-1)
 
     async def rank(pg: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Sparse arrays in broadcast, reduce, allgather and gather, and averages of them."""
+"""Sparse arrays in broadcast, reduce, allgather and gather, and averages of sparse arrays."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ SHAPE = (12, 7)
 
 
 def dense(rank: int, dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
-    """Return what a rank gives: the first row on every rank, and a row of its own."""
+    """Return a rank's values: in the first row on every rank, and in a row of its own."""
     x = np.zeros(shape, dtype)
     x[0] = rank + 1
     x[1 + rank % (shape[0] - 1), 2:] = 10
     return x
 
 
-def given(rank: int, form: str = "csr_array", dtype: str = "float64") -> Any:
+def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64") -> Any:
     return getattr(scipy.sparse, form)(dense(rank, dtype))
 
 
 @pytest.fixture(params=["gather-loop", "gather-thread", "dense-loop", "dense-thread"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
-    """Force how reductions are done, and where everything is."""
+    """Force the algorithm of reductions, and whether the loop or a thread calculates."""
     how, place = request.param.split("-")
     replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
     limits(sparse_inline=-1 if place == "thread" else 1 << 30)
@@ -53,18 +53,18 @@ async def test_sparse_arrays_work_in_every_moving_call(pg: ProcessGroup, way: st
     world = range(size)
     for number, form in enumerate(FORMATS):
         root = number % size
-        x = given(rank, form, "float32")
+        x = rank_array(rank, form, "float32")
         assert await pg.broadcast(x, root) is x
         check(x, form, dense(root, "float32"))
         total = sum(dense(each) for each in world)
         for op, right in ((ReduceOp.SUM, total), (ReduceOp.AVG, total / size)):
-            x = given(rank, form)
+            x = rank_array(rank, form)
             assert await pg.reduce(x, root, op) is x
             check(x, form, right if rank == root else dense(rank))
-            x = given(rank, form)
+            x = rank_array(rank, form)
             assert await pg.allreduce(x, op) is x
             check(x, form, right)
-        x = given(rank, form, "int64")
+        x = rank_array(rank, form, "int64")
         for each, array in enumerate(await pg.allgather(None, x)):
             check(array, form, dense(each, "int64"))
         gathered = await pg.gather(None, x, root)
@@ -78,7 +78,7 @@ async def test_sparse_arrays_work_in_every_moving_call(pg: ProcessGroup, way: st
 @over(*LINKS)
 @pytest.mark.ranks(2, 4)
 async def test_sparse_arrays_may_differ_in_rows_and_be_empty(pg: ProcessGroup) -> None:
-    """Blocks of rows, as many as the rank has, become one array."""
+    """Gather blocks with different numbers of rows, and join them into one array."""
     rank, size = pg.rank(), pg.size()
     x = scipy.sparse.random_array((rank * 100, 50), density=0.3, format="csr", rng=np.random.default_rng(rank))
     parts = await pg.allgather(None, x)
@@ -145,7 +145,7 @@ async def test_sparse_moves_support_torch(pg: ProcessGroup, way: str) -> None:
 @pytest.mark.ranks(2)
 async def test_sparse_move_mismatch_is_raised(pg: ProcessGroup, call: str) -> None:
     other = dense(1, "float32")
-    x = given(0) if pg.rank() == 0 else scipy.sparse.csr_array(other)
+    x = rank_array(0) if pg.rank() == 0 else scipy.sparse.csr_array(other)
     with pytest.raises(CollectiveMismatchError, match="differ in the following: dtype") as caught:
         await (
             pg.allgather(None, x)
@@ -163,7 +163,7 @@ async def test_sparse_move_mismatch_is_raised(pg: ProcessGroup, call: str) -> No
 @pytest.mark.ranks(2)
 async def test_sparse_moves_work_in_blocks_and_by_key_or_are_refused(pg: ProcessGroup) -> None:
     rank = pg.rank()
-    x, y = given(rank), given(rank)
+    x, y = rank_array(rank), rank_array(rank)
     async with pg.coalescing():
         pg.broadcast(x, 0)
         work = pg.allgather(None, y)

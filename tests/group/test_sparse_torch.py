@@ -1,4 +1,4 @@
-"""Allreduce of torch's sparse tensors; where torch is not installed these tests are skipped, and say so."""
+"""Allreduce of torch's sparse tensors; without torch, these tests are skipped."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def checked() -> Any:
+def check_invariants() -> Any:
     with torch.sparse.check_sparse_tensor_invariants(True):
         yield
 
 
 WAYS = ["gather-loop", "dense-thread"]
-#: But for one test, a second look.
+#: Further ways, which only one test uses unless slow tests run.
 OTHERS = ["gather-thread", "dense-loop"]
 
 
 @pytest.fixture(params=[*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
-    """Force how it is done, and where."""
+    """Force the algorithm of the reduction, and whether the loop or a thread calculates."""
     how, place = request.param.split("-")
     replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
     limits(sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 
 
-def given(rank: int, size: int, sparse_dims: int, dense_dims: int, dtype: Any = None) -> Any:
-    """Return ones at the places 0 to `rank` of the first dimension and 0 of the other sparse ones."""
+def rank_array(rank: int, size: int, sparse_dims: int, dense_dims: int, dtype: Any = None) -> Any:
+    """Return ones at the indices 0 to `rank` of the first dimension, and 0 of the other sparse dimensions."""
     indices = torch.zeros((sparse_dims, rank + 1), dtype=torch.int64)
     indices[0] = torch.arange(rank + 1)
     values = torch.ones([rank + 1] + [2] * dense_dims, dtype=dtype)
@@ -52,7 +52,7 @@ def given(rank: int, size: int, sparse_dims: int, dense_dims: int, dtype: Any = 
 
 async def check(pg: ProcessGroup, sparse_dims: int, dense_dims: int, dtype: Any = None) -> None:
     size = pg.size()
-    tensor = given(pg.rank(), size, sparse_dims, dense_dims, dtype)
+    tensor = rank_array(pg.rank(), size, sparse_dims, dense_dims, dtype)
     work = pg.allreduce(tensor)
     assert (work.op, work.seq) == ("ALLREDUCE_SPARSE", 1)
     assert await work is tensor
@@ -63,7 +63,7 @@ async def check(pg: ProcessGroup, sparse_dims: int, dense_dims: int, dtype: Any 
     expected = torch.zeros((sparse_dims, size), dtype=torch.int64)
     expected[0] = torch.arange(size)
     assert torch.equal(tensor.indices(), expected)
-    # At place i are the ones of the ranks i and above.
+    # Index i has the ones of rank i and of all higher ranks.
     for place, values in enumerate(tensor.values()):
         right = torch.full([2] * dense_dims, size - place).to(tensor.dtype)
         assert torch.equal(values, right), f"{values} at {place}"
@@ -104,7 +104,7 @@ async def test_sparse_torch_tensors_may_be_empty(pg: ProcessGroup, way: str) -> 
         assert await pg.allreduce(tensor) is tensor
         assert tensor._nnz() == 0
         assert tuple(tensor.shape) == shape
-    # Entries without elements, and an array that is one place.
+    # Entries without elements, and a tensor without sparse dimensions.
     hollow = torch.sparse_coo_tensor([[pg.rank()]], torch.empty((1, 0)), (3, 0))
     await pg.allreduce(hollow)
     assert hollow.indices().tolist() == [[0, 1]]
@@ -115,7 +115,7 @@ async def test_sparse_torch_tensors_may_be_empty(pg: ProcessGroup, way: str) -> 
 
 @pytest.mark.ranks(2)
 async def test_sparse_torch_result_stays_the_same_tensor_for_autograd(pg: ProcessGroup, way: str) -> None:
-    tensor = given(pg.rank(), 2, 1, 1).requires_grad_()
+    tensor = rank_array(pg.rank(), 2, 1, 1).requires_grad_()
     assert await pg.allreduce(tensor) is tensor
     assert tensor.requires_grad
     assert tensor.is_leaf
@@ -184,7 +184,7 @@ async def test_unsupported_sparse_torch_tensor_is_refused(pg: ProcessGroup) -> N
 
 @pytest.mark.ranks(2)
 async def test_loop_runs_during_a_large_sparse_torch_call(pg: ProcessGroup) -> None:
-    """A large tensor is read, added up and written by threads: other tasks run meanwhile."""
+    """Use a tensor that threads read, add and write, while other tasks run."""
     count = 300_000
     generator = torch.Generator().manual_seed(pg.rank())
     indices = torch.randint(0, 50_000_000, (1, count), generator=generator)

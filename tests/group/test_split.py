@@ -1,4 +1,4 @@
-"""Groups split by colour, and numbered by key."""
+"""Groups split by colour and ordered by key."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..internals import comm_of
 from ..ranks import LINKS, over, run_ranks, until
 
 
-async def works(pg: ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of a group in which everything arrives, at the rank it is for."""
+async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
+    """Check that all data arrives at the right ranks of a group; return its global ranks."""
     rank, size = pg.rank(), pg.size()
     for count in (1, 50_000):
         tensor = np.full(count, 2.0**rank)
@@ -57,8 +57,8 @@ async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> Non
         assert group.rank() == expected.index(rank)
         assert group.size() == len(expected)
         groups.append(group)
-    # All at once: none waits for another.
-    found = await asyncio.gather(works(pg), *(works(group) for group in groups))
+    # The groups work concurrently: none waits for another.
+    found = await asyncio.gather(check_group(pg), *(check_group(group) for group in groups))
     assert found[1:] == [tuple(expected) for _, _, expected in cases]
     names = [group.group_name for group in groups]
     assert len(set(names)) == len(names)
@@ -69,9 +69,9 @@ async def test_rank_without_a_colour_gets_no_group(pg: ProcessGroup) -> None:
     group = await pg.split(None if pg.rank() == 0 else 1)
     assert (group is None) == (pg.rank() == 0)
     if group is not None:
-        assert await works(group) == tuple(range(1, pg.size()))
+        assert await check_group(group) == tuple(range(1, pg.size()))
     assert await pg.split(None, 3) is None
-    # A number is no text.
+    # A number and a string are different colours.
     by_type = await pg.split("1" if pg.rank() % 2 else 1)
     assert by_type is not None
     assert by_type.global_ranks == tuple(rank for rank in range(pg.size()) if rank % 2 == pg.rank() % 2)
@@ -80,10 +80,10 @@ async def test_rank_without_a_colour_gets_no_group(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(4)
 @over("memory", "unix")
 async def test_split_works_next_to_other_calls(pg: ProcessGroup) -> None:
-    """Which of them ends first differs from rank to rank: their numbers are those of the calls."""
+    """Let the splits end in different orders on different ranks: each keeps the number of its call."""
     rank = pg.rank()
     splits = [asyncio.ensure_future(pg.split(rank % 2, key)) for key in (0, -rank)]
-    await asyncio.sleep(0)  # they have begun
+    await asyncio.sleep(0)  # lets the splits begin
     total = pg.allreduce(np.ones(100_000))
     pair = await pg.split_group([[0, 3], [1, 2]])
     assert pair is not None
@@ -96,7 +96,9 @@ async def test_split_works_next_to_other_calls(pg: ProcessGroup) -> None:
     assert three is not None
     assert one.global_ranks == (rank % 2, rank % 2 + 2)
     assert two.global_ranks == (rank % 2 + 2, rank % 2)
-    assert await asyncio.gather(works(one), works(three), works(two), works(pair), works(pg))
+    assert await asyncio.gather(
+        check_group(one), check_group(three), check_group(two), check_group(pair), check_group(pg)
+    )
 
 
 @pytest.mark.ranks(3)
@@ -109,7 +111,7 @@ async def test_reordered_group_shrinks_in_its_order(pg: ProcessGroup) -> None:
         return
     smaller = await group.shrink(exclude=[1])
     assert smaller.global_ranks == (2, 0)
-    assert await works(smaller) == (2, 0)
+    assert await check_group(smaller) == (2, 0)
 
 
 @pytest.mark.ranks(2)
@@ -121,8 +123,8 @@ async def test_split_can_be_repeated_on_its_result(pg: ProcessGroup) -> None:
     assert part.global_ranks == (pg.rank(),)
     again = await group.split_group([0, 1])
     assert again is not None
-    assert again.global_ranks == (1, 0)  # in the order of the group that is split
-    assert await works(again) == (1, 0)
+    assert again.global_ranks == (1, 0)  # in the order of the parent group
+    assert await check_group(again) == (1, 0)
 
 
 @pytest.mark.ranks(2)
@@ -139,11 +141,11 @@ async def test_cancelled_split_leaves_the_group_to_the_others(pg: ProcessGroup) 
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         group = await pg.split(0)
-    assert await works(group) == (0, 1)
+    assert await check_group(group) == (0, 1)
 
 
 async def test_rank_without_the_colours_is_waited_for() -> None:
-    """It is asked what it has called, and that was no other list."""
+    """Check the report on a rank that has not split yet, because it still lacks the colours."""
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -156,7 +158,7 @@ async def test_rank_without_the_colours_is_waited_for() -> None:
             called.set()
             await work
         else:
-            comm_of(pg).splits.append(None)  # as while the colours are on their way
+            comm_of(pg).splits.append(None)  # as if the colours had not arrived
             await called.wait()
             comm_of(pg).splits = Splits()
             group = await pg.split_group([0, 1])
@@ -206,7 +208,7 @@ async def test_split_in_a_block_sends_the_recorded_calls(pg: ProcessGroup) -> No
         assert work.done()
     assert group is not None
     assert (x == 2).all()
-    assert await works(group) == (1, 0)
+    assert await check_group(group) == (1, 0)
 
 
 @pytest.mark.ranks(4)
@@ -216,7 +218,7 @@ async def test_local_split_is_called_by_its_ranks_only(pg: ProcessGroup) -> None
             part = await pg.split_group([3, 1], local=True)
             assert part.global_ranks == (1, 3)
             assert await part.allgather_object(pg.rank()) == [1, 3]
-    # The other ranks have counted no split: this one is the first of all.
+    # The other ranks have not counted the local splits: for them, this is the first one.
     whole = await pg.split_group(range(4))
     assert await whole.allreduce(1) == 4
     assert await pg.split_group([(pg.rank() + 1) % 4], local=True) is None

@@ -1,4 +1,4 @@
-"""`pg.stats()`: what is counted, what is not, and who was waited for."""
+"""`pg.stats()`: counted calls and bytes, waits for other ranks, and limits."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ..internals import comm_of, set_limits
 from ..ranks import over
 
 SIZES = (1, 2, 3, 4, 7)
-#: Seconds by which a rank is late: a turn of all loops takes less.
+#: Seconds by which a rank is late. One iteration of all loops takes less.
 LATE = 0.02
-#: Resolution of the clock of timers.
+#: The resolution of timers, in seconds.
 CLOCK = 0.002
 NOTHING = PeerStats(0, 0, 0.0, 0, 0.0, 0)
 
@@ -179,13 +179,13 @@ async def test_stats_can_be_disabled(pg: ProcessGroup) -> None:
             each.stats()
 
 
-# -- who is waited for
+# -- waits for other ranks
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
 async def test_last_rank_was_waited_for(size: int, transport: Any) -> None:
-    """Each rank in turn is the last one: all others have waited for it, or for a rank that has waited for it."""
+    """Make each rank in turn the last one: all others have waited for it, or for a rank that has waited for it."""
     came = [asyncio.Event() for _ in range(size)]
     entered = [0] * size
 
@@ -241,7 +241,7 @@ async def test_last_rank_was_waited_for(size: int, transport: Any) -> None:
 @pytest.mark.parametrize("count", [3, 70_000])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_late_one_of_two_ranks_was_waited_for(op: str, count: int, transport: Any) -> None:
-    """Whatever a block comes in: rank 1 sends, or posts, after rank 0 has called."""
+    """Let rank 1 send or post its block after rank 0 has called."""
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -294,7 +294,7 @@ async def test_rank_whose_data_unpacks_in_several_iterations_was_waited_for(
 
 @pytest.mark.ranks(2)
 @over("memory", "shm", "tcp")
-async def test_independent_rank_has_waited_for_none(pg: ProcessGroup) -> None:
+async def test_root_of_a_broadcast_has_waited_for_no_rank(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.send(np.ones(2), 0)
         await pg.broadcast(np.ones(3), 0)
@@ -307,7 +307,7 @@ async def test_independent_rank_has_waited_for_none(pg: ProcessGroup) -> None:
 def test_early_data_is_not_waited_for() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if not pg.rank():
-            await asyncio.sleep(2)  # what rank 1 has sent is here
+            await asyncio.sleep(2)  # the data of rank 1 has arrived
         await pg.broadcast(np.ones(3), 1)
         assert pg.rank() or pg.stats().peers == ()
 
@@ -329,7 +329,7 @@ def test_rank_whose_data_completes_no_call_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 def test_wait_for_a_part_of_a_call_counts_once(debug: Any) -> None:
-    """A block, and a compared call, consist of several operations."""
+    """Make a block and a compared call, which consist of several operations."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():
@@ -420,7 +420,7 @@ async def test_stats_can_be_read_by_another_thread_during_calls() -> None:
     assert failures == []
 
 
-# -- what is returned
+# -- the returned statistics
 
 
 def row(histogram: tuple[tuple[float, int], ...]) -> OperationStats:
@@ -428,7 +428,7 @@ def row(histogram: tuple[tuple[float, int], ...]) -> OperationStats:
     return OperationStats("ALLREDUCE", "ring", "tcp", calls, 0, 8 * calls, 1.0, histogram)
 
 
-def test_stats_quantiles_are_those_of_the_buckets() -> None:
+def test_stats_quantiles_follow_from_the_buckets() -> None:
     assert row(()).p50 is row(()).p99 is None
     assert row(((2.0, 1),)).quantile(0) == 1.0
     assert row(((2.0, 1),)).quantile(1) == 2.0

@@ -1,4 +1,4 @@
-"""Groups split off from others, over every transport."""
+"""Subgroups made by `split_group`, over every transport."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ..internals import channels_of, comm_of, links_of, replaced
 from ..ranks import LINKS, options, over, run_ranks, until
 
 
-async def works(pg: ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of a group in which everything arrives."""
+async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
+    """Check that all data arrives in a group; return its global ranks."""
     tensor = np.full(50_000, 2.0 ** pg.rank())
     await pg.allreduce(tensor)
     assert (tensor == 2.0 ** pg.size() - 1).all()
@@ -36,8 +36,8 @@ async def works(pg: ProcessGroup) -> tuple[int, ...]:
     return pg.global_ranks
 
 
-async def part(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
-    """Return the group this rank is in; it is in one."""
+async def own_subgroup(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
+    """Split the group; return the subgroup of this rank, and fail if the rank is in none."""
     group: ProcessGroup | None = await pg.split_group(ranks, **given)
     assert group is not None
     return group
@@ -47,12 +47,12 @@ async def part(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
     halves = [half for half in (range(0, pg.size(), 2), range(1, pg.size(), 2)) if half]
-    async with await part(pg, halves) as half, await part(pg, [range(pg.size())]) as whole:
+    async with await own_subgroup(pg, halves) as half, await own_subgroup(pg, [range(pg.size())]) as whole:
         mine = tuple(halves[pg.rank() % 2])
         assert (half.rank(), half.size()) == (pg.rank() // 2, len(mine))
         assert whole.rank() == pg.rank()
-        # All at once: each group has its own numbers, and none waits for another.
-        assert await asyncio.gather(works(half), works(pg), works(whole)) == [
+        # The groups work concurrently: each has its own numbers, and none waits for another.
+        assert await asyncio.gather(check_group(half), check_group(pg), check_group(whole)) == [
             mine,
             whole.global_ranks,
             pg.global_ranks,
@@ -60,7 +60,7 @@ async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
     for group in (half, whole):
         with pytest.raises(GroupClosedError):
             group.barrier()
-    assert await works(pg) == tuple(range(pg.size()))
+    assert await check_group(pg) == tuple(range(pg.size()))
 
 
 @pytest.mark.ranks(4)
@@ -69,7 +69,7 @@ async def test_subgroups_can_be_split(pg: ProcessGroup) -> None:
     found = []
     group: ProcessGroup | None = pg
     while group is not None:
-        found.append(await works(group))
+        found.append(await check_group(group))
         last = group.size() - 1
         group = await group.split_group(range(1, last + 1)) if last else None
     assert found == [(0, 1, 2, 3), (1, 2, 3), (2, 3), (3,)][: pg.rank() + 1]
@@ -83,7 +83,7 @@ async def test_messages_use_the_ranks_of_their_subgroup(pg: ProcessGroup) -> Non
         assert group is not None
         peer = 1 - group.rank()
         # The same tag, at the same time, in both groups.
-        works = [
+        sends = [
             group.send_object("in the part", peer, tag=5),
             pg.send_object("in the whole", 4 - pg.rank(), tag=5),
         ]
@@ -96,7 +96,7 @@ async def test_messages_use_the_ranks_of_their_subgroup(pg: ProcessGroup) -> Non
         await work
         assert work.source_rank() == peer
         assert (y == 4 - pg.rank()).all()
-        await asyncio.gather(*(work.join() for work in works), big.join())
+        await asyncio.gather(*(work.join() for work in sends), big.join())
         await group.broadcast(x, 1)
     await pg.barrier()
 
@@ -107,7 +107,7 @@ async def test_subgroup_has_its_name_ranks_and_size(pg: ProcessGroup) -> None:
     assert (work.done(), work.op, work.group) == (True, "SPLIT_GROUP", pg)
     ends = await work
     middle = await pg.split_group([1])
-    plain = await part(pg, [[1, 2], [0]])
+    plain = await own_subgroup(pg, [[1, 2], [0]])
     assert (plain.timeout, plain.global_ranks) == (pg.timeout, (0,) if pg.rank() == 0 else (1, 2))
     assert plain.group_name == ("world:0/2.0" if pg.rank() == 0 else "world:0/2.1")
     if pg.rank() == 1:
@@ -120,7 +120,7 @@ async def test_subgroup_has_its_name_ranks_and_size(pg: ProcessGroup) -> None:
     assert ends is not None
     assert (ends.group_name, ends.timeout, ends.global_ranks) == ("ends", 30.0, (0, 2))
     assert (ends.rank(), ends.group_desc) == (pg.rank() // 2, "2 ranks")
-    again = await part(ends, np.array([1, 0]), timeout=3)
+    again = await own_subgroup(ends, np.array([1, 0]), timeout=3)
     assert (again.timeout, again.global_ranks, again.group_name) == (3.0, (0, 2), "ends/0.0")
 
 
@@ -150,18 +150,18 @@ async def test_split_group_refuses_wrong_arguments(pg: ProcessGroup) -> None:
         pg.split_group([0, 1], timeout=-1)
     with pytest.raises(ValueError, match="group_name='world:0' is the name of an open group"):
         pg.split_group([0, 1], group_name="world:0")
-    async with await part(pg, [0, 1], group_name="a") as group:
+    async with await own_subgroup(pg, [0, 1], group_name="a") as group:
         with pytest.raises(ValueError, match="group_name='a' is the name of an open group"):
             group.split_group([0, 1], group_name="a")
-        assert await works(group) == (0, 1)  # none of that took a number
-    async with await part(pg, [0, 1], group_name="a") as again:
-        assert await works(again) == (0, 1)
+        assert await check_group(group) == (0, 1)  # the refused calls have not taken a number
+    async with await own_subgroup(pg, [0, 1], group_name="a") as again:
+        assert await check_group(again) == (0, 1)
 
 
-# -- ranks that do not agree
+# -- ranks that split differently
 
 
-async def agreed(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> None:
+async def check_split_mismatch(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> None:
     """Check that the first collective of the new group reports the call of each rank."""
     if group is not None:
         with pytest.raises(CollectiveMismatchError, match=re.escape(words)) as raised:
@@ -169,7 +169,7 @@ async def agreed(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> No
         assert raised.value.op == "SPLIT_GROUP"
         with pytest.raises(GroupRevokedError):
             group.barrier()
-    assert await works(pg) == pg.global_ranks
+    assert await check_group(pg) == pg.global_ranks
 
 
 @pytest.mark.ranks(3)
@@ -177,7 +177,7 @@ async def agreed(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> No
 async def test_different_rank_lists_are_a_mismatch(pg: ProcessGroup) -> None:
     group = await pg.split_group([0, 1] if pg.rank() == 0 else [0, 1, 2])
     words = "following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank "
-    await agreed(pg, group, words)
+    await check_split_mismatch(pg, group, words)
 
 
 @pytest.mark.ranks(3)
@@ -186,10 +186,10 @@ async def test_rank_that_names_only_others_gets_no_group(pg: ProcessGroup) -> No
     words = "SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[], SequenceNumber=1)"
     if pg.rank() == 2:
         assert group is not None
-        assert await works(group) == (2,)
-        assert await works(pg) == (0, 1, 2)
+        assert await check_group(group) == (2,)
+        assert await check_group(pg) == (0, 1, 2)
     else:
-        await agreed(pg, group, words)
+        await check_split_mismatch(pg, group, words)
 
 
 @pytest.mark.ranks(2)
@@ -198,18 +198,18 @@ async def test_different_subgroup_names_are_a_mismatch(pg: ProcessGroup) -> None
         "Collectives differ in the following: group_name. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], "
         "SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[0, 1], group_name='b', SequenceNumber=1)"
     )
-    await agreed(pg, await pg.split_group([0, 1], group_name="b" if pg.rank() else None), words)
+    await check_split_mismatch(pg, await pg.split_group([0, 1], group_name="b" if pg.rank() else None), words)
 
 
 @pytest.mark.ranks(3)
 async def test_subgroups_of_different_parents_are_a_mismatch(pg: ProcessGroup) -> None:
-    outer = await part(pg, [[0, 1], [2]] if pg.rank() == 0 else [0, 1, 2])
+    outer = await own_subgroup(pg, [[0, 1], [2]] if pg.rank() == 0 else [0, 1, 2])
     words = "differ in the following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1)"
     inner = await outer.split_group([0, 1])
     if pg.rank() == 2:
-        await agreed(pg, outer, words)
+        await check_split_mismatch(pg, outer, words)
     else:
-        await agreed(pg, inner, words)
+        await check_split_mismatch(pg, inner, words)
 
 
 async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
@@ -217,7 +217,7 @@ async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            group = await part(pg, [0, 1])
+            group = await own_subgroup(pg, [0, 1])
             work = group.barrier()
             operation, missing = comm_of(group).in_flight._operations[1], comm_of(group).stalls.missing
             await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
@@ -225,7 +225,7 @@ async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
             await work
         else:
             await called.wait()
-            await (await part(pg, [0, 1])).barrier()
+            await (await own_subgroup(pg, [0, 1])).barrier()
 
     await run_ranks(2, rank)
 
@@ -233,7 +233,7 @@ async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
 @pytest.mark.ranks(2)
 async def test_rank_that_never_splits_is_named_at_the_timeout(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
-        group = await part(pg, [0, 1])
+        group = await own_subgroup(pg, [0, 1])
         with pytest.raises(CollectiveTimeoutError, match="'world:0' 0 times only") as raised:
             await group.barrier(timeout=0.4)
         assert raised.value.ranks == (1,)
@@ -241,21 +241,21 @@ async def test_rank_that_never_splits_is_named_at_the_timeout(pg: ProcessGroup) 
 
 
 async def test_rank_whose_group_failed_before_the_split_is_reported() -> None:
-    told = asyncio.Event()
+    reported = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            group = await part(pg, [0, 1])
+            group = await own_subgroup(pg, [0, 1])
             await pg.send_object("split", 1)
             with pytest.raises(GroupError, match="aborted by rank 1: too bad"):
                 await group.barrier()
-            told.set()
+            reported.set()
         else:
             await pg.recv_object(0)
             pg.abort("too bad")
             with pytest.raises(GroupRevokedError):
                 pg.split_group([0, 1])
-            await told.wait()
+            await reported.wait()
 
     await run_ranks(2, rank)
 
@@ -270,12 +270,12 @@ async def test_rank_that_left_before_the_split_is_reported(ends: bool) -> None:
             new_group(store=store, rank=number, world_size=2) as other,
         ):
             if number == 0:
-                group = await part(pg, [0, 1])
+                group = await own_subgroup(pg, [0, 1])
                 await other.barrier()
                 with pytest.raises(PeerLostError) as raised:
                     await group.barrier()
                 assert raised.value.how == "left"
-                assert await works(await part(pg, [0])) == (0,)
+                assert await check_group(await own_subgroup(pg, [0])) == (0,)
             else:
                 await other.barrier()
                 await pg.shutdown()
@@ -296,39 +296,42 @@ async def test_failure_stays_in_its_subgroup(pg: ProcessGroup) -> None:
         with pytest.raises(CollectiveMismatchError, match="SequenceNumber=1"):
             await pair.allreduce(np.ones(3 + pg.rank()))
     if trio is not None:
-        assert await works(trio) == (1, 2, 3)
-    assert await works(pg) == (0, 1, 2, 3)
-    with suppress(GroupError):  # if the abort of a rank that is past it is faster than what another has sent
+        assert await check_group(trio) == (1, 2, 3)
+    assert await check_group(pg) == (0, 1, 2, 3)
+    with suppress(GroupError):  # the abort may overtake a frame of the barrier
         await pg.barrier()
     pg.abort("the whole fails")
     await pg.wait_revoked()
     if trio is not None:
-        assert await works(trio) == (1, 2, 3)
+        assert await check_group(trio) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_failed_rank_fails_all_its_groups(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> Any:
-        pairs, inner = await part(pg, [[0, 1], [2, 3]]), await part(pg, [1, 3]) if pg.rank() % 2 else None
+        pairs, inner = (
+            await own_subgroup(pg, [[0, 1], [2, 3]]),
+            await own_subgroup(pg, [1, 3]) if pg.rank() % 2 else None,
+        )
         if pg.rank() == 3:
-            nested = await part(pairs, [0, 1])
+            nested = await own_subgroup(pairs, [0, 1])
             await nested.barrier()
             raise ValueError("rank 3 fails")
         if pg.rank() == 2:
-            nested = await part(pairs, [0, 1])
+            nested = await own_subgroup(pairs, [0, 1])
             await nested.barrier()
             for group in (nested, pairs):
                 with pytest.raises(GroupError, match="ValueError: rank 3 fails"):
                     await group.barrier()
         else:
-            assert await works(pairs) == (0, 1)
+            assert await check_group(pairs) == (0, 1)
         if inner is not None:
             with pytest.raises(GroupError, match="ValueError: rank 3 fails"):
                 await inner.barrier()
         with pytest.raises(GroupError):
             await pg.barrier()
         if pg.rank() < 2:
-            assert await works(pairs) == (0, 1)
+            assert await check_group(pairs) == (0, 1)
 
     with pytest.raises(ValueError, match="rank 3 fails"):
         await run_ranks(4, rank, transport=transport)
@@ -337,8 +340,8 @@ async def test_failed_rank_fails_all_its_groups(transport: str) -> None:
 @pytest.mark.ranks(3)
 @over(*LINKS)
 async def test_parent_group_closes_its_subgroups(pg: ProcessGroup) -> None:
-    group = await part(pg, range(3))
-    inner = await part(group, [[0], [1, 2]])
+    group = await own_subgroup(pg, range(3))
+    inner = await own_subgroup(group, [[0], [1, 2]])
     late = inner.allreduce(np.ones(100_000))
     endpoint = comm_of(pg).endpoint
     await pg.shutdown()
@@ -372,42 +375,42 @@ async def test_subgroups_can_shrink_and_be_split(pg: ProcessGroup) -> None:
     if trio is not None and trio.rank():
         small = await trio.shrink(exclude=[0])
         assert small.group_name == "world:0/0.1~1"
-        assert await works(small) == (2, 3)
-        inner = await part(small, [1, 0])
-        assert await works(inner) == (2, 3)
+        assert await check_group(small) == (2, 3)
+        inner = await own_subgroup(small, [1, 0])
+        assert await check_group(inner) == (2, 3)
         await pg.send_object("shrunk", 1)
     elif trio is not None:
         await trio.wait_revoked()
         for peer in (2, 3):
             await pg.recv_object(peer)
-    assert await works(pg) == (0, 1, 2, 3)
+    assert await check_group(pg) == (0, 1, 2, 3)
 
 
-async def newcomer(where: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+async def run_newcomer(where: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     async with new_group(join=True, **where) as pg:
-        return pg.group_name, await works(pg)
+        return pg.group_name, await check_group(pg)
 
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_subgroups_can_grow(transport: str) -> None:
-    """One without rank 0 of the whole, which stays as it is next to another part."""
+    """Let a subgroup without rank 0 of the parent grow, while another subgroup stays unchanged."""
     where: dict[str, Any] = {"store": HashStore(), "options": options(transport)}
 
     async def rank(number: int) -> Any:
         async with new_group(rank=number, world_size=4, **where) as pg:
-            group = await part(pg, [[0], [1, 2, 3]])
+            group = await own_subgroup(pg, [[0], [1, 2, 3]])
             if number:
                 async with await group.grow(2) as grown:
                     assert (grown.rank(), grown.size()) == (number - 1, 5)
-                    found = grown.group_name, await works(grown)
+                    found = grown.group_name, await check_group(grown)
             else:
-                found = group.group_name, await works(group)
-            assert await works(group) == ((1, 2, 3) if number else (0,))
-            assert await works(pg) == (0, 1, 2, 3)
+                found = group.group_name, await check_group(group)
+            assert await check_group(group) == ((1, 2, 3) if number else (0,))
+            assert await check_group(pg) == (0, 1, 2, 3)
             return found
 
     async with asyncio.timeout(30):
-        results = await asyncio.gather(*map(rank, range(4)), newcomer(where), newcomer(where))
+        results = await asyncio.gather(*map(rank, range(4)), run_newcomer(where), run_newcomer(where))
     assert results == [("world:0/0.0", (0,))] + [("world:0/0.1~1", (0, 1, 2, 3, 4))] * 5
 
 
@@ -417,7 +420,7 @@ async def test_subgroups_can_grow_at_once_and_outlive_the_parent(transport: str)
 
     async def rank(number: int) -> Any:
         async with new_group(rank=number, world_size=4, **where) as pg:
-            group = await part(pg, [[0, 2], [1, 3]])
+            group = await own_subgroup(pg, [[0, 2], [1, 3]])
             if number == 3:
                 group.abort("rank 3 goes")
                 return None
@@ -427,27 +430,27 @@ async def test_subgroups_can_grow_at_once_and_outlive_the_parent(transport: str)
             grown = await group.grow(1)
             await pg.shutdown()
         async with grown:
-            return grown.group_name, await works(grown)
+            return grown.group_name, await check_group(grown)
 
     async with asyncio.timeout(30):
-        results = await asyncio.gather(*map(rank, range(4)), newcomer(where), newcomer(where))
+        results = await asyncio.gather(*map(rank, range(4)), run_newcomer(where), run_newcomer(where))
     evens, odds = ("world:0/0.0~1", (0, 1, 2)), ("world:0/0.1~2", (0, 1))
     assert results[:4] == [evens, odds, evens, None]
     assert sorted(results[4:]) == [evens, odds]
 
 
-# -- laziness
+# -- shared links and threads
 
 
 @pytest.mark.ranks(4)
 @over("memory", "unix")
 async def test_subgroups_share_links_and_threads(pg: ProcessGroup) -> None:
     size = pg.size()
-    await pg.alltoall_object([None] * size)  # every pair is linked
+    await pg.alltoall_object([None] * size)  # opens all links
     await pg.barrier()
     files = len(os.listdir("/proc/self/fd"))
     links = [id(link) for link in links_of(pg)]
-    groups = [await part(pg, range(size)) for _ in range(20)]
+    groups = [await own_subgroup(pg, range(size)) for _ in range(20)]
     await pg.barrier()
     for group in groups:
         await group.alltoall_object([None] * size)
@@ -476,7 +479,7 @@ async def test_taken_group_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     replaced(monkeypatch, group_id=lambda text: 7)
 
     async def rank(pg: ProcessGroup) -> None:
-        group = await part(pg, [0, 1])
+        group = await own_subgroup(pg, [0, 1])
         for number in (1, 2):
             text = f"'world:0/{number}.0' cannot be made: its id 0x7 is that of group 'world:0/0.0', which is open"
             with pytest.raises(GroupError, match=text):
@@ -485,6 +488,6 @@ async def test_taken_group_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         await group.shutdown()
         await until(lambda: not len(comm_of(pg).endpoint.registry.closed))
         await pg.barrier()
-        assert await works(await part(pg, [0, 1])) == (0, 1)
+        assert await check_group(await own_subgroup(pg, [0, 1])) == (0, 1)
 
     await run_ranks(2, rank)

@@ -1,4 +1,4 @@
-"""Messages of a rank to itself, and to and from `PROC_NULL`."""
+"""Messages of a rank to itself, and messages with `PROC_NULL`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_messages_to_self_work_with_any_source_objects_and_batches(pg: Pro
 
 @pytest.mark.ranks(1)
 async def test_messages_to_self_are_bounded(pg: ProcessGroup) -> None:
-    """Beyond the window a send waits for its receive, as with any other rank."""
+    """Check that a send beyond the window waits for its receive, as a send to another rank does."""
     size = 256 * KIB
     works = [pg.send(np.full(size, number, "uint8"), 0) for number in range(LINK_WINDOW // size + 3)]
     assert [work.done() for work in works] == [True] * (LINK_WINDOW // size) + [False] * 3
@@ -135,7 +135,7 @@ async def test_array_sent_to_self_may_be_overwritten_after_the_send(pg: ProcessG
 
 
 @pytest.mark.ranks(3)
-async def test_mismatched_message_to_self_raises_a_named_error_on_all_ranks(pg: ProcessGroup) -> None:
+async def test_mismatched_message_to_self_fails_the_group_on_all_ranks(pg: ProcessGroup) -> None:
     if pg.rank() == 2:
         pg.send(np.ones(3), 2)
         with pytest.raises(CollectiveMismatchError, match=r"counts.*rank 2 called RECV\(.*rank 2 called SEND\("):

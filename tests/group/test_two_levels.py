@@ -1,4 +1,4 @@
-"""Two-level collectives on the engine: results, bits and what crosses between hosts, in one process."""
+"""Two-level collectives on the engine, in one process: results, bits and traffic between hosts."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ..ranks import run_ranks
 from .test_collectives import ROOTED, check
 
 SPLITS = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1, 1), (0, 1, 2, 2, 2, 2, 2)]
-#: Elements of allreduces that go by each algorithm.
+#: The numbers of elements for which allreduce uses each algorithm.
 SIZES = {"leaders": 1000, "lanes": 80_000, "lines": 1_000_000}
 
 
-def place(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
-    """Pretend that the ranks of `pg` are on these hosts, which therefore share no memory."""
+def set_hosts(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
+    """Pretend that the ranks of `pg` are on these hosts, and let no ranks share memory."""
     comm_of(pg).hosts = hosts
     comm_of(pg).chunk_nbytes = 0
 
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Collect sender, receiver and payload of every data frame in memory."""
+    """Return a list that gets sender, receiver and payload bytes of every data frame in memory."""
     seen: list[tuple[int, int, int]] = []
 
-    def see(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> None:
+    def record_frame(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> None:
         if HEADER.unpack(header)[0] == FrameKind.DATA:
             seen.append((sum(link.ends) - link.peer, link.peer, 0 if payload is None else payload.nbytes))
 
-    spied(monkeypatch, memory_written=see)
+    spied(monkeypatch, memory_written=record_frame)
     return seen
 
 
@@ -48,10 +48,10 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 async def test_two_level_algorithm_is_used_and_gives_the_closed_form(
     kind: str, algorithm: str, hosts: tuple[int, ...], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    choices = []
 
     def choose(of_kind: str, *_: Any, **named: Any) -> str:
-        asked.append((of_kind, named["hosts"]))
+        choices.append((of_kind, named["hosts"]))
         return algorithm
 
     replaced(monkeypatch, choose=choose)
@@ -62,15 +62,15 @@ async def test_two_level_algorithm_is_used_and_gives_the_closed_form(
     cases += [{**case, "root": roots[-1], "count": "1000000"}]
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
-        place(pg, hosts)
+        set_hosts(pg, hosts)
         if kind == "barrier":
             await pg.barrier()
             return []
         return await check(pg, cases)
 
     first, *others = await run_ranks(world_size, rank, transport=transport)
-    assert all(each == first for each in others), "the ranks differ in their bits"
-    assert set(asked) == {(kind, hosts)}
+    assert all(each == first for each in others), "ranks have results with different bits"
+    assert set(choices) == {(kind, hosts)}
 
 
 @pytest.mark.slow
@@ -79,13 +79,13 @@ async def test_two_level_algorithm_is_used_and_gives_the_closed_form(
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: str, hosts: tuple[int, ...]) -> None:
     async def rank(pg: ProcessGroup) -> list[bytes]:
-        place(pg, hosts)
+        set_hosts(pg, hosts)
         random = np.random.default_rng(pg.rank())
         chosen = ReduceOp.PREMUL_SUM(0.1 + pg.rank()) if op == "PREMUL_SUM" else getattr(ReduceOp, op)
         results = []
         for count in SIZES.values():
             values = random.standard_normal(count) + (1j * random.standard_normal(count) if dtype[0] == "c" else 0)
-            # In odd places, so that alignment differs from rank to rank.
+            # The offset makes the alignment differ from rank to rank.
             tensor = np.empty(count + 8, dtype)[pg.rank() : count + pg.rank()]
             tensor[:] = values
             results.append((await pg.allreduce(tensor, chosen)).tobytes())
@@ -100,11 +100,11 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
 async def test_allreduce_between_hosts_sends_the_expected_bytes(
     algorithm: str, hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
 ) -> None:
-    """The hosts decide, not their ranks: 2n(h-1) in all, or each leader's tensor once to each other."""
+    """Check the traffic between hosts: 2n(h-1) bytes in all, or each leader's tensor once to each other leader."""
     count, number = SIZES[algorithm], len(set(hosts))
 
     async def rank(pg: ProcessGroup) -> set[str]:
-        place(pg, hosts)
+        set_hosts(pg, hosts)
         result = await pg.allreduce(np.full(count, pg.rank(), np.float32))
         assert (result == sum(range(pg.size()))).all()
         return {plan.algorithm for plan in plans_of(pg)}
@@ -123,7 +123,7 @@ async def test_barrier_between_hosts_sends_the_expected_messages(
     number = len(set(hosts))
 
     async def rank(pg: ProcessGroup) -> None:
-        place(pg, hosts)
+        set_hosts(pg, hosts)
         await pg.barrier()
 
     await run_ranks(len(hosts), rank)
@@ -132,21 +132,21 @@ async def test_barrier_between_hosts_sends_the_expected_messages(
 
 
 async def test_barrier_waits_for_the_last_rank_of_every_host() -> None:
-    """The last one comes when everybody else is known to wait."""
+    """Let the last rank call when all others are known to wait."""
     hosts = (0, 1, 0, 1, 1)
 
     async def rank(pg: ProcessGroup, last: int) -> None:
-        place(pg, hosts)
+        set_hosts(pg, hosts)
         if pg.rank() != last:
             work = pg.barrier()
             entered.append(pg.rank())
             if len(entered) == pg.size() - 1:
-                everybody.set()
+                all_waiting.set()
             await work
             assert arrived
             return
-        await everybody.wait()
-        # A frame takes one turn of the loop: all is said that can be said without the last one.
+        await all_waiting.wait()
+        # A frame takes one loop iteration, so that all frames that do not need the last rank have arrived.
         for _ in range(100):
             await asyncio.sleep(0)
         arrived.append(True)
@@ -155,5 +155,5 @@ async def test_barrier_waits_for_the_last_rank_of_every_host() -> None:
     for last in range(len(hosts)):
         entered: list[int] = []
         arrived: list[bool] = []
-        everybody = asyncio.Event()
+        all_waiting = asyncio.Event()
         await run_ranks(len(hosts), rank, last)

@@ -1,6 +1,6 @@
-"""Groups that a program does not shut down: nothing of them is left, and a warning names them.
+"""Groups that a program does not shut down: they are closed, and a warning names them.
 
-What a test leaves behind is found by `tests/conftest.py`.
+`tests/conftest.py` finds what a test leaves behind.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..ranks import LINKS, options, until
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
 LOOPS: list[Loop] = [asyncio.new_event_loop, uvloop.new_event_loop]
-# libuv keeps a pipe for the life of the process.
+# libuv keeps a pipe for the life of the process. Open it before a test counts descriptors.
 uvloop.new_event_loop().close()
 
 
 @contextmanager
 def unclosed() -> Iterator[list[str]]:
-    """Collect the warnings about groups that were not shut down."""
+    """Yield a list; at the end, add the warnings about groups that were not shut down."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -45,13 +45,13 @@ def unclosed() -> Iterator[list[str]]:
     found += sorted(str(each.message) for each in caught if "was not shut down" in str(each.message))
 
 
-def expected(*ranks: int) -> list[str]:
+def expected_warnings(*ranks: int) -> list[str]:
     remedy = "await its shutdown(), or use async with"
     return [f"group 'world:0' was not shut down on rank {rank}: {remedy}" for rank in ranks]
 
 
-async def groups(transport: str, size: int = 2) -> list[ProcessGroup]:
-    """Make a group of ranks in this loop that have linked to each other."""
+async def linked_groups(transport: str, size: int = 2) -> list[ProcessGroup]:
+    """Return one group per rank, with links between them, in this loop."""
     store = HashStore()
     made = await asyncio.gather(
         *(
@@ -63,7 +63,7 @@ async def groups(transport: str, size: int = 2) -> list[ProcessGroup]:
     return made
 
 
-def files() -> int:
+def open_file_count() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -71,26 +71,26 @@ def files() -> int:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("keeps", [False, True])
 def test_runner_closes_groups_at_its_end(keeps: bool, transport: str, loop: Loop) -> None:
-    """Whether the program still refers to them or not."""
+    """Include groups to which the program still refers."""
     kept: list[ProcessGroup] = []
 
     async def main() -> None:
-        made = await groups(transport)
+        made = await linked_groups(transport)
         if keeps:
             kept.extend(made)
 
-    before = files(), threading.active_count()
+    before = open_file_count(), threading.active_count()
     with unclosed() as found, asyncio.Runner(loop_factory=loop) as runner:
         runner.run(main())
-    assert found == expected(0, 1)
-    assert (files(), threading.active_count()) == before
+    assert found == expected_warnings(0, 1)
+    assert (open_file_count(), threading.active_count()) == before
     for pg in kept:
         assert "closed" in repr(pg)
 
 
-async def pending(*begin: Callable[[ProcessGroup], object]) -> list[Work[Any]]:
-    """Start works that nothing completes, and call `begin` with their groups; abort these if they are not closed."""
-    first, second = await groups("unix")
+async def start_pending_works(*begin: Callable[[ProcessGroup], object]) -> list[Work[Any]]:
+    """Start works that nothing completes, and pass their groups to `begin`; a timer aborts groups that stay open."""
+    first, second = await linked_groups("unix")
     first.timeout = second.timeout = 1000
     asyncio.get_running_loop().call_later(20, first.abort, "it has waited for its works")
     works: list[Work[Any]] = [first.recv_object(1), second.recv_object(0)]
@@ -109,15 +109,15 @@ def check_closed(works: list[Work[Any]]) -> None:
 
 def test_runner_closes_groups_of_pending_works_at_once() -> None:
     with unclosed() as found:
-        check_closed(asyncio.run(pending()))
-    assert found == expected(0, 1)
+        check_closed(asyncio.run(start_pending_works()))
+    assert found == expected_warnings(0, 1)
 
 
 def test_shutdown_waiting_for_works_is_cut_short_at_the_loop_end() -> None:
-    """Also where a program closes its generators and does not cancel its tasks."""
+    """Use a program that closes its generators, but does not cancel its tasks."""
     loop = asyncio.new_event_loop()
     with unclosed() as found:
-        works = loop.run_until_complete(pending(lambda pg: parts_of(pg).lifetime.start_shutdown()))
+        works = loop.run_until_complete(start_pending_works(lambda pg: parts_of(pg).lifetime.start_shutdown()))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         check_closed(works)
@@ -130,40 +130,40 @@ def test_groups_that_are_collected_at_the_very_end_are_closed(
     transport: str, loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        made = await groups(transport)
+        made = await linked_groups(transport)
         del made
         gc.collect()
 
-    before = files(), threading.active_count()
+    before = open_file_count(), threading.active_count()
     with unclosed() as found, asyncio.Runner(loop_factory=loop) as runner:
         runner.run(main())
-    assert found == expected(0, 1)
-    assert (files(), threading.active_count()) == before
+    assert found == expected_warnings(0, 1)
+    assert (open_file_count(), threading.active_count()) == before
     assert "destroyed" not in caplog.text
 
 
 def test_peer_in_another_loop_learns_that_the_rank_has_left(caplog: pytest.LogCaptureFixture) -> None:
-    """The goodbye comes before the end of the loop."""
+    """Check that the goodbye is sent before the end of the loop."""
     errors: list[PeerLostError] = []
     with Meeting(2) as meeting:
 
-        async def ends() -> None:
+        async def run_leaving_rank() -> None:
             pg = await aiocoll.new_group(init_method=meeting.ticket(0), timeout=20)
             await pg.barrier()
 
-        async def stays() -> None:
+        async def run_waiting_rank() -> None:
             async with aiocoll.new_group(init_method=meeting.ticket(1), timeout=20) as pg:
                 await pg.barrier()
                 with pytest.raises(PeerLostError, match="needs rank 0, which has left") as caught:
                     await pg.recv_object(0, timeout=1000)
                 errors.append(caught.value)
 
-        other = threading.Thread(target=asyncio.run, args=(stays(),))
+        other = threading.Thread(target=asyncio.run, args=(run_waiting_rank(),))
         other.start()
         with unclosed() as found:
-            asyncio.run(ends())
+            asyncio.run(run_leaving_rank())
         other.join()
-    assert found == expected(0)
+    assert found == expected_warnings(0)
     assert [error.how for error in errors] == ["left"]
     assert "destroyed" not in caplog.text
 
@@ -171,12 +171,12 @@ def test_peer_in_another_loop_learns_that_the_rank_has_left(caplog: pytest.LogCa
 @pytest.mark.parametrize("transport", LINKS)
 def test_groups_of_an_error_in_the_program_are_closed(transport: str) -> None:
     async def main() -> None:
-        made = await groups(transport)
+        made = await linked_groups(transport)
         raise ArithmeticError(f"for a test, with {len(made)} groups")
 
     with unclosed() as found, pytest.raises(ArithmeticError, match="with 2 groups"):
         asyncio.run(main())
-    assert found == expected(0, 1)
+    assert found == expected_warnings(0, 1)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -184,27 +184,27 @@ def test_groups_of_an_error_in_the_program_are_closed(transport: str) -> None:
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_collected_groups_are_closed_while_the_loop_runs(in_thread: bool, transport: str, loop: Loop) -> None:
     async def main() -> None:
-        await (await groups(transport, 1))[0].shutdown()  # what is kept for the life of a loop is there from now on
-        before = files()
+        await (await linked_groups(transport, 1))[0].shutdown()  # opens the descriptors that a loop keeps for its life
+        before = open_file_count()
         for _ in range(3):
-            made = await groups(transport)
-            assert transport == "memory" or files() > before
+            made = await linked_groups(transport)
+            assert transport == "memory" or open_file_count() > before
             del made
             if in_thread:
                 await asyncio.to_thread(gc.collect)
             else:
                 gc.collect()
-            await until(lambda: files() == before)
+            await until(lambda: open_file_count() == before)
 
     with unclosed() as found, asyncio.Runner(loop_factory=loop) as runner:
         runner.run(main())
-    assert found == sorted(expected(0, 1) * 3)
+    assert found == sorted(expected_warnings(0, 1) * 3)
 
 
 @pytest.mark.parametrize("transport", LINKS)
 def test_peer_of_a_collected_group_learns_that_its_rank_has_left(transport: str) -> None:
     async def main() -> None:
-        made = await groups(transport)
+        made = await linked_groups(transport)
         kept = made.pop(0)
         del made
         work = kept.allreduce(1, timeout=1000)
@@ -216,21 +216,21 @@ def test_peer_of_a_collected_group_learns_that_its_rank_has_left(transport: str)
 
     with unclosed() as found:
         asyncio.run(main())
-    assert found == expected(1)
+    assert found == expected_warnings(1)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("closed", [False, True])
 def test_collected_groups_of_a_loop_that_does_not_run_are_closed(closed: bool, transport: str, loop: Loop) -> None:
-    """A program may close its loop by itself, without what `asyncio.run` does before that."""
+    """Include a program that closes its loop itself, without the earlier steps of `asyncio.run`."""
     new = loop()
     with unclosed() as found:
-        made = new.run_until_complete(groups(transport))
+        made = new.run_until_complete(linked_groups(transport))
         if closed:
             new.close()
         del made
-    assert found == expected(0, 1)
+    assert found == expected_warnings(0, 1)
     if not closed:
         new.run_until_complete(asyncio.sleep(0))
         new.close()
@@ -238,7 +238,7 @@ def test_collected_groups_of_a_loop_that_does_not_run_are_closed(closed: bool, t
 
 @pytest.mark.parametrize("transport", LINKS)
 def test_collected_group_leaves_another_of_its_job_usable(transport: str) -> None:
-    """The other one goes on, and its shutdown releases what both have shared."""
+    """Check that the second group continues, and that its shutdown releases what both have shared."""
 
     async def main() -> None:
         store = HashStore()
@@ -264,8 +264,8 @@ def test_collected_group_leaves_another_of_its_job_usable(transport: str) -> Non
     assert [text[:30] for text in found] == ["group 'first' was not shut dow"] * 2
 
 
-class Item:
-    """Something to be closed."""
+class ClosableItem:
+    """A stand-in for a group that is closed with its loop."""
 
     def __init__(self, *, is_ending: bool = False) -> None:
         self.is_ending = is_ending
@@ -286,7 +286,7 @@ class Item:
 
 def test_loop_end_closes_its_callbacks_until_they_are_forgotten() -> None:
     kept: list[LoopEnd] = []
-    items = [Item(), Item(is_ending=True), Item(), Item()]
+    items = [ClosableItem(), ClosableItem(is_ending=True), ClosableItem(), ClosableItem()]
 
     async def main() -> None:
         kept.extend([LoopEnd(), LoopEnd()])
@@ -304,14 +304,14 @@ def test_loop_end_closes_its_callbacks_until_they_are_forgotten() -> None:
 
 
 async def test_stream_that_cannot_send_now_can_be_closed_after_its_loop() -> None:
-    ours, theirs = socket.socketpair()
+    own_socket, peer_socket = socket.socketpair()
     loop = asyncio.new_event_loop()
     loop.close()
-    stream = PlainStream(loop, ours)
+    stream = PlainStream(loop, own_socket)
     stream.start_writing(lambda: None)
     stream.close()
-    assert ours.fileno() == -1
-    theirs.close()
+    assert own_socket.fileno() == -1
+    peer_socket.close()
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""Parts of different lengths, in every call that takes them, and lengths on which the ranks do not agree."""
+"""Parts of different lengths in every call that supports them, and lengths on which ranks disagree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocoll.testing.virtual import run_virtual
 from ..ranks import LINKS, over
 
 SIZES = (1, 2, 3, 4, 7)
-#: How many elements rank r of p has. 32,768 of eight bytes are what may travel unasked: one less, and one more.
+#: The number of elements of rank r of p. A rank sends at most 32,768 elements of 8 bytes eagerly.
 LENGTHS: dict[str, Callable[[int, int], int]] = {
     "rising": lambda r, p: r,
     "falling to one": lambda r, p: p - r,
@@ -29,59 +29,59 @@ LENGTHS: dict[str, Callable[[int, int], int]] = {
 
 
 def data(by: int, to: int, count: int) -> Any:
-    """Return what rank `by` has for rank `to`."""
+    """Return the data of rank `by` for rank `to`."""
     return np.arange(count, dtype=np.int64) * 100 + by * 10 + to
 
 
-def room(count: int) -> Any:
+def blank(count: int) -> Any:
     return np.full(count, -1, np.int64)
 
 
-def equal(got: list[Any], right: list[Any]) -> bool:
+def are_equal(got: list[Any], right: list[Any]) -> bool:
     return len(got) == len(right) and all(np.array_equal(a, b) for a, b in zip(got, right, strict=True))
 
 
-async def every_call(pg: ProcessGroup, names: list[str]) -> None:
+async def check_every_call(pg: ProcessGroup, names: list[str]) -> None:
     for name in names:
-        await moved(pg, name)
-        await reduced(pg, name)
-        await exchanged(pg, name)
+        await check_moves(pg, name)
+        await check_reductions(pg, name)
+        await check_exchanges(pg, name)
 
 
-async def moved(pg: ProcessGroup, name: str) -> None:
+async def check_moves(pg: ProcessGroup, name: str) -> None:
     rank, size = pg.rank(), pg.size()
     counts = [LENGTHS[name](each, size) for each in range(size)]
-    everybodys = [data(by, 0, count) for by, count in enumerate(counts)]
-    got = await pg.allgather([room(count) for count in counts], everybodys[rank])
-    assert equal(got, everybodys), f"{name}: {got}"
-    # Of the memory of the output, and with a key.
-    outputs = [room(count) for count in counts]
-    outputs[rank][:] = everybodys[rank]
-    assert equal(await pg.allgather(outputs, outputs[rank], key="again"), everybodys)
+    by_rank = [data(by, 0, count) for by, count in enumerate(counts)]
+    got = await pg.allgather([blank(count) for count in counts], by_rank[rank])
+    assert are_equal(got, by_rank), f"{name}: {got}"
+    # The input is a part of the output, and the call has a key.
+    outputs = [blank(count) for count in counts]
+    outputs[rank][:] = by_rank[rank]
+    assert are_equal(await pg.allgather(outputs, outputs[rank], key="again"), by_rank)
     for root in {0, size // 2, size - 1}:
-        there = rank == root
-        gathered = await pg.gather([room(count) for count in counts] if there else [], everybodys[rank], root)
-        assert equal(gathered, everybodys) if there else gathered is None
-        output = await pg.scatter(room(counts[rank]), everybodys if there else None, root)
-        assert np.array_equal(output, everybodys[rank])
+        is_root = rank == root
+        gathered = await pg.gather([blank(count) for count in counts] if is_root else [], by_rank[rank], root)
+        assert are_equal(gathered, by_rank) if is_root else gathered is None
+        output = await pg.scatter(blank(counts[rank]), by_rank if is_root else None, root)
+        assert np.array_equal(output, by_rank[rank])
 
 
-async def reduced(pg: ProcessGroup, name: str) -> None:
+async def check_reductions(pg: ProcessGroup, name: str) -> None:
     rank, size = pg.rank(), pg.size()
     counts = [LENGTHS[name](each, size) for each in range(size)]
     blocks = [data(rank, to, count) for to, count in enumerate(counts)]
     columns = [data(by, rank, counts[rank]) for by in range(size)]
-    assert np.array_equal(await pg.reduce_scatter(room(counts[rank]), blocks), np.sum(columns, axis=0))
-    # In place, and an op whose order matters.
-    ordered = ReduceOp.custom(_later, commutative=False)
+    assert np.array_equal(await pg.reduce_scatter(blank(counts[rank]), blocks), np.sum(columns, axis=0))
+    # In place, with an op that depends on the order.
+    ordered = ReduceOp.custom(_take_second, commutative=False)
     assert np.array_equal(await pg.reduce_scatter(blocks[rank], blocks, ordered), columns[-1])
 
 
-def _later(a: Any, b: Any, out: Any) -> None:
+def _take_second(a: Any, b: Any, out: Any) -> None:
     out[:] = b
 
 
-async def exchanged(pg: ProcessGroup, name: str) -> None:
+async def check_exchanges(pg: ProcessGroup, name: str) -> None:
     rank, size = pg.rank(), pg.size()
 
     def count(by: int, to: int) -> int:
@@ -89,7 +89,7 @@ async def exchanged(pg: ProcessGroup, name: str) -> None:
 
     sent = [data(rank, to, count(rank, to)) for to in range(size)]
     come = [data(by, rank, count(by, rank)) for by in range(size)]
-    assert equal(await pg.alltoall([room(len(each)) for each in come], sent), come)
+    assert are_equal(await pg.alltoall([blank(len(each)) for each in come], sent), come)
     # Rows of three elements.
     ins, outs = [np.repeat(each[:, None], 3, 1) for each in come], [np.repeat(each[:, None], 3, 1) for each in sent]
     into = np.full((sum(map(len, come)), 3), -1, np.int64)
@@ -99,25 +99,25 @@ async def exchanged(pg: ProcessGroup, name: str) -> None:
 
 @pytest.mark.ranks(*SIZES)
 async def test_uneven_parts_work_in_every_call(pg: ProcessGroup) -> None:
-    await every_call(pg, list(LENGTHS))
+    await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS[1:])
 async def test_uneven_parts_work_over_every_transport(pg: ProcessGroup) -> None:
-    await every_call(pg, list(LENGTHS))
+    await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
 @over(*LINKS)
 async def test_uneven_parts_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
-    await every_call(pg, list(LENGTHS))
+    await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_uneven_parts_work_with_delayed_frames(seed: int) -> None:
-    run_virtual(4, every_call, list(LENGTHS), seed=seed, latency=(0.0001, 0.01))
+    run_virtual(4, check_every_call, list(LENGTHS), seed=seed, latency=(0.0001, 0.01))
 
 
 @pytest.mark.ranks(2)
@@ -129,19 +129,21 @@ async def test_uneven_parts_may_have_any_shape(pg: ProcessGroup) -> None:
     assert outputs[1].tolist() == [1] * 6
 
 
-def _two(count: int) -> list[Any]:
-    return [room(2), room(count), room(2)]
+def _blank_parts(count: int) -> list[Any]:
+    return [blank(2), blank(count), blank(2)]
 
 
-#: Calls in which what goes to or from rank 1 is not as long as others expect; n is 2 on the other ranks.
+#: Calls in which a part to or from rank 1 has n elements where other ranks expect 2. On other ranks, n is 2.
 WRONG: dict[str, Callable[[ProcessGroup, int], Any]] = {
-    "allgather": lambda pg, n: pg.allgather(_two(n), room(n if pg.rank() == 1 else 2)),
-    "gather": lambda pg, n: pg.gather(_two(2) if pg.rank() == 0 else None, room(n), 0),
-    "scatter": lambda pg, n: pg.scatter(room(n), _two(2) if pg.rank() == 0 else None, 0),
-    "reduce_scatter": lambda pg, n: pg.reduce_scatter(room(n if pg.rank() == 1 else 2), _two(n)),
-    "alltoall": lambda pg, n: pg.alltoall(_two(2), [room(n if to == (pg.rank() + 1) % 3 else 2) for to in range(3)]),
+    "allgather": lambda pg, n: pg.allgather(_blank_parts(n), blank(n if pg.rank() == 1 else 2)),
+    "gather": lambda pg, n: pg.gather(_blank_parts(2) if pg.rank() == 0 else None, blank(n), 0),
+    "scatter": lambda pg, n: pg.scatter(blank(n), _blank_parts(2) if pg.rank() == 0 else None, 0),
+    "reduce_scatter": lambda pg, n: pg.reduce_scatter(blank(n if pg.rank() == 1 else 2), _blank_parts(n)),
+    "alltoall": lambda pg, n: pg.alltoall(
+        _blank_parts(2), [blank(n if to == (pg.rank() + 1) % 3 else 2) for to in range(3)]
+    ),
     "alltoall_base": lambda pg, n: pg.alltoall_base(
-        room(6), room(4 + n), None, [n if to == (pg.rank() + 1) % 3 else 2 for to in range(3)]
+        blank(6), blank(4 + n), None, [n if to == (pg.rank() + 1) % 3 else 2 for to in range(3)]
     ),
 }
 
@@ -151,7 +153,7 @@ WRONG: dict[str, Callable[[ProcessGroup, int], Any]] = {
 @pytest.mark.ranks(3)
 @over("memory", "shm")
 async def test_uneven_parts_of_wrong_lengths_are_refused(pg: ProcessGroup, kind: str, count: int) -> None:
-    # On some ranks it may be done before anybody can know.
+    # Some ranks may complete the call before any rank detects the mismatch.
     with contextlib.suppress(CollectiveMismatchError):
         await WRONG[kind](pg, count if pg.rank() == 1 else 2)
     cause = await pg.wait_revoked()

@@ -1,4 +1,4 @@
-"""Allgather and gather without outputs: what comes has the lengths that the ranks give."""
+"""Allgather and gather without outputs, which accept parts of any length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..internals import Limits, comm_of, wrapped
 from ..ranks import LINKS, over, until
 
 WORLDS = (1, 2, 3, 4, 7)
-#: Elements that a rank gives, of p: none on some, one, about as many as ranks, as many as go in many frames.
+#: The number of elements of a rank, of p: none on some, one, about as many as ranks, or enough for many frames.
 LENGTHS: dict[str, Callable[[int, int], int]] = {
     "equal": lambda rank, p: 5,
     "none at all": lambda rank, p: 0,
@@ -30,7 +30,7 @@ LENGTHS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def given(rank: int, count: int, dtype: str = "float64") -> np.ndarray:
+def rank_values(rank: int, count: int, dtype: str = "float64") -> np.ndarray:
     return (np.arange(count) % 100 + 10 * rank).astype(dtype)
 
 
@@ -40,7 +40,7 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
     for rank, each in enumerate(outputs):
         assert each.dtype == dtype
         assert each.flags.writeable
-        assert np.array_equal(each, given(rank, lengths[rank], dtype))
+        assert np.array_equal(each, rank_values(rank, lengths[rank], dtype))
 
 
 @pytest.mark.ranks(*WORLDS)
@@ -49,7 +49,7 @@ async def test_unsized_gathers_accept_any_lengths(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
         lengths = [length(each, p) for each in range(p)]
-        mine = given(r, lengths[r])
+        mine = rank_values(r, lengths[r])
         check(await pg.allgather(None, mine), lengths)
         root = p // 2
         outputs = await pg.gather(None, mine, root)
@@ -57,14 +57,14 @@ async def test_unsized_gathers_accept_any_lengths(pg: ProcessGroup) -> None:
             check(outputs, lengths)
         else:
             assert outputs is None
-        assert np.array_equal(mine, given(r, lengths[r]))
+        assert np.array_equal(mine, rank_values(r, lengths[r]))
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float32", "complex128"])
 async def test_unsized_gathers_support_every_dtype(pg: ProcessGroup, dtype: str) -> None:
     lengths = [3, 0, 5]
-    mine = given(pg.rank(), lengths[pg.rank()], dtype)
+    mine = rank_values(pg.rank(), lengths[pg.rank()], dtype)
     check(await pg.allgather(None, mine), lengths, dtype)
     for root in range(3):
         outputs = await pg.gather(None, mine, root)
@@ -75,15 +75,15 @@ async def test_unsized_gathers_support_every_dtype(pg: ProcessGroup, dtype: str)
 @pytest.mark.ranks(3)
 async def test_unsized_gathers_support_narrow_dtypes(pg: ProcessGroup) -> None:
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-    check(await pg.allgather(None, given(pg.rank(), pg.rank(), dtype)), [0, 1, 2], dtype)
-    outputs = await pg.gather(None, given(pg.rank(), pg.rank(), dtype), 1)
+    check(await pg.allgather(None, rank_values(pg.rank(), pg.rank(), dtype)), [0, 1, 2], dtype)
+    outputs = await pg.gather(None, rank_values(pg.rank(), pg.rank(), dtype), 1)
     if pg.rank() == 1:
         check(outputs, [0, 1, 2], dtype)
 
 
 @pytest.mark.ranks(3)
 async def test_unsized_outputs_take_the_row_shape_of_the_own_tensor(pg: ProcessGroup) -> None:
-    """As many rows as there are; flat if they are not of that length."""
+    """Expect complete rows, and a flat array where the length is not a multiple of a row."""
     shapes = [(2, 3), (4, 3), (5,)]
     mine = np.full(shapes[pg.rank()], pg.rank())
     found = [[(2, 3), (4, 3), (5,)], [(2, 3), (4, 3), (5,)], [(6,), (12,), (5,)]]
@@ -102,9 +102,9 @@ async def test_unsized_outputs_take_the_row_shape_of_the_own_tensor(pg: ProcessG
 async def test_unsized_keyed_gathers_match_in_any_order(pg: ProcessGroup) -> None:
     r = pg.rank()
     keys = ["a", "b", "c"][:: 1 if r % 2 else -1]
-    works = {key: pg.allgather(None, given(r, 10 * r + ord(key)), key=key) for key in keys}
-    rooted = {key: pg.gather(None, given(r, r + ord(key)), 1, key=f"to {key}") for key in keys}
-    ordered = [pg.allgather(None, given(r, r + number)) for number in range(20)]
+    works = {key: pg.allgather(None, rank_values(r, 10 * r + ord(key)), key=key) for key in keys}
+    rooted = {key: pg.gather(None, rank_values(r, r + ord(key)), 1, key=f"to {key}") for key in keys}
+    ordered = [pg.allgather(None, rank_values(r, r + number)) for number in range(20)]
     for key in "abc":
         check(await works[key], [10 * each + ord(key) for each in range(3)])
         if r == 1:
@@ -117,16 +117,16 @@ async def test_unsized_keyed_gathers_match_in_any_order(pg: ProcessGroup) -> Non
 
 @pytest.mark.ranks(3)
 async def test_late_gather_root_gets_all_unsized_blocks(pg: ProcessGroup) -> None:
-    """Even those that gave nothing, and thousands of operations ago."""
+    """Include empty blocks, and blocks of thousands of operations ago."""
     if pg.rank():
         for number in range(3000):
-            await pg.gather(None, given(pg.rank(), number % 2 * pg.rank()), 0)
+            await pg.gather(None, rank_values(pg.rank(), number % 2 * pg.rank()), 0)
         await pg.send_object("gave all", 0)
     else:
         for peer in (1, 2):
             assert await pg.recv_object(peer) == "gave all"
         for number in range(3000):
-            outputs = await pg.gather(None, given(0, 1), 0)
+            outputs = await pg.gather(None, rank_values(0, 1), 0)
             check(outputs, [1, number % 2, number % 2 * 2])
 
 
@@ -135,7 +135,7 @@ async def test_gather_with_outputs_accepts_zero_lengths(pg: ProcessGroup) -> Non
     r, p = pg.rank(), pg.size()
     for root in range(p):
         outputs = [np.empty(each % 2) for each in range(p)] if r == root else None
-        assert await pg.gather(outputs, given(r, r % 2), root) == outputs
+        assert await pg.gather(outputs, rank_values(r, r % 2), root) == outputs
         if outputs is not None:
             check(outputs, [each % 2 for each in range(p)])
 
@@ -145,9 +145,9 @@ async def test_unsized_gathers_work_with_detail(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
         lengths = [length(each, p) for each in range(p)]
-        check(await pg.allgather(None, given(r, lengths[r])), lengths)
-        check(await pg.allgather(None, given(r, lengths[r]), key="k"), lengths)
-        outputs = await pg.gather(None, given(r, lengths[r]), p - 1)
+        check(await pg.allgather(None, rank_values(r, lengths[r])), lengths)
+        check(await pg.allgather(None, rank_values(r, lengths[r]), key="k"), lengths)
+        outputs = await pg.gather(None, rank_values(r, lengths[r]), p - 1)
         if outputs is not None:
             check(outputs, lengths)
 
@@ -155,7 +155,7 @@ async def test_unsized_gathers_work_with_detail(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("world_size", WORLDS)
 async def test_unsized_gathers_work_in_blocks(world_size: int, debug: Any) -> None:
-    """Of `gather` the tensors have to be as long as the root's there."""
+    """Use equal lengths for `gather`, because its tensors must be as long as the root's in a block."""
 
     async def rank(pg: ProcessGroup) -> None:
         r, p = pg.rank(), pg.size()
@@ -163,9 +163,9 @@ async def test_unsized_gathers_work_in_blocks(world_size: int, debug: Any) -> No
             lengths = [length(each, p) for each in range(p)]
             async with pg.coalescing():
                 total = pg.allreduce(np.full(3, r))
-                uneven = [pg.allgather(None, given(r, lengths[r])) for _ in range(2)]
-                keyed = pg.allgather(None, given(r, lengths[r]), key="k")
-                rooted = [pg.gather(None, given(r, 4), 0), pg.gather(None, given(r, 2), 0)]
+                uneven = [pg.allgather(None, rank_values(r, lengths[r])) for _ in range(2)]
+                keyed = pg.allgather(None, rank_values(r, lengths[r]), key="k")
+                rooted = [pg.gather(None, rank_values(r, 4), 0), pg.gather(None, rank_values(r, 2), 0)]
             assert (total.result() == p * (p - 1) // 2).all()
             for work in (*uneven, keyed):
                 check(work.result(), lengths)
@@ -178,22 +178,22 @@ async def test_unsized_gathers_work_in_blocks(world_size: int, debug: Any) -> No
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 async def test_slow_step_is_not_a_mismatch(debug: Any, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
-    """Reports of the rank that waits and of the one that is asked describe the same call."""
+    """Delay a step: the reports of the waiting rank and of the queried rank must describe the same call."""
     limits(report_after=0.01)
     steps: dict[int, Callable[[], None]] = {}
 
-    def counted(original: Callable[[Any], None], operation: Any) -> None:
+    def hold_step(original: Callable[[Any], None], operation: Any) -> None:
         steps[operation.comm.rank] = partial(original, operation)
 
-    def reported(original: Callable[[Any, Any], float], stalls: Any, operation: Any) -> float:
-        """Rank 0 is asked before it reports."""
+    def report_on_rank_1(original: Callable[[Any, Any], float], stalls: Any, operation: Any) -> float:
+        """Let only rank 1 report, so that it queries the other ranks first."""
         return original(stalls, operation) if operation.comm.rank == 1 else inf
 
-    wrapped(monkeypatch, unsized_counted=counted, stall_reported=reported)
+    wrapped(monkeypatch, unsized_counted=hold_step, stall_reported=report_on_rank_1)
 
     async def rank(pg: ProcessGroup) -> None:
         comm = comm_of(pg)
-        work = pg.allgather(None, given(pg.rank(), 3))
+        work = pg.allgather(None, rank_values(pg.rank(), 3))
         if pg.rank() == 1:
             await until(lambda: len(steps) == 3)
             steps[0]()
@@ -208,10 +208,10 @@ async def test_slow_step_is_not_a_mismatch(debug: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.ranks(2)
 async def test_gather_in_a_block_requires_the_roots_length(pg: ProcessGroup) -> None:
-    with suppress(errors.GroupError):  # who only sends may be done
+    with suppress(errors.GroupError):  # a rank that only sends may be done
         async with pg.coalescing():
-            pg.gather(None, given(pg.rank(), 3 + pg.rank()), 0)
-            pg.gather(None, given(pg.rank(), 3), 0)
+            pg.gather(None, rank_values(pg.rank(), 3 + pg.rank()), 0)
+            pg.gather(None, rank_values(pg.rank(), 3), 0)
     cause = await pg.wait_revoked()
     assert isinstance(cause, CollectiveMismatchError)
     assert "GATHER" in str(cause)
@@ -222,19 +222,19 @@ async def test_outputs_on_some_ranks_are_a_mismatch(debug: Any) -> None:
     async def rank(pg: ProcessGroup) -> str:
         outputs = None if pg.rank() else [np.empty(3) for _ in range(3)]
         with pytest.raises(CollectiveMismatchError, match=r"Collectives differ in the following: op") as raised:
-            await pg.allgather(outputs, given(pg.rank(), 3))
+            await pg.allgather(outputs, rank_values(pg.rank(), 3))
         return str(raised.value)
 
-    for told in await testing.run_ranks(3, rank, options=GroupOptions(debug=debug)):
-        assert "rank 0 called ALLGATHER(shape=[3], dtype=float64, device=cpu, counts=[3, 3, 3]" in told
-        assert "called ALLGATHER_ALLOCATED(shape=[3], dtype=float64, device=cpu, " in told
+    for message in await testing.run_ranks(3, rank, options=GroupOptions(debug=debug)):
+        assert "rank 0 called ALLGATHER(shape=[3], dtype=float64, device=cpu, counts=[3, 3, 3]" in message
+        assert "called ALLGATHER_ALLOCATED(shape=[3], dtype=float64, device=cpu, " in message
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
 async def test_different_dtypes_are_a_mismatch(pg: ProcessGroup, kind: str) -> None:
-    mine = given(pg.rank(), 3, "float32" if pg.rank() else "float64")
-    with suppress(errors.GroupError):  # who only sends may be done
+    mine = rank_values(pg.rank(), 3, "float32" if pg.rank() else "float64")
+    with suppress(errors.GroupError):  # a rank that only sends may be done
         await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
     assert "Collectives differ in the following: dtype" in str(await pg.wait_revoked())
 
@@ -244,7 +244,7 @@ async def test_different_dtypes_are_a_mismatch(pg: ProcessGroup, kind: str) -> N
 async def test_rank_that_has_left_is_named(pg: ProcessGroup, kind: str) -> None:
     if pg.rank() == 1:
         return
-    mine = given(pg.rank(), 3)
+    mine = rank_values(pg.rank(), 3)
     with pytest.raises(PeerLostError) as raised:
         await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
     assert raised.value.ranks == (1,)
@@ -256,7 +256,7 @@ async def test_missing_rank_is_named(pg: ProcessGroup, kind: str) -> None:
     if pg.rank() == 1:
         await pg.wait_revoked()
         return
-    mine = given(pg.rank(), 3)
+    mine = rank_values(pg.rank(), 3)
     with pytest.raises(errors.CollectiveTimeoutError, match="waits for rank 1") as raised:
         await (pg.allgather(None, mine, timeout=0.5) if kind == "allgather" else pg.gather(None, mine, 0, timeout=0.5))
     assert raised.value.ranks == (1,)
@@ -264,18 +264,18 @@ async def test_missing_rank_is_named(pg: ProcessGroup, kind: str) -> None:
 
 @pytest.mark.ranks(3)
 async def test_gathers_with_outputs_take_no_additional_step(pg: ProcessGroup) -> None:
-    """Their operations are those of before: one each."""
+    """Check that each call is one operation."""
     before = len(comm_of(pg).journal.collectives)
-    await pg.allgather([np.empty(3) for _ in range(3)], given(pg.rank(), 3))
-    await pg.gather([np.empty(3) for _ in range(3)] if pg.rank() == 0 else None, given(pg.rank(), 3), 0)
+    await pg.allgather([np.empty(3) for _ in range(3)], rank_values(pg.rank(), 3))
+    await pg.gather([np.empty(3) for _ in range(3)] if pg.rank() == 0 else None, rank_values(pg.rank(), 3), 0)
     assert len(comm_of(pg).journal.collectives) == before + 2
 
 
 @pytest.mark.ranks(3)
 @over("unix")
 async def test_unsized_gather_of_an_ended_group_leaves_nothing(pg: ProcessGroup) -> None:
-    """A group that ends in the middle leaves nothing, and other groups go on."""
-    mine = given(pg.rank(), 300_000 + pg.rank())
+    """Abort the group during the transfers."""
+    mine = rank_values(pg.rank(), 300_000 + pg.rank())
     works = [pg.allgather(None, mine), pg.gather(None, mine, 0)]
     if pg.rank() == 1:
         pg.abort("on purpose")

@@ -1,4 +1,4 @@
-"""Who waits for works, who only watches them, and what stays behind of those that have given up."""
+"""Awaiting works, watching them, and the state that abandoned waits leave behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocoll import GroupClosedError, GroupError, ProcessGroup, Recv, ReduceOp, 
 from ..internals import callbacks_of, comm_of
 from ..ranks import over, until
 
-#: Seconds after which somebody gives up.
+#: Seconds after which a waiting task gives up.
 SOON = 0.01
 
 
@@ -30,7 +30,7 @@ async def test_drain_does_not_withdraw_receives(pg: ProcessGroup) -> None:
     await give_up(pg.drain())
     assert pg.pending() == [work]
     assert callbacks_of(work) == []
-    # Nor does it want them: who did has gone.
+    # Nor does drain keep a receive whose last awaiter has gone.
     draining = asyncio.ensure_future(pg.drain())
     await give_up(work)
     await draining
@@ -65,7 +65,7 @@ async def test_abandoned_batch_reports_the_failure_of_its_parts(pg: ProcessGroup
     await pg.barrier()
     work = pg.batch([Recv(np.zeros(1), peer, 1), Send(np.zeros(1_000_000), peer, 3)])
     await give_up(work)
-    assert not work.done(), "nobody has received what it sends"
+    assert not work.done(), "the batch completed before the peer received its message"
     await pg.barrier()
     pg.abort("for a test")
     await until(work.done)
@@ -164,19 +164,19 @@ async def test_revocation_is_reported_to_all_waiting_tasks(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("taking", ["receives", "incoming", "nobody"])
+@pytest.mark.parametrize("taking", ["receives", "incoming", "early message"])
 async def test_tag_used_once_leaves_no_records(pg: ProcessGroup, taking: str) -> None:
     peer = 1 - pg.rank()
     for tag in range(100):
-        if taking == "nobody":
+        if taking == "early message":
             await pg.send_object(tag, peer, tag)
         waiting = pg.recv_object(peer, tag).join() if taking != "incoming" else anext(pg.incoming(tag))
         task = asyncio.ensure_future(waiting)
         await asyncio.sleep(0)
-        if tag % 2 and taking != "nobody":
+        if tag % 2 and taking != "early message":
             task.cancel()
         else:
-            if taking != "nobody":
+            if taking != "early message":
                 await pg.send_object(tag, peer, tag)
             await task
         await asyncio.wait([task])

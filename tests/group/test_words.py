@@ -1,4 +1,4 @@
-"""What errors are called and what they tell to do: classes a user knows, and a way out."""
+"""Wording of errors: public classes, the name of the called method, and a remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ scipy_sparse = pytest.importorskip("scipy.sparse")
 
 
 class Frame:
-    """Like a Series or DataFrame of pandas or polars."""
+    """A stand-in for a Series or DataFrame of pandas or polars."""
 
     def to_numpy(self) -> np.ndarray:
         return np.ones(2)
@@ -41,7 +41,7 @@ WRONG: dict[str, Callable[[ProcessGroup], Any]] = {
 @pytest.mark.parametrize("what", WRONG)
 async def test_errors_have_public_classes(what: str, debug: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(Exception) as raised:  # noqa: PT011 - which class it is, is what is asked
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - the class is checked below
             await WRONG[what](pg)
         seen: BaseException | None = raised.value
         while seen is not None:

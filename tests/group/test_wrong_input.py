@@ -1,6 +1,6 @@
-"""Wrong input: every refusal names the argument and what to do, and the refused call leaves no trace.
+"""Wrong arguments: each error names the argument and a remedy, and the refused call leaves no trace.
 
-One table; what other files have rows for (dtypes of buffers, options, addresses) is not repeated here.
+One table has the cases of all calls. Other files test dtypes of buffers, options and addresses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ones(count: int = 4, dtype: Any = "float64") -> Any:
     return np.ones(count, dtype)
 
 
-def locked(count: int = 4) -> Any:
+def read_only_ones(count: int = 4) -> Any:
     array = ones(count)
     array.flags.writeable = False
     return array
@@ -55,21 +55,25 @@ HEAD, TAIL = WHOLE[:4], WHOLE[4:]
 #: Calls of rank 0 in a group of 2; rank 1 makes none of them.
 WRONG: list[Row] = [
     # memory that cannot be written
-    (lambda pg: pg.allreduce(locked()), ValueError, f"tensor {READ_ONLY}"),
-    (lambda pg: pg.reduce(locked(), 0), ValueError, f"tensor {READ_ONLY}"),
-    (lambda pg: pg.broadcast(locked(), 1), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.allreduce(read_only_ones()), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.reduce(read_only_ones(), 0), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.broadcast(read_only_ones(), 1), ValueError, f"tensor {READ_ONLY}"),
     (lambda pg: pg.scan(b"12"), ValueError, f"tensor {READ_ONLY}"),
-    (lambda pg: pg.allgather([ones(), locked()], ones()), ValueError, r"outputs\[1\] " + READ_ONLY),
-    (lambda pg: pg.allgather_into_tensor(locked(8), ones()), ValueError, f"output {READ_ONLY}"),
-    (lambda pg: pg.gather([locked(), ones()], ones(), 0), ValueError, r"outputs\[0\] " + READ_ONLY),
-    (lambda pg: pg.scatter(locked(), [ones()] * 2, 0), ValueError, f"output {READ_ONLY}"),
-    (lambda pg: pg.reduce_scatter(locked(), [ones()] * 2), ValueError, f"output {READ_ONLY}"),
-    (lambda pg: pg.reduce_scatter_tensor(locked(), ones(8)), ValueError, f"output {READ_ONLY}"),
-    (lambda pg: pg.alltoall([ones(), locked()], [ones()] * 2), ValueError, r"outputs\[1\] " + READ_ONLY),
-    (lambda pg: pg.alltoall_base(locked(), ones()), ValueError, f"output {READ_ONLY}"),
-    (lambda pg: pg.recv(locked(), 1), ValueError, f"tensor {READ_ONLY}"),
+    (lambda pg: pg.allgather([ones(), read_only_ones()], ones()), ValueError, r"outputs\[1\] " + READ_ONLY),
+    (lambda pg: pg.allgather_into_tensor(read_only_ones(8), ones()), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.gather([read_only_ones(), ones()], ones(), 0), ValueError, r"outputs\[0\] " + READ_ONLY),
+    (lambda pg: pg.scatter(read_only_ones(), [ones()] * 2, 0), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.reduce_scatter(read_only_ones(), [ones()] * 2), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.reduce_scatter_tensor(read_only_ones(), ones(8)), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.alltoall([ones(), read_only_ones()], [ones()] * 2), ValueError, r"outputs\[1\] " + READ_ONLY),
+    (lambda pg: pg.alltoall_base(read_only_ones(), ones()), ValueError, f"output {READ_ONLY}"),
+    (lambda pg: pg.recv(read_only_ones(), 1), ValueError, f"tensor {READ_ONLY}"),
     (lambda pg: pg.recv_anysource(bytes(3)), ValueError, f"tensor {READ_ONLY}"),
-    (lambda pg: pg.batch([Send(ones(), 1), Recv(locked(), 1)]), ValueError, r"operations\[1\].tensor " + READ_ONLY),
+    (
+        lambda pg: pg.batch([Send(ones(), 1), Recv(read_only_ones(), 1)]),
+        ValueError,
+        r"operations\[1\].tensor " + READ_ONLY,
+    ),
     # outputs of another size or dtype
     (lambda pg: pg.allgather([ones(3), ones()], ones()), ValueError, r"outputs\[0\] has 3 elements, tensor has 4"),
     (lambda pg: pg.allgather_into_tensor(ones(7), ones()), ValueError, "output has 7 elements, expected 8, 2 times"),
@@ -87,7 +91,7 @@ WRONG: list[Row] = [
     (lambda pg: pg.alltoall_base(ones(), ones(), "22"), TypeError, "output_split_sizes must be a list of ints"),
     (lambda pg: pg.alltoall_base(ones(), ones(), None, [5, -1]), ValueError, r"input_split_sizes=\[5, -1\] must be 2"),
     (lambda pg: pg.allgather([ones(), ones(4, int)], ones()), TypeError, r"outputs\[1\] has dtype int64, expected fl"),
-    # lists that are none
+    # arguments that are not lists
     (lambda pg: pg.allgather(7, ones()), ValueError, "outputs needs exactly one array per rank: 2, not int"),
     (
         lambda pg: pg.allgather({0: ones(), 1: ones()}, ones()),
@@ -153,7 +157,7 @@ WRONG: list[Row] = [
     (lambda pg: pg.send(ones(), 1, timeout=-1), ValueError, "timeout=-1: must be >= 0 seconds"),
     (lambda pg: pg.batch([Send(ones(), 1)], timeout=-1), ValueError, "timeout=-1: must be >= 0 seconds"),
     (lambda pg: pg.batch([], timeout=-1), ValueError, "timeout=-1: must be >= 0 seconds"),
-    # ops and what is in the arrays
+    # ops and dtypes
     (
         lambda pg: pg.allreduce(ones(2, "complex64"), ReduceOp.MAX),
         TypeError,
@@ -185,7 +189,7 @@ WRONG: list[Row] = [
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_refused_call_leaves_no_trace(pg: ProcessGroup) -> None:
-    """After each of them, ordered calls, keyed calls and messages of both ranks still meet."""
+    """Check after each refused call that ordered calls, keyed calls and messages of both ranks still match."""
     for number, (call, error, message) in enumerate(WRONG, start=1):
         if pg.rank() == 0:
             with pytest.raises(error, match=message):
@@ -202,7 +206,7 @@ async def test_refused_call_leaves_no_trace(pg: ProcessGroup) -> None:
 
 
 async def test_narrow_float_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An array of bfloat16 from torch needs no ml_dtypes, but one that we allocate does."""
+    """Check that outputs of bfloat16 need ml_dtypes if aiocoll allocates them."""
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -229,7 +233,7 @@ def test_clash_finds_any_two_arrays_that_share_memory() -> None:
     assert clash([parts[0]], [parts[0]]) == (0, 1)
 
 
-# -- from the wrong place
+# -- other threads and processes
 
 
 @pytest.mark.ranks(2)
@@ -248,14 +252,14 @@ async def test_calls_from_another_thread_are_refused(pg: ProcessGroup, name: str
             if made is not None:
                 await made
 
-    def elsewhere() -> None:
+    def call_in_another_loop() -> None:
         try:
             asyncio.run(call())
         except RuntimeError as error:
             refused.append(str(error))
 
     if pg.rank() == 0:
-        thread = threading.Thread(target=elsewhere)
+        thread = threading.Thread(target=call_in_another_loop)
         thread.start()
         thread.join()
         assert len(refused) == 1
@@ -271,12 +275,12 @@ async def test_forked_child_is_refused_without_disturbing_ranks(pg: ProcessGroup
         out, into = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(into, "\n".join(_refusals(pg)).encode())
+            os.write(into, "\n".join(_error_texts(pg)).encode())
             os._exit(0)
         os.close(into)
         with os.fdopen(out, "rb") as pipe:
             messages = pipe.read().decode().splitlines()
-        os.waitpid(child, 0)  # noqa: ASYNC222 - it has ended its pipe, and so itself
+        os.waitpid(child, 0)  # noqa: ASYNC222 - the child has closed its pipe, and exits at once
         assert len(messages) == 4
         assert all("a forked child cannot use it: make a new group in the child" in each for each in messages)
     assert await pg.allreduce(1) == 2
@@ -285,7 +289,7 @@ async def test_forked_child_is_refused_without_disturbing_ranks(pg: ProcessGroup
 @pytest.mark.ranks(2)
 @over("unix")
 async def test_forked_child_that_awaits_takes_no_data_of_its_parent(pg: ProcessGroup) -> None:
-    """What it would poll are the connections of its parent."""
+    """Check that the child does not poll the connections of its parent."""
     if pg.rank() == 1:
         await pg.recv(ones(), 0)
         await pg.send(ones(), 0)
@@ -297,7 +301,7 @@ async def test_forked_child_that_awaits_takes_no_data_of_its_parent(pg: ProcessG
     assert tensor.tolist() == ones().tolist()
 
 
-def _refusals(pg: ProcessGroup) -> Iterator[str]:
+def _error_texts(pg: ProcessGroup) -> Iterator[str]:
     calls: list[Callable[[], object]] = [
         pg.barrier,
         pg.abort,
@@ -316,7 +320,7 @@ def _refusals(pg: ProcessGroup) -> Iterator[str]:
 
 @pytest.fixture
 def port() -> int:
-    """Return a port where nobody listens."""
+    """Return a port on which no process listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         number: int = server.getsockname()[1]
         return number
@@ -324,7 +328,7 @@ def port() -> int:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Return an environment in which rank 1 of 2 would look for its master."""
+    """Set the variables of rank 1 of 2, whose master does not exist; return the patch."""
     for name in list(os.environ):
         if name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP":
             monkeypatch.delenv(name)
@@ -400,7 +404,6 @@ async def test_invalid_option_in_the_environment_is_refused(
 async def test_unreachable_master_is_reported_with_address_and_reason(
     host: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
-    """The error has address and port, how long it tried, and why not."""
     environment.setenv("MASTER_ADDR", host)
     environment.setenv("MASTER_PORT", str(port))
     why = {
@@ -409,13 +412,13 @@ async def test_unreachable_master_is_reported_with_address_and_reason(
         ),
         "no such host": "the host name 'no such host' cannot be resolved",
     }[host]
-    told = f"rank 1 of 2 did not meet the others within 0.3 s: no store at {host}:{port}: {why}"
-    with pytest.raises(RendezvousError, match=f"^{re.escape(told)}"):
+    expected = f"rank 1 of 2 did not meet the others within 0.3 s: no store at {host}:{port}: {why}"
+    with pytest.raises(RendezvousError, match=f"^{re.escape(expected)}"):
         await new_group(timeout=0.3)
 
 
 async def test_silent_master_is_reported(environment: pytest.MonkeyPatch) -> None:
-    """Its backlog is full, so that a connection attempt gets no answer, as behind a firewall."""
+    """Fill the backlog of the port: a connection attempt gets no answer, as behind a firewall."""
     with socket.socket() as server, socket.socket() as first:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -436,7 +439,7 @@ async def test_address_of_another_host_without_a_key_is_refused(environment: pyt
 
 
 async def test_different_world_sizes_are_reported() -> None:
-    """Two world sizes: the second rank raises what the first one said. A rank that has given up may try again."""
+    """Check also that a rank may try again after the failure."""
     store = HashStore()
 
     async def rank(number: int, world_size: int) -> Any:
@@ -445,8 +448,10 @@ async def test_different_world_sizes_are_reported() -> None:
 
     results = await asyncio.gather(rank(0, 2), rank(1, 3), return_exceptions=True)
     assert all(isinstance(each, RendezvousError) for each in results)
-    told = "rank 1 was started with world_size=3, others with world_size=2; start all ranks with the same world_size"
-    assert told in {str(each) for each in results}
+    expected = (
+        "rank 1 was started with world_size=3, others with world_size=2; start all ranks with the same world_size"
+    )
+    assert expected in {str(each) for each in results}
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.3 s for rank\(s\) 1 of 2"):
         await rank(0, 2)
     await store.aclose()

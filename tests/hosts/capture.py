@@ -1,4 +1,4 @@
-"""Write what crosses a network interface, the argument, to standard output until standard input ends."""
+"""A program that writes the packets of an interface to its output until its input ends. Argument: the interface."""
 
 from __future__ import annotations
 

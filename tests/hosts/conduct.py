@@ -1,6 +1,6 @@
-"""Strangers on a host that behave as those of `tests.rendezvous.test_stranger_conduct`, until there is a line of input.
+"""Strangers on a host that behave as in `tests.rendezvous.test_stranger_conduct` until a line of input arrives.
 
-Arguments: which of these, and in JSON at which hosts and ports. In the end a line tells how often each was visited.
+Arguments: the conduct, and in JSON the hosts and ports to visit. At the end, a line has the number of visits to each.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ CONDUCTS: dict[str, Conduct] = {"hold": hold, "repeat": repeat, "flood": flood, 
 
 
 async def main(conduct: Conduct, places: list[tuple[str, int]]) -> None:
-    """Visit all; one that nobody listens at is tried again, and what is out of order is raised."""
+    """Visit all places until a line of input arrives; raise an error if a stranger ends before."""
     visits = [0] * len(places)
 
-    async def stay(number: int) -> None:
+    async def visit_repeatedly(number: int) -> None:
         while True:
             with suppress(ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
                 await conduct(socket.AF_INET, tuple(places[number]))
             visits[number] += 1
             await asyncio.sleep(0.01)
 
-    tasks = [asyncio.create_task(stay(number)) for number in range(len(places))]
+    tasks = [asyncio.create_task(visit_repeatedly(number)) for number in range(len(places))]
     print(json.dumps("ready"), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if not isinstance(result, asyncio.CancelledError):
-            raise RuntimeError("a stranger has ended") from result
+            raise RuntimeError("a stranger ended before the line of input") from result
     print(json.dumps(visits), flush=True)
 
 

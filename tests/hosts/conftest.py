@@ -1,4 +1,4 @@
-"""Tests on several hosts: skipped with the reason where there can be none."""
+"""Fixtures of tests on several hosts, which are skipped where network namespaces cannot be made."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from tests.hosts.network import ROOT, Host, Network, Process, obstacle
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
-#: Of all jobs of these tests.
+#: The job key of all jobs in these tests.
 KEY = b"of this test and no other"
-#: Every network is new, so every port is free.
+#: The port of the store. Every network is new, so that every port is free.
 PORT = 29500
 
 _obstacle = cache(obstacle)
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def network() -> Iterator[Callable[..., Network]]:
-    """Make a network of so many hosts, one in a test; or of so many with ``pods=True``."""
+    """Return a function that makes a network of so many hosts, once in a test; with ``pods=True`` of so many pods."""
     if reason := _obstacle():
         pytest.skip(reason)
     with ExitStack() as stack:
@@ -40,7 +40,7 @@ def network() -> Iterator[Callable[..., Network]]:
 
 
 class Ranks:
-    """Starts `program.py` on hosts; all of it has ended when the test has."""
+    """Processes of `program.py` on hosts; all of them end with the test."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,28 +56,30 @@ class Ranks:
     async def start(
         self, host: Host, what: str, rank: int, world_size: int, method: str, user: int = 0, **env: str
     ) -> Process:
-        """Start one rank, which meets the others by the init method `method`; as root, or a `user` by number."""
+        """Start one rank that meets the others by the init method `method`, as root or as the `user` of this number."""
         place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "METHOD": method}
-        return await self.program(host, PROGRAM, what, user=user, **place, **env)
+        return await self.start_program(host, PROGRAM, what, user=user, **place, **env)
 
-    async def program(self, host: Host, *command: str, user: int = 0, **env: str) -> Process:
-        """Start another Python program, which has the key."""
+    async def start_program(self, host: Host, *command: str, user: int = 0, **env: str) -> Process:
+        """Start another Python program that has the job key."""
         key = {"AIOCOLL_JOB_KEY_FILE": str(self._key_of(user))}
         process = await Process.start(host, command, self.environment | key | env, user)
         self._processes.append(process)
         return process
 
     async def start_all(self, network: Network, what: str, method: str | None = None, **env: str) -> list[Process]:
-        """Start one rank on each host; rank 0 has the store unless `method` says otherwise."""
+        """Start one rank on each host; rank 0 hosts the store unless `method` names another one."""
         method = f"tcp://{network.hosts[0].ipv4}:{PORT}" if method is None else method
         size = len(network.hosts)
         return [await self.start(host, what, host.number, size, method, **env) for host in network.hosts]
 
-    async def launch(self, network: Network, what: str, master: str, each: int = 1, **env: str) -> list[Process]:
-        """Start ranks, `each` on a host, by `aiocoll run`; the launcher of host 0, which is `master`, has the store."""
-        return [await self.launch_one(network, host, what, master, each, **env) for host in network.hosts]
+    async def start_launchers(
+        self, network: Network, what: str, master: str, each: int = 1, **env: str
+    ) -> list[Process]:
+        """Start `each` ranks per host by `aiocoll run`; the launcher of host 0, at `master`, hosts the store."""
+        return [await self.start_launcher(network, host, what, master, each, **env) for host in network.hosts]
 
-    async def launch_one(
+    async def start_launcher(
         self, network: Network, host: Host, what: str, master: str, each: int = 1, **env: str
     ) -> Process:
         """Start the launcher of one host."""
@@ -89,8 +91,10 @@ class Ranks:
         self._processes.append(process)
         return process
 
-    async def examine(self, host: Host, nnodes: int, master: str, *more: str, key: bytes = KEY, **env: str) -> Process:
-        """Start `aiocoll doctor` on one of several hosts, of which `master` is the first."""
+    async def start_doctor(
+        self, host: Host, nnodes: int, master: str, *more: str, key: bytes = KEY, **env: str
+    ) -> Process:
+        """Start `aiocoll doctor` on one of several hosts; `master` is the address of the first one."""
         file = self._path / f"{key.hex()}.key"
         file.touch(mode=0o600)
         file.write_bytes(key)
@@ -100,7 +104,7 @@ class Ranks:
         return self._processes[-1]
 
     def _key_of(self, user: int) -> Path:
-        """Return a file with the key that is this user's own."""
+        """Return a file with the job key that belongs to this user."""
         file = self._path / f"{user}.key"
         if not file.exists():
             file.touch(mode=0o600)
@@ -109,7 +113,7 @@ class Ranks:
         return file
 
     async def close(self) -> None:
-        """End all that have not ended."""
+        """Kill all processes that still run."""
         await asyncio.gather(*(process.kill() for process in self._processes))
 
 

@@ -1,9 +1,10 @@
-"""Strangers on a host: connections of every kind that has no key, many at once, to all listeners of a job.
+"""Strangers on a host: many concurrent connections without the key, of every kind, to all listeners of a job.
 
-The argument says in JSON where to ("places": host, port and whether TLS is spoken there), how many connections of each
-kind to each place ("each"), how many at once, and what others were heard saying ("recorded", in hex). In the end a line
-of JSON tells of each kind how many there were, the longest that one of them was let be, in seconds since it was
-connected, and the most bytes that one was sent. What no stranger may be told ends this program with an error.
+The argument is JSON. It has the "places" (host, port and whether TLS is used there), the number of connections of each
+kind to "each" place, the number of them "at_once", and bytes "recorded" from ranks, in hex.
+
+At the end, a line of JSON has for each kind the number of connections, the longest lifetime of one in seconds, and the
+most bytes that a server sent on one. The program ends with an error if a server reveals anything.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from aiocoll.security.tls import binding
 from aiocoll.transport.frame import HEADER, FrameKind
 
 HTTP = b"GET / HTTP/1.1\r\nHost: 10.77.0.1\r\n\r\n"
-#: Of TLS: a record of 16 bits of length that begins a handshake, and a client's first words of 24 bits of length.
+#: For TLS: the start of a handshake record of the largest length, and of a client hello of the largest length.
 LONG_RECORD, LONG_HELLO = b"\x16\x03\x01\xff\xff", b"\x16\x03\x01\x40\x00\x01\xff\xff\xff\x03\x03"
-#: Of a store and of a link.
+#: Headers of the largest frames: of a store, and of a link.
 LONG_FRAME = struct.pack("!I", 0xFFFFFFFF)
 LONG_DATA = HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF)
-#: Seconds between two bytes of who is slow, and after which a server that has not ended a connection never will.
-SLOWLY, FOREVER = 1.0, 20.0
-#: What a client without the key may be sent by a listener without TLS, and the most that one with TLS begins with.
+#: Seconds between two bytes of a slow stranger, and seconds after which a connection that has not ended never will.
+PAUSE, LONGEST = 1.0, 20.0
+#: The first bytes that a listener without TLS may send, and the most bytes that a listener with TLS sends first.
 CHALLENGE = MAGIC + WIRE_VERSION.to_bytes(4, "little")
 MOST_OF_TLS = 2048
 
@@ -55,47 +56,47 @@ recorded: list[bytes] = []
 
 
 class Visit:
-    """One connection."""
+    """A connection of a stranger."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.heard = bytearray()
+        self.received = bytearray()
 
-    async def say(self, data: bytes) -> None:
-        """Send."""
+    async def send(self, data: bytes) -> None:
+        """Send `data`."""
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
-    async def hear(self, nbytes: int = 1 << 16) -> bytes:
-        """Receive something, b"" at the end."""
-        said = await asyncio.get_running_loop().sock_recv(self.sock, nbytes)
-        self.heard += said
-        return said
+    async def receive(self, nbytes: int = 1 << 16) -> bytes:
+        """Receive and return some bytes, or b"" at the end of the connection."""
+        data = await asyncio.get_running_loop().sock_recv(self.sock, nbytes)
+        self.received += data
+        return data
 
-    async def message(self, nbytes: int) -> bytes:
-        """Receive exactly so much."""
-        while len(self.heard) < nbytes:
-            if not await self.hear():
+    async def receive_exactly(self, nbytes: int) -> bytes:
+        """Return the first `nbytes` bytes; receive them if necessary."""
+        while len(self.received) < nbytes:
+            if not await self.receive():
                 raise ConnectionResetError
-        message = bytes(self.heard[:nbytes])
+        message = bytes(self.received[:nbytes])
         return message
 
     def check(self, encrypted: bool) -> None:
-        """Find out whether the server has said more than it may."""
+        """Check that the server has sent nothing that it must not reveal."""
         if encrypted:
-            assert len(self.heard) <= MOST_OF_TLS, bytes(self.heard)
-            assert self.heard[:1] in (b"", b"\x15", b"\x16"), bytes(self.heard)
+            assert len(self.received) <= MOST_OF_TLS, bytes(self.received)
+            assert self.received[:1] in (b"", b"\x15", b"\x16"), bytes(self.received)
         else:
-            nothing_told(bytes(self.heard))
+            check_challenge_only(bytes(self.received))
 
 
-def nothing_told(heard: bytes) -> None:
-    """Only a nonce, and zeros."""
-    assert CHALLENGE.startswith(heard[: len(CHALLENGE)]), heard
-    assert bytes(VERDICT_SIZE).startswith(heard[CHALLENGE_SIZE:]), heard
+def check_challenge_only(received: bytes) -> None:
+    """Check that these bytes are only a challenge and a verdict of zeros."""
+    assert CHALLENGE.startswith(received[: len(CHALLENGE)]), received
+    assert bytes(VERDICT_SIZE).startswith(received[CHALLENGE_SIZE:]), received
 
 
 class Secured(Visit):
-    """One connection with TLS; `heard` is what was in it."""
+    """A connection of a stranger over TLS; `received` has the decrypted bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
@@ -103,7 +104,7 @@ class Secured(Visit):
         self.tls = context().wrap_bio(self._come, self._go)
 
     async def shake_hands(self) -> None:
-        """Do the TLS handshake."""
+        """Carry out the TLS handshake."""
         while True:
             try:
                 self.tls.do_handshake()
@@ -111,35 +112,35 @@ class Secured(Visit):
             except ssl.SSLWantReadError:
                 await self._more()
             finally:
-                await super().say(self._go.read())
+                await super().send(self._go.read())
 
-    async def say(self, data: bytes) -> None:
-        """Encrypt and send."""
+    async def send(self, data: bytes) -> None:
+        """Encrypt and send `data`."""
         self.tls.write(data)
-        await super().say(self._go.read())
+        await super().send(self._go.read())
 
-    async def hear(self, nbytes: int = 1 << 16) -> bytes:
-        """Receive and decrypt."""
+    async def receive(self, nbytes: int = 1 << 16) -> bytes:
+        """Receive, decrypt and return some bytes."""
         while True:
             try:
-                said = self.tls.read(nbytes)
-                self.heard += said
-                return said
+                data = self.tls.read(nbytes)
+                self.received += data
+                return data
             except ssl.SSLWantReadError:
                 if not await self._more():
                     return b""
-            except ssl.SSLError:  # the server has said why it ends the connection
+            except ssl.SSLError:  # the server sent an alert before it closed the connection
                 return b""
 
     async def _more(self) -> bytes:
-        await super().say(self._go.read())
-        said = await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
-        self._come.write(said) if said else self._come.write_eof()
-        return said
+        await super().send(self._go.read())
+        data = await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
+        self._come.write(data) if data else self._come.write_eof()
+        return data
 
     def check(self, encrypted: bool) -> None:
-        """Find out whether the server has said more than it may."""
-        nothing_told(bytes(self.heard))
+        """Check that the server has sent nothing that it must not reveal."""
+        check_challenge_only(bytes(self.received))
 
 
 @cache
@@ -154,14 +155,14 @@ def context(version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLContext:
 @cache
 def client_hello(version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> bytes:
     """Return the first message of a TLS client."""
-    said = ssl.MemoryBIO()
+    data = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
-        context(version).wrap_bio(ssl.MemoryBIO(), said).do_handshake()
-    return said.read()
+        context(version).wrap_bio(ssl.MemoryBIO(), data).do_handshake()
+    return data.read()
 
 
-def liar(number: int, bound: bytes = b"") -> ClientHandshake:
-    """Return the messages of a client with another key that claims a rank and a purpose."""
+def false_handshake(number: int, bound: bytes = b"") -> ClientHandshake:
+    """Return the handshake of a client with another key that claims a rank and a purpose."""
     kind = list(ConnKind)[number % len(ConnKind)]
     rank = -1 if kind is ConnKind.STORE else number // len(ConnKind) % 2
     return ClientHandshake(Identity(job_id(""), 0, rank, 2, kind), b"another key of this length", os.urandom, bound)
@@ -170,133 +171,139 @@ def liar(number: int, bound: bytes = b"") -> ClientHandshake:
 Conduct = Callable[[Any, int], Awaitable[None]]
 
 
-def says(*words: bytes | Callable[[], bytes]) -> Conduct:
-    """Say one of these, and wait."""
+def sender_of(*words: bytes | Callable[[], bytes]) -> Conduct:
+    """Return a conduct that sends one of these messages and waits."""
 
     async def conduct(visit: Visit, number: int) -> None:
-        said = words[number % len(words)]
-        await visit.say(said() if callable(said) else said)
+        data = words[number % len(words)]
+        await visit.send(data() if callable(data) else data)
 
     return conduct
 
 
-async def silent(visit: Visit, number: int) -> None:
-    """Say nothing."""
+async def stay_silent(visit: Visit, number: int) -> None:
+    """Send nothing."""
 
 
-async def slow(visit: Visit, number: int) -> None:
-    """Say what is expected, a byte at a time."""
-    for byte in client_hello() if number % 2 else liar(number).hello():
-        await visit.say(bytes([byte]))
+async def send_slowly(visit: Visit, number: int) -> None:
+    """Send the expected messages, one byte at a time."""
+    for byte in client_hello() if number % 2 else false_handshake(number).hello():
+        await visit.send(bytes([byte]))
         with suppress(TimeoutError):
-            async with asyncio.timeout(SLOWLY):
-                if not await visit.hear():
+            async with asyncio.timeout(PAUSE):
+                if not await visit.receive():
                     return
 
 
-async def fragments(visit: Visit, number: int) -> None:
-    """Begin TLS with a packet for every few bytes of a client's first words."""
+async def send_fragments(visit: Visit, number: int) -> None:
+    """Send a client hello in packets of 40 bytes."""
     visit.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for begin in range(0, len(client_hello()), 40):
-        await visit.say(client_hello()[begin : begin + 40])
+        await visit.send(client_hello()[begin : begin + 40])
         await asyncio.sleep(0)
 
 
-async def half_closed(visit: Visit, number: int) -> None:
-    """Say something, and that this is all."""
-    await visit.say((b"", liar(number).hello(), client_hello())[number % 3])
+async def half_close(visit: Visit, number: int) -> None:
+    """Send a message, and close the sending direction."""
+    await visit.send((b"", false_handshake(number).hello(), client_hello())[number % 3])
     visit.sock.shutdown(socket.SHUT_WR)
 
 
-async def reset(visit: Visit, number: int) -> None:
-    """Be gone at once, with a reset."""
+async def reset_connection(visit: Visit, number: int) -> None:
+    """Disconnect at once, with a reset."""
     visit.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    await visit.say((b"", b"a", client_hello())[number % 3])
+    await visit.send((b"", b"a", client_hello())[number % 3])
     visit.sock.close()
 
 
-async def wrong_key(visit: Visit, number: int) -> None:
-    """Do all of a handshake, with another key."""
-    client = liar(number, binding(visit.tls.getpeercert(binary_form=True)) if isinstance(visit, Secured) else b"")
-    await visit.say(client.hello())
-    await visit.say(client.prove(await visit.message(CHALLENGE_SIZE)))
+async def prove_wrong_key(visit: Visit, number: int) -> None:
+    """Carry out the whole handshake, but with another key."""
+    client = false_handshake(
+        number, binding(visit.tls.getpeercert(binary_form=True)) if isinstance(visit, Secured) else b""
+    )
+    await visit.send(client.hello())
+    await visit.send(client.prove(await visit.receive_exactly(CHALLENGE_SIZE)))
 
 
-async def reflected(visit: Visit, number: int) -> None:
-    """Say what the server says."""
-    await visit.say(liar(number).hello())
-    await visit.say(((await visit.message(CHALLENGE_SIZE)) * 2)[:PROOF_SIZE])
+async def reflect(visit: Visit, number: int) -> None:
+    """Send the server's own challenge back as the proof."""
+    await visit.send(false_handshake(number).hello())
+    await visit.send(((await visit.receive_exactly(CHALLENGE_SIZE)) * 2)[:PROOF_SIZE])
 
 
-async def replayed(visit: Visit, number: int) -> None:
-    """Say what a rank has said."""
-    await visit.say(recorded[number % len(recorded)])
+async def replay(visit: Visit, number: int) -> None:
+    """Replay the recorded bytes of a rank at once."""
+    await visit.send(recorded[number % len(recorded)])
 
 
-async def replayed_in_step(visit: Visit, number: int) -> None:
-    """Say what a rank has said, each message when it is due."""
-    said = recorded[number % len(recorded)]
-    await visit.say(said[:HELLO_SIZE])
-    await visit.message(CHALLENGE_SIZE)
-    await visit.say(said[HELLO_SIZE:])
+async def replay_in_step(visit: Visit, number: int) -> None:
+    """Replay the recorded bytes of a rank, each message at its time."""
+    data = recorded[number % len(recorded)]
+    await visit.send(data[:HELLO_SIZE])
+    await visit.receive_exactly(CHALLENGE_SIZE)
+    await visit.send(data[HELLO_SIZE:])
 
 
 ANYWHERE: dict[str, Conduct] = {
-    "silent": silent,
-    "slow": slow,
-    "half closed": half_closed,
-    "reset": reset,
-    "garbage": says(lambda: os.urandom(100)),
-    "garbage after a good beginning": says(lambda: liar(0).hello() + os.urandom(PROOF_SIZE), MAGIC + b"\xff" * 100),
-    "HTTP": says(HTTP),
-    "TLS": says(client_hello),
-    "TLS 1.2": says(lambda: client_hello(ssl.TLSVersion.TLSv1_2)),
-    "TLS that stalls": says(lambda: client_hello()[:100], lambda: client_hello()[:5]),
-    "TLS in fragments": fragments,
-    "no TLS": says(lambda: liar(0).hello()),
-    "oversize": says(LONG_RECORD, LONG_HELLO, LONG_FRAME, LONG_DATA),
-    "oversize after garbage": says(lambda: os.urandom(50) + LONG_FRAME, lambda: liar(0).hello() + LONG_DATA * 9),
-    "replayed": replayed,
+    "silent": stay_silent,
+    "slow": send_slowly,
+    "half closed": half_close,
+    "reset": reset_connection,
+    "garbage": sender_of(lambda: os.urandom(100)),
+    "garbage after a good beginning": sender_of(
+        lambda: false_handshake(0).hello() + os.urandom(PROOF_SIZE), MAGIC + b"\xff" * 100
+    ),
+    "HTTP": sender_of(HTTP),
+    "TLS": sender_of(client_hello),
+    "TLS 1.2": sender_of(lambda: client_hello(ssl.TLSVersion.TLSv1_2)),
+    "TLS that stalls": sender_of(lambda: client_hello()[:100], lambda: client_hello()[:5]),
+    "TLS in fragments": send_fragments,
+    "no TLS": sender_of(lambda: false_handshake(0).hello()),
+    "oversize": sender_of(LONG_RECORD, LONG_HELLO, LONG_FRAME, LONG_DATA),
+    "oversize after garbage": sender_of(
+        lambda: os.urandom(50) + LONG_FRAME, lambda: false_handshake(0).hello() + LONG_DATA * 9
+    ),
+    "replayed": replay,
 }
-#: With what is expected below: TLS where that is spoken, and nothing elsewhere.
+#: Conducts that follow a normal start: inside TLS where the listener uses TLS, and from the first byte elsewhere.
 INSIDE: dict[str, Conduct] = {
-    "silence inside": silent,
-    "garbage inside": says(lambda: os.urandom(100)),
-    "HTTP inside": says(HTTP),
-    "oversize inside": says(LONG_FRAME, LONG_DATA * 3, lambda: liar(0).hello() + LONG_FRAME * 20),
-    "wrong key": wrong_key,
-    "reflected": reflected,
-    "replayed inside": replayed_in_step,
+    "silence inside": stay_silent,
+    "garbage inside": sender_of(lambda: os.urandom(100)),
+    "HTTP inside": sender_of(HTTP),
+    "oversize inside": sender_of(LONG_FRAME, LONG_DATA * 3, lambda: false_handshake(0).hello() + LONG_FRAME * 20),
+    "wrong key": prove_wrong_key,
+    "reflected": reflect,
+    "replayed inside": replay_in_step,
 }
 
 
 class Strangers:
-    """What was found out about each kind."""
+    """Strangers, with the results of each kind."""
 
     def __init__(self, at_once: int) -> None:
         self.found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
         self._places = asyncio.Semaphore(at_once)
 
     async def visit(self, place: tuple[str, int, bool], kind: str, number: int) -> None:
-        """Be there until the server ends it."""
+        """Keep a connection until the server ends it."""
         host, port, encrypted = place
         async with self._places:
             with await connected(host, port) as sock:
                 began = time.monotonic()
                 visit = Secured(sock) if kind in INSIDE and encrypted else Visit(sock)
                 try:
-                    async with asyncio.timeout(FOREVER):
+                    async with asyncio.timeout(LONGEST):
                         await behave(visit, INSIDE.get(kind) or ANYWHERE[kind], number)
                 except TimeoutError:
-                    raise AssertionError(f"{kind} at {place} is not ended") from None
+                    raise AssertionError(f"the server at {place} did not end a connection of kind {kind!r}") from None
                 seconds = time.monotonic() - began
                 visit.check(encrypted)
         found = self.found[kind]
-        found[:] = found[0] + 1, max(found[1], seconds), max(found[2], len(visit.heard))
+        found[:] = found[0] + 1, max(found[1], seconds), max(found[2], len(visit.received))
 
 
 async def connected(host: str, port: int) -> socket.socket:
-    """Connect, again and again: who listens may be about to."""
+    """Connect, and try again while the listener is not ready."""
     while True:
         sock = socket.socket()
         sock.setblocking(False)
@@ -316,12 +323,12 @@ async def behave(visit: Visit, conduct: Conduct, number: int) -> None:
         if isinstance(visit, Secured):
             await visit.shake_hands()
         await conduct(visit, number)
-        while await visit.hear():
+        while await visit.receive():
             pass
     except (ConnectionError, ssl.SSLError):
         pass
     except OSError as error:
-        if error.errno not in (errno.EBADF, errno.ENOTCONN):  # one end or the other is gone
+        if error.errno not in (errno.EBADF, errno.ENOTCONN):  # the connection is closed already
             raise
 
 

@@ -1,6 +1,7 @@
-"""What a kubelet does for a pod of docs/kubernetes.md, in namespaces of this process: mounts, and then commands.
+"""A stand-in for a kubelet that runs a pod of docs/kubernetes.md in the namespaces of this process.
 
-Argument: in JSON, `secret`, `user`, and the commands of `init` containers and of the `container`.
+It mounts the volumes and then runs the commands. The argument is JSON: `secret`, `user`, and the commands of the `init`
+containers and of the `container`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import sys
 from pathlib import Path
 
 
-def mounted(path: str, group: int) -> Path:
-    """Mount a volume in memory, which a group may write."""
+def mount_volume(path: str, group: int) -> Path:
+    """Mount a volume in memory that a group may write; return its path."""
     os.makedirs(path, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "volume", path], check=True)
     os.chown(path, 0, group)
@@ -23,20 +24,20 @@ def mounted(path: str, group: int) -> Path:
 
 def main(pod: dict[str, object]) -> None:
     user = str(pod["user"])
-    mounted("/run", 0)
-    secret = mounted("/run/secret", int(user))
+    mount_volume("/run", 0)
+    secret = mount_volume("/run/secret", int(user))
     (secret / "..data").mkdir(mode=0o755)
     (secret / "..data/job.key").write_text(str(pod["secret"]))
     os.chown(secret / "..data/job.key", 0, int(user))
     os.chmod(secret / "..data/job.key", 0o440)
     (secret / "job.key").symlink_to("..data/job.key")
-    mounted("/run/key", int(user))
-    mounted("/dev/shm", int(user))
+    mount_volume("/run/key", int(user))
+    mount_volume("/dev/shm", int(user))
     subprocess.run(["mount", "-o", "remount,bind,ro", "/"], check=True)
     become = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--no-new-privs"]
     for command in pod["init"]:  # type: ignore[attr-defined]
         subprocess.run([*become, "--inh-caps", "-all", "--bounding-set", "-all", *command], check=True)
-    # Where the tests are may be root's alone.
+    # Only root may be able to read the folder of the tests.
     reads = ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
     os.execvp("setpriv", [*become, *reads, *pod["container"]])  # type: ignore[misc]
 

@@ -1,11 +1,11 @@
 """Hosts that are network namespaces of this machine, each with a cable to one switch; needs root and iproute2.
 
     switch (a namespace of its own): a bridge with the ports p0, p1, ...
-    host i: eth0 at the other end of p<i>, 10.77.0.<i+1> and fd77::<i+1>, no way out of here
+    host i: eth0 at the other end of p<i>, 10.77.0.<i+1> and fd77::<i+1>, no route to other networks
 
-Faults happen at the switch, as with real cables and firewalls: no rank is told. A cable gets a rate, a delay and losses
-by `cable.c`, which carries its frames from one interface to another. Everything is named with the number of this
-process, so that what a killed run has left is found by a later one.
+Faults happen at the switch, as with real cables and firewalls: the ranks get no notice. `cable.c` gives a cable a rate,
+a delay and losses: it carries the frames from one interface to another. All names have the number of this process, so
+that a later run finds the leftovers of a killed one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-#: Seconds after which whatever has not happened has failed; nothing takes a third of it.
+#: Seconds after which anything that has not happened has failed. Nothing takes a third of that.
 LIMIT = 60
-#: Files of /etc that processes of one namespace see in place of the machine's own; `ip netns exec` mounts them.
+#: Files of /etc that processes of one namespace see instead of the machine's own; `ip netns exec` mounts them.
 _ETC = Path("/etc/netns")
 _MARK = "aiocoll-test"
-#: What runs a command in a pod.
+#: The command that runs another command in a pod.
 _POD = (
     *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts", "--ipc", "sh", "-c"),
     'hostname "$0" && mount -t tmpfs pod /dev/shm && exec "$@"',
@@ -38,12 +38,12 @@ _POD = (
 )
 _CABLE = Path(__file__).with_name("cable.c")
 MIB = 1 << 20
-#: Bytes of a packet, the most of them that the kernel hands over at once, and seconds that these may take a cable.
+#: Bytes of a packet, the most bytes that the kernel sends as one frame, and the seconds that one may take on a cable.
 _PACKET, _SEGMENTS, _BURST = 1500, 65535, 1e-4
 
 
 def obstacle() -> str | None:
-    """Say why there can be no hosts here; None if there can."""
+    """Return why no hosts can be made here, or None if they can."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     for tool in ("ip", "nft", "cc"):
@@ -57,15 +57,15 @@ def obstacle() -> str | None:
 
 
 class Host:
-    """One network namespace.
+    """A network namespace that stands in for a host.
 
     Args:
-        number: of the host, and of its port at the switch.
-        pods: whether each command runs in a container of its own, with other processes, another name and other shared
+        number: the number of the host, and of its port at the switch.
+        pods: whether each command runs in its own container, with other processes, another host name and other shared
             memory than the rest of the machine.
 
     Attributes:
-        name: of its namespace.
+        name: the name of its namespace.
         ipv4, ipv6: its addresses.
     """
 
@@ -77,17 +77,17 @@ class Host:
         self.ipv6 = f"fd77::{number + 1}"
 
     def file(self, name: str, text: str) -> None:
-        """Let processes started from now on see `text` as /etc/`name`."""
+        """Let processes that start from now on see `text` as /etc/`name`."""
         folder = _ETC / self.name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
     def command(self, *arguments: str) -> list[str]:
-        """Return what runs `arguments` on this host, as the same process or, in a pod, as its only child."""
+        """Return the command that runs `arguments` on this host, as the same process or in a pod as its only child."""
         return ["ip", "netns", "exec", self.name, *(_POD if self.pods else ()), *arguments]
 
     def run(self, *arguments: str) -> str:
-        """Run a command on this host; return what it prints."""
+        """Run a command on this host; return its output."""
         return _run(*self.command(*arguments))
 
 
@@ -123,32 +123,32 @@ class Network:
         _run("ip", "-n", self._switch, "link", "set", f"p{number}", "down")
 
     def plug(self, number: int) -> None:
-        """Put it back."""
+        """Put the cable of a host back."""
         _run("ip", "-n", self._switch, "link", "set", f"p{number}", "up")
 
     def drop(self, source: int, target: int, what: str = "") -> None:
-        """Lose all packets from one host to another, or those that match `what`, in the words of nft."""
+        """Drop all packets from one host to another, or those that match `what`, an expression of nft."""
         rule = f"add rule bridge filter forward iifname p{source} oifname p{target} {what} drop"
         _run("ip", "netns", "exec", self._switch, "nft", rule)
 
-    def refuse_dials(self, source: int, target: int, what: str = "") -> None:
-        """Lose what opens connections from one host to another, or what of that matches `what`, as firewalls do."""
+    def refuse_connections(self, source: int, target: int, what: str = "") -> None:
+        """Drop the packets that open connections from one host to another, as firewalls do; `what` restricts them."""
         self.drop(source, target, f"tcp flags & (syn | ack) == syn {what}")
 
     def separate(self, one: int, other: int, what: str = "") -> None:
-        """Lose all packets between two hosts, or those that match `what`."""
+        """Drop all packets between two hosts, or those that match `what`."""
         self.drop(one, other, what)
         self.drop(other, one, what)
 
     def reset(self, one: int, other: int) -> None:
-        """End the connections between two hosts, both ways, as a firewall does that has forgotten them."""
+        """Reset the connections between two hosts in both directions, as a firewall does that has lost its state."""
         for source, target in ((one, other), (other, one)):
             for family, address in (("ip", self.hosts[target].ipv4), ("ip6", self.hosts[target].ipv6)):
                 rule = f"{family} daddr {address} meta l4proto tcp reject with tcp reset"
                 self.hosts[source].run("nft", f"add rule inet filter output {rule}")
 
     def heal(self) -> None:
-        """Lose and end nothing any more."""
+        """Remove all rules that drop packets or reset connections."""
         _run("ip", "netns", "exec", self._switch, "nft", "flush chain bridge filter forward")
         for host in self.hosts:
             host.run("nft", "flush chain inet filter output")
@@ -156,25 +156,25 @@ class Network:
     def shape(
         self, rate: float = 0, delay: float = 0, loss: float = 0, queue: int = MIB, hosts: Iterable[int] | None = None
     ) -> list[int]:
-        """Give the cables of all `hosts`, or of some, a rate, a delay and losses, in both directions.
+        """Give the cables of all or some `hosts` a rate, a delay and losses in both directions.
 
         Args:
-            rate: bits per second, headers and gaps of Ethernet included; 0: as fast as this machine can.
-            delay: seconds from one end of a cable to the other. From host to host it is that of both cables.
+            rate: bits per second, including the headers and gaps of Ethernet; 0: as fast as this machine can.
+            delay: seconds from one end of a cable to the other. A packet between two hosts takes two cables.
             loss: share of the packets that are lost.
             hosts: numbers of the hosts; None: all.
-            queue: bytes that may wait to enter the cable; what is more is lost.
+            queue: bytes that may wait at the entry of a cable. Further packets are lost.
 
         Returns:
-            How many packets each of these cables has lost since it was shaped before.
+            The number of packets that each of these cables has lost since it was last shaped.
         """
         if self._cables is None:
-            self._cables = self._lengthen()
+            self._cables = self._insert_cable_program()
         assert self._cables.stdin is not None
         assert self._cables.stdout is not None
         lost = []
         for number in range(len(self.hosts)) if hosts is None else hosts:
-            # What the kernel hands over as one frame is lost as one, and comes when all of it has.
+            # Packets that the kernel sends as one frame arrive together, and are lost together.
             segments = 1 if loss else max(1, int(rate * _BURST / 8 / _PACKET)) if rate else _SEGMENTS
             _batch(self.hosts[number].name, f"link set eth0 gso_max_segs {segments}")
             print(number, int(rate), int(delay * 1e9), int(loss * 1e6), queue, file=self._cables.stdin, flush=True)
@@ -182,8 +182,8 @@ class Network:
         return lost
 
     @contextmanager
-    def captured(self, number: int) -> Iterator[list[bytes]]:
-        """Put all bytes that cross the cable of a host meanwhile into the list, in the end."""
+    def capture_traffic(self, number: int) -> Iterator[list[bytes]]:
+        """Yield a list; at the end, it has all bytes that have crossed the cable of a host."""
         program = str(Path(__file__).with_name("capture.py"))
         command = ["ip", "netns", "exec", self._switch, sys.executable, program, f"p{number}"]
         found: list[bytes] = []
@@ -207,7 +207,7 @@ class Network:
     def _build(self) -> None:
         for name in (self._switch, *(host.name for host in self.hosts)):
             _run("ip", "netns", "add", name)
-        # Interfaces that only carry the frames of others must say nothing of their own.
+        # Interfaces that only carry frames of others must not send any of their own.
         off = "echo 1 | tee /proc/sys/net/ipv6/conf/{all,default}/disable_ipv6"
         _run("ip", "netns", "exec", self._switch, "bash", "-c", off)
         _batch(self._switch, "link add br0 type bridge", "link set br0 up", "link set lo up")
@@ -225,15 +225,15 @@ class Network:
                 host.name,
                 "link set lo up",
                 f"addr add {host.ipv4}/24 dev eth0",
-                f"addr add {host.ipv6}/64 dev eth0 nodad",  # an address is of no use while it is looked for elsewhere
+                f"addr add {host.ipv6}/64 dev eth0 nodad",  # duplicate address detection would delay its use
                 "link set eth0 up",
             )
             host.run(
                 "nft", "add table inet filter; add chain inet filter output { type filter hook output priority 0; }"
             )
 
-    def _lengthen(self) -> subprocess.Popen[str]:
-        """Put a program between both ends of each cable: n<i> is what eth0 leads to now, f<i> what p<i> does."""
+    def _insert_cable_program(self) -> subprocess.Popen[str]:
+        """Put a program into each cable: n<i> is now the other end of eth0, and f<i> the other end of p<i>."""
         ends = []
         for host in self.hosts:
             near, far, port = f"n{host.number}", f"f{host.number}", f"p{host.number}"
@@ -256,25 +256,25 @@ class Network:
             assert cables.stdin is not None
             assert cables.stdout is not None
             print("0 0 0 0 0", file=cables.stdin, flush=True)
-            assert cables.stdout.readline(), "the cables have ended"
+            assert cables.stdout.readline(), "the cable program has ended"
         return cables
 
     def _remove(self) -> None:
         if self._cables is not None:
-            self._cables.communicate()  # the end of its input is its own
+            self._cables.communicate()  # the program ends with its input
         for name in (*(host.name for host in self.hosts), self._switch):
-            _forget(name)
+            _remove_namespace(name)
 
 
 class Process:
-    """A process on a host, which prints a line of JSON whenever it has something to tell."""
+    """A process on a host, which prints each report as a line of JSON."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
     async def start(cls, host: Host, command: Sequence[str], env: Mapping[str, str], user: int = 0) -> Process:
-        """Start a Python program on `host`; a `user` who is not root may still read what root may."""
+        """Start a Python program on `host`; a `user` other than root can still read all files."""
         become = ["--reuid", str(user), "--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
         return cls(
             await asyncio.create_subprocess_exec(
@@ -286,58 +286,58 @@ class Process:
             )
         )
 
-    async def told(self, limit: float = LIMIT) -> Any:
-        """Wait for the next line, be it a launcher's; the whole standard error is in the failure if there is none."""
+    async def next_line(self, limit: float = LIMIT) -> Any:
+        """Wait for the next line, from a launcher too, and return it; if there is none, show the standard error."""
         assert self._process.stdout is not None
         async with asyncio.timeout(limit):
             line = await self._process.stdout.readline()
         assert line, (await self.end())[1]
         return json.loads(re.sub(rb"^\[\d+\] ", b"", line))
 
-    def go_on(self) -> None:
-        """Give it the line that it waits for."""
+    def send_line(self) -> None:
+        """Send the line for which the process waits."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
 
     async def result(self) -> Any:
-        """Wait for the last line, and the end without complaints."""
-        told = await self.told()
+        """Wait for the last line and the end, without error output; return the line."""
+        line = await self.next_line()
         code, complaints = await self.end()
         assert code == 0, complaints
         assert not complaints, complaints
-        return told
+        return line
 
     async def end(self) -> tuple[int | None, str]:
-        """Wait for the end; return exit code and standard error."""
-        code, _, complaints = await self.printed()
+        """Wait for the end; return the exit code and the standard error."""
+        code, _, complaints = await self.wait_output()
         return code, complaints
 
-    async def printed(self) -> tuple[int | None, str, str]:
-        """Wait for the end; return exit code, standard output and standard error."""
+    async def wait_output(self) -> tuple[int | None, str, str]:
+        """Wait for the end; return the exit code, standard output and standard error."""
         async with asyncio.timeout(LIMIT):
-            said, complaints = await self._process.communicate()
-        return self._process.returncode, said.decode(), complaints.decode()
+            output, complaints = await self._process.communicate()
+        return self._process.returncode, output.decode(), complaints.decode()
 
     def signal(self, number: int) -> None:
-        """Send a signal."""
+        """Send a signal to the process."""
         self._process.send_signal(number)
 
     async def kill(self) -> None:
-        """End it if it has not ended."""
+        """Kill the process if it still runs."""
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.communicate()
 
 
 def _remove_leftovers() -> None:
-    """Remove the namespaces of runs whose process is gone."""
+    """Remove the namespaces of runs whose process has ended."""
     for line in _run("ip", "netns", "list").splitlines():
         name = line.split()[0]
         if name.startswith(f"{_MARK}-") and not Path(f"/proc/{name.split('-')[2]}").exists():
-            _forget(name)
+            _remove_namespace(name)
 
 
-def _forget(name: str) -> None:
+def _remove_namespace(name: str) -> None:
     subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
     shutil.rmtree(_ETC / name, ignore_errors=True)
 
@@ -347,7 +347,7 @@ def _run(*command: str) -> str:
 
 
 def _batch(name: str, *lines: str) -> None:
-    """Carry out commands of `ip` in a namespace."""
+    """Run `ip` commands in a namespace."""
     subprocess.run(
         ["ip", "-n", name, "-batch", "-"], input="\n".join(lines), check=True, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""A rank on one of several hosts. Argument: what to do; everything else is in the environment."""
+"""The program of a rank on one of several hosts. Argument: the task; other settings come from the environment."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from aiocoll.store import StoreServer
 from tests.internals import comm_of
 
 
-def tell(what: Any) -> None:
-    """Print a line for the test."""
+def report(what: Any) -> None:
+    """Print a line of JSON for the test."""
     print(json.dumps(what), flush=True)
 
 
-def where() -> dict[str, Any]:
-    """Return what `new_group` is to know."""
+def group_arguments() -> dict[str, Any]:
+    """Return the arguments of `new_group`."""
     method = os.environ["METHOD"]
     if "JOIN" in os.environ:
         return {"init_method": method, "join": True, "timeout": 60}
@@ -41,43 +41,43 @@ def where() -> dict[str, Any]:
 
 
 async def total(pg: aiocoll.ProcessGroup) -> Any:
-    """Return a sum, and where peers find this rank."""
+    """Return the first and the last element of a sum."""
     result = await pg.allreduce(np.full(1000, pg.rank() + 1.0))
     return float(result[0]), float(result[-1])
 
 
 async def carriers(pg: aiocoll.ProcessGroup) -> Any:
-    """Return over what this rank talks to each of the others."""
+    """Return the medium of the link to each other rank."""
     assert await pg.alltoall_object([pg.rank()] * pg.size()) == list(range(pg.size()))
     transport: Any = comm_of(pg).endpoint.context.transport
     found = [None if peer == pg.rank() else transport.carrier(peer)[0] for peer in range(pg.size())]
-    await pg.barrier()  # whoever has left is talked to over nothing
+    await pg.barrier()  # a rank that has left has no links
     return found
 
 
 async def links(pg: aiocoll.ProcessGroup) -> Any:
-    """Return what this rank believes of the link between hosts: round trip and bytes per second."""
+    """Return this rank's estimate of the link between hosts: round-trip time, and bytes per second."""
     tcp = comm_of(pg).tuning.tcp
     await pg.barrier()
     return 2 * (tcp.alpha - Tuning().tcp.alpha), 1 / tcp.beta
 
 
-async def confide(pg: aiocoll.ProcessGroup) -> Any:
-    """Send what nobody else is to know, in every way there is."""
+async def send_secrets(pg: aiocoll.ProcessGroup) -> Any:
+    """Send secret data by every kind of call."""
     words = np.frombuffer(b"a tensor is secret " * 10_000, np.uint8).copy()
     await pg.broadcast(words, 0)
-    said = await pg.allgather_object("an object is secret")
+    received = await pg.allgather_object("an object is secret")
     if pg.rank():
         await pg.send_object("a message is secret", 0)
         await pg.send(words[:19].copy(), 0)
     else:
-        said.append(await pg.recv_object(1))
+        received.append(await pg.recv_object(1))
         await pg.recv(words[:19], 1)
-    return len(said)
+    return len(received)
 
 
 async def one_way(pg: aiocoll.ProcessGroup) -> Any:
-    """Rank 0 sends to 1, and 1 to 2, and none of them anything else."""
+    """Send from rank 0 to rank 1, and from rank 1 to rank 2, and nothing else."""
     array = np.full(300_000, float(pg.rank() == 0))
     if pg.rank() > 0:
         await pg.recv(array, pg.rank() - 1)
@@ -86,28 +86,28 @@ async def one_way(pg: aiocoll.ProcessGroup) -> Any:
     return float(array[-1]) if pg.rank() else 0.0
 
 
-def told_of(cause: aiocoll.GroupError) -> Any:
-    """Return what the test wants to know of a failure, and when it was, by the clock that all hosts share."""
+def failure_report(cause: aiocoll.GroupError) -> Any:
+    """Return the report of a failure, with its time on the clock that all hosts share."""
     at = time.monotonic()
     assert isinstance(cause, aiocoll.PeerLostError), repr(cause)
     return {"how": cause.how, "ranks": list(cause.ranks), "text": str(cause), "at": at}
 
 
-async def busy(pg: aiocoll.ProcessGroup) -> Any:
-    """Reduce arrays, large enough that data is in flight at any time, until that fails."""
+async def reduce_until_failure(pg: aiocoll.ProcessGroup) -> Any:
+    """Reduce arrays that are large enough to be in flight at any time, until a call fails."""
     array = np.ones(1_000_000)
     await pg.allreduce(array)
-    tell("ready")
+    report("ready")
     try:
         while True:
             await pg.allreduce(array, op=aiocoll.ReduceOp.MAX)
     except aiocoll.GroupError as error:
-        return told_of(error)
+        return failure_report(error)
 
 
-async def go_on(pg: aiocoll.ProcessGroup) -> Any:
-    """Be busy until that fails; return the ranks that go on together, or None if this one does not."""
-    await busy(pg)
+async def shrink_after_failure(pg: aiocoll.ProcessGroup) -> Any:
+    """Reduce until a call fails, then shrink; return the ranks of the new group, or None if this rank is not in it."""
+    await reduce_until_failure(pg)
     try:
         async with await pg.shrink() as small:
             assert await small.allreduce(1) == small.size()
@@ -117,34 +117,34 @@ async def go_on(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def receive(pg: aiocoll.ProcessGroup) -> Any:
-    """Ranks 1 and 2 wait for messages from each other, which are never sent, over a link that has been used."""
+    """Let ranks 1 and 2 wait for messages from each other that are never sent, over a link that has been used."""
     await pg.allreduce(np.ones(1_000_000))
     if pg.rank():
         work = pg.recv(np.ones(1), 3 - pg.rank())
-    tell("ready")
-    cause = told_of(await pg.wait_revoked())
+    report("ready")
+    cause = failure_report(await pg.wait_revoked())
     if pg.rank():
         assert isinstance(work.exception(), aiocoll.PeerLostError)
     return cause
 
 
 async def dial(pg: aiocoll.ProcessGroup) -> Any:
-    """Once the test says so, ranks 1 and 2 need each other for the first time."""
-    tell("ready")
+    """Let ranks 1 and 2 connect for the first time after the test sends a line."""
+    report("ready")
     await asyncio.to_thread(sys.stdin.readline)
     if pg.rank():
         work = pg.send(np.ones(1), 3 - pg.rank())
-    cause = told_of(await pg.wait_revoked())
+    cause = failure_report(await pg.wait_revoked())
     if pg.rank():
         assert isinstance(work.exception(), aiocoll.PeerLostError)
     return cause
 
 
-async def endure(pg: aiocoll.ProcessGroup) -> Any:
-    """Reduce arrays until the test says that it is enough; return the seconds that the longest took."""
+async def reduce_until_line(pg: aiocoll.ProcessGroup) -> Any:
+    """Reduce arrays until the test sends a line; return the seconds of the longest call."""
     enough = asyncio.create_task(asyncio.to_thread(sys.stdin.readline)) if pg.rank() == 0 else None
     array = np.empty(100_000)
-    longest, told = 0.0, False
+    longest, reported = 0.0, False
     while True:
         over = enough is not None and enough.done()
         array[:] = pg.rank() + 1
@@ -155,13 +155,13 @@ async def endure(pg: aiocoll.ProcessGroup) -> Any:
         assert np.all(array[1:] == pg.size() * (pg.size() + 1) / 2)
         if array[0]:
             return longest
-        if not told:
-            tell("ready")
-            told = True
+        if not reported:
+            report("ready")
+            reported = True
 
 
-async def block(pg: aiocoll.ProcessGroup) -> Any:
-    """Rank 2 blocks its loop for `BLOCKED` seconds, while more waits for it than the kernel takes."""
+async def block_loop(pg: aiocoll.ProcessGroup) -> Any:
+    """Block the loop of rank 2 for `BLOCKED` seconds, while more data arrives than the kernel buffers."""
     array = np.full(8_000_000, 7.0 if pg.rank() == 1 else 0.0)
     await pg.allreduce(np.ones(1_000_000))
     if pg.rank() == 2:
@@ -177,9 +177,9 @@ async def block(pg: aiocoll.ProcessGroup) -> Any:
     return float(array[-1])
 
 
-async def die(pg: aiocoll.ProcessGroup) -> Any:
-    """Rank 0 is killed, and another process takes its place."""
-    tell("ready")
+async def replace_rank_0(pg: aiocoll.ProcessGroup) -> Any:
+    """Wait until the test has rank 0 killed, then let another process take its place."""
+    report("ready")
     if pg.rank() == 0:
         await asyncio.to_thread(sys.stdin.readline)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -193,23 +193,23 @@ async def die(pg: aiocoll.ProcessGroup) -> Any:
 
 
 def serve() -> None:
-    """Host the store, as a launcher does, until the test says that it is enough."""
+    """Host the store, as a launcher does, until the test sends a line."""
     key = Path(os.environ["AIOCOLL_JOB_KEY_FILE"]).read_bytes()
     server = StoreServer(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), key=key)
     server.start()
-    tell("ready")
+    report("ready")
     sys.stdin.readline()
     server.close()
 
 
 async def main(what: str) -> None:
-    """Do it, and tell the result."""
-    place = where()
+    """Carry out the task and report its result."""
+    place = group_arguments()
     async with contextlib.AsyncExitStack() as stack:
         if "store" in place:
             await stack.enter_async_context(place["store"])
         pg = await stack.enter_async_context(aiocoll.new_group(**place))
-        tell(await globals()[what](pg))
+        report(await globals()[what](pg))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Somebody between ranks and listeners: passes on what both ends say, and notes what who dials has said.
+"""A man in the middle of ranks and listeners: it forwards all bytes, and records the first bytes of each client.
 
-The argument is JSON: a list of [port here, host, port there]. It goes on until it is given a line, and then tells what
-was said first on each connection, in hex.
+The argument is JSON: a list of [local port, host, remote port]. For each line of input, the program reports the
+recorded bytes of each connection in hex.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import asyncio
 import json
 import sys
 
-#: Bytes noted of what one end says.
+#: The number of recorded bytes per connection.
 MOST = 2048
 
 
 async def main(ways: list[tuple[int, str, int]]) -> None:
-    said: list[bytearray] = []
+    recorded: list[bytearray] = []
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, note: bytearray | None) -> None:
         try:
@@ -29,19 +29,19 @@ async def main(ways: list[tuple[int, str, int]]) -> None:
         finally:
             writer.close()
 
-    def passing_on(host: str, port: int) -> object:
-        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            there = await asyncio.open_connection(host, port)
-            said.append(bytearray())
-            await asyncio.gather(pump(reader, there[1], said[-1]), pump(there[0], writer, None))
+    def forwarder(host: str, port: int) -> object:
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            remote = await asyncio.open_connection(host, port)
+            recorded.append(bytearray())
+            await asyncio.gather(pump(reader, remote[1], recorded[-1]), pump(remote[0], writer, None))
 
-        return pass_on
+        return forward
 
-    for here, host, port in ways:
-        await asyncio.start_server(passing_on(host, port), "", here)  # type: ignore[arg-type]
+    for local_port, host, port in ways:
+        await asyncio.start_server(forwarder(host, port), "", local_port)  # type: ignore[arg-type]
     print(json.dumps("ready"), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps([each.hex() for each in said]), flush=True)
+        print(json.dumps([each.hex() for each in recorded]), flush=True)
 
 
 if __name__ == "__main__":

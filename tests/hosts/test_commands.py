@@ -1,4 +1,4 @@
-"""The commands that pages show for several hosts, on several hosts."""
+"""The commands for several hosts in the documentation, carried out on several hosts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PAGE = "docs/several-hosts.md"
 SHOWN = code(PAGE, "Starting", language="text")
 
 
-async def run(net: Network, folder: Path, scripts: list[str]) -> list[str]:
-    """Run a script on each host, all in one folder; return what they print. The first host is 10.0.0.1 on the pages."""
+async def outputs(net: Network, folder: Path, scripts: list[str]) -> list[str]:
+    """Run a script on each host, all in one folder; return the outputs. The pages call the first host 10.0.0.1."""
     here = [re.sub(r"\b10\.0\.0\.1\b", net.hosts[0].ipv4, script) for script in scripts]
     started = [
         asyncio.to_thread(shell, shlex.join(host.command("sh", "-c", script)), folder)
@@ -30,14 +30,14 @@ async def test_launcher_on_each_host_runs_the_job(network: Callable[[int], Netwo
     assert shell(code(PAGE, "Starting", 1, "sh"), tmp_path) == ""
     assert (tmp_path / "job.key").stat().st_mode & 0o777 == 0o600
     scripts = [code(PAGE, "Starting", 2, "sh"), code(PAGE, "Starting", 3, "sh")]
-    assert await run(network(2), tmp_path, scripts) == [SHOWN, ""]
+    assert await outputs(network(2), tmp_path, scripts) == [SHOWN, ""]
 
 
 async def test_launcher_commands_of_the_guide_work(network: Callable[[int], Network], tmp_path: Path) -> None:
     write({"script.py": files("docs/several-hosts.md")["ring.py"]}, tmp_path)
     key, *scripts = code("docs/guide.md", "Groups", language="sh").splitlines()
     assert shell(key, tmp_path) == ""
-    assert await run(network(2), tmp_path, scripts) == [SHOWN, ""]
+    assert await outputs(network(2), tmp_path, scripts) == [SHOWN, ""]
 
 
 async def test_doctor_command_of_the_page_finds_no_problem(network: Callable[[int], Network], tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ async def test_doctor_command_of_the_page_finds_no_problem(network: Callable[[in
     script = code(PAGE, "Checking", language="sh")
     assert "--node-rank 0 " in script
     scripts = [script.replace("--node-rank 0 ", f"--node-rank {number} ") for number in range(3)]
-    for said in await run(network(3), tmp_path, scripts):
-        assert "would meet on these hosts" in said
-        assert "PROBLEM" not in said
+    for output in await outputs(network(3), tmp_path, scripts):
+        assert "would meet on these hosts" in output
+        assert "PROBLEM" not in output
 
 
 async def test_certificate_commands_of_the_page_work(network: Callable[[int], Network], tmp_path: Path) -> None:
@@ -56,4 +56,4 @@ async def test_certificate_commands_of_the_page_work(network: Callable[[int], Ne
     shell(code("docs/security.md", "Making certificates", language="sh"), tmp_path)
     first = code("docs/security.md", "Making certificates", 2, "sh")
     scripts = [first, first.replace("host0.", "host1.").replace("--node-rank 0 ", "--node-rank 1 ")]
-    assert await run(network(2), tmp_path, scripts) == ["[0] 4 ranks, sum 6000\n", ""]
+    assert await outputs(network(2), tmp_path, scripts) == ["[0] 4 ranks, sum 6000\n", ""]

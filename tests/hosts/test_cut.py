@@ -1,4 +1,4 @@
-"""Hosts that are cut off from each other: who is lost, how soon, and who is not."""
+"""Hosts that are cut off from each other: lost ranks, times until they are reported, and survivors."""
 
 from __future__ import annotations
 
@@ -16,84 +16,86 @@ from tests.test_sockets import knows_rto_max
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: Seconds within which all ranks must know of one that cannot be reached (contract).
+#: Seconds within which all ranks must know of an unreachable rank.
 UNREACHABLE = 6.0
-#: Seconds of an outage that heals before that (contract).
+#: Seconds of an outage that ranks must survive.
 OUTAGE = 4.0
 
 
-async def ready(started: list[Process]) -> None:
+async def wait_until_ready(started: list[Process]) -> None:
     for process in started:
-        assert await process.told() == "ready"
+        assert await process.next_line() == "ready"
 
 
-async def warned(process: Process) -> Any:
-    """Return the result of a rank that may have warned of slow ones."""
-    result = await process.told()
+async def result_despite_warnings(process: Process) -> Any:
+    """Return the result of a rank, which may have warned of slow ranks."""
+    result = await process.next_line()
     code, complaints = await process.end()
     assert code == 0, complaints
     assert "is gone" not in complaints
     return result
 
 
-@pytest.mark.parametrize(("what", "lost"), [("busy", ""), ("receive", ""), ("dial", ""), ("dial", "meta l4proto tcp")])
+@pytest.mark.parametrize(
+    ("what", "lost"), [("reduce_until_failure", ""), ("receive", ""), ("dial", ""), ("dial", "meta l4proto tcp")]
+)
 async def test_ranks_cut_off_from_each_other_are_lost_to_one_another(
     network: Callable[[int], Network], ranks: Ranks, what: str, lost: str
 ) -> None:
-    """Rank 0, which watches both, reaches both; a firewall that loses only TCP leaves the hosts known to each other."""
+    """Let rank 0 reach both; a firewall that drops only TCP does not hide the hosts from each other."""
     net = network(3)
     started = await ranks.start_all(net, what)
-    await ready(started)
+    await wait_until_ready(started)
     net.separate(1, 2, lost)
     cut = time.monotonic()
     for process in started:
-        process.go_on()
-    for told in [await process.result() for process in started]:
-        assert told["how"] == "unreachable"
-        assert told["ranks"] in ([1], [2])
-        assert told["at"] - cut <= UNREACHABLE
+        process.send_line()
+    for report in [await process.result() for process in started]:
+        assert report["how"] == "unreachable"
+        assert report["ranks"] in ([1], [2])
+        assert report["at"] - cut <= UNREACHABLE
 
 
 async def test_connections_dropped_by_a_firewall_fail_the_group_at_once(
     network: Callable[..., Network], ranks: Ranks
 ) -> None:
     net = network(3)
-    started = await ranks.start_all(net, "busy")
-    await ready(started)
+    started = await ranks.start_all(net, "reduce_until_failure")
+    await wait_until_ready(started)
     net.reset(1, 2)
     cut = time.monotonic()
-    for told in [await process.result() for process in started]:
-        assert told["ranks"] in ([1], [2])
-        assert told["at"] - cut <= 1.0, told
+    for report in [await process.result() for process in started]:
+        assert report["ranks"] in ([1], [2])
+        assert report["at"] - cut <= 1.0, report
 
 
 async def test_one_of_two_ranks_cut_off_from_each_other_continues_with_the_rest(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Each may have said first that the other is lost; there are two that all others reach, and rank 0 decides."""
+    """Check the choice of rank 0: either of the two ranks may be lost, because each may report the other first."""
     net = network(3)
-    started = await ranks.start_all(net, "go_on")
-    await ready(started)
+    started = await ranks.start_all(net, "shrink_after_failure")
+    await wait_until_ready(started)
     net.separate(1, 2)
-    went_on = [await warned(process) for process in started]
+    went_on = [await result_despite_warnings(process) for process in started]
     assert went_on in ([[0, 1], [0, 1], None], [[0, 2], None, [0, 2]])
 
 
 @pytest.mark.skipif(not knows_rto_max(), reason="needs TCP_RTO_MAX_MS (Linux 6.15)")
 async def test_short_outage_only_delays_calls(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(3)
-    started = await ranks.start_all(net, "endure")
-    await ready(started)
+    started = await ranks.start_all(net, "reduce_until_line")
+    await wait_until_ready(started)
     net.unplug(1)
     await asyncio.to_thread(threading.Event().wait, OUTAGE)
     net.plug(1)
-    started[0].go_on()
+    started[0].send_line()
     for process in started:
-        assert await warned(process) > OUTAGE - 1
+        assert await result_despite_warnings(process) > OUTAGE - 1
 
 
 async def test_blocked_loop_is_not_an_unreachable_host(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """What its kernel does not take any more stays where it is, and no host is silent for that."""
-    started = await ranks.start_all(network(3), "block", BLOCKED=str(UNREACHABLE + 1))
+    """Fill the buffers of the blocked rank's kernel, which must not make its host look silent."""
+    started = await ranks.start_all(network(3), "block_loop", BLOCKED=str(UNREACHABLE + 1))
     for process, expected in zip(started, [0.0, 7.0, 7.0], strict=True):
-        assert await warned(process) == expected
+        assert await result_despite_warnings(process) == expected

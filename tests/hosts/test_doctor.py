@@ -1,4 +1,4 @@
-"""`aiocoll doctor` on several hosts: it says who cannot reach whom, and ranks meet where it says that they would."""
+"""`aiocoll doctor` on several hosts: reported connections, and whether ranks then meet as reported."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tests.pages import code, is_shown
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: What doctor says of all these hosts, which are one machine.
+#: The name that doctor prints for all these hosts, because they are one machine.
 NAME = re.escape(socket.gethostname())
 MEETS, DOES_NOT = "would meet on these hosts", "would not meet on these hosts"
 SILENT = r"it does not answer \(tried for 5\.\d s\)"
-#: What the kernel says if it finds nobody with the address.
+#: The error text of the kernel if no host has the address.
 NO_ROUTE = r"No route to host \(tried for 5\.\d s\)"
 NAME_IT = "set AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE there"
 
 
-class Said(NamedTuple):
-    """What doctor has printed on one host.
+class DoctorReport(NamedTuple):
+    """The output of doctor on one host.
 
     Attributes:
-        code: its exit code.
-        table: the cells that it shows, row by row.
-        problems, hints: sentences.
-        verdict: whether a job would meet; "" if it has not come so far.
-        text: all that it says of the hosts.
+        code: the exit code.
+        table: the cells of the table, row by row.
+        problems, hints: the sentences of each kind.
+        verdict: whether a job would meet; "" if doctor stopped before.
+        text: the part of the output about the hosts.
     """
 
     code: int | None
@@ -43,35 +43,35 @@ class Said(NamedTuple):
     text: str
 
 
-async def said(process: Process) -> Said:
-    code, out, complaints = await process.printed()
+async def printed_report(process: Process) -> DoctorReport:
+    code, out, complaints = await process.wait_output()
     assert complaints == ""
     text = out[out.index("\nbetween hosts\n") :]
     rows = [re.split("  +", line.strip())[1:] for line in text.splitlines() if line.startswith("  from ")]
     verdict = re.search("^  a job +(.*)$", text, re.MULTILINE)
     problems, hints = (re.findall(rf"{kind}: (.*)", text) for kind in ("PROBLEM", "hint"))
     assert ("PROBLEM" in out) == (code == 1), out
-    return Said(code, rows, problems, hints, verdict[1] if verdict else "", text)
+    return DoctorReport(code, rows, problems, hints, verdict[1] if verdict else "", text)
 
 
-async def examined(network: Network, ranks: Ranks, *more: str, master: str = "", **env: str) -> Said:
-    """Run doctor on all hosts; return what it says on each."""
+async def doctor_report(network: Network, ranks: Ranks, *more: str, master: str = "", **env: str) -> DoctorReport:
+    """Run doctor on all hosts; return its report, which must be the same on all of them."""
     master = master or network.hosts[0].ipv4
-    started = [await ranks.examine(host, len(network.hosts), master, *more, **env) for host in network.hosts]
-    first, *others = [await said(process) for process in started]
+    started = [await ranks.start_doctor(host, len(network.hosts), master, *more, **env) for host in network.hosts]
+    first, *others = [await printed_report(process) for process in started]
     assert all(other.text == first.text for other in others), others
     return first
 
 
-async def meet(network: Network, ranks: Ranks, **env: str) -> bool:
-    """Whether ranks on these hosts meet, each of which exchanges data with each other."""
+async def can_meet(network: Network, ranks: Ranks, **env: str) -> bool:
+    """Return whether ranks on these hosts meet and exchange data with each other."""
     codes = [(await process.end())[0] for process in await ranks.start_all(network, "carriers", TIMEOUT="6", **env)]
     assert len(set(codes)) == 1
     return codes[0] == 0
 
 
-def cannot(source: int, target: int, why: str, advice: str, port: str = r"\d+") -> str:
-    """Return the pattern of a sentence."""
+def missing_connection(source: int, target: int, why: str, advice: str, port: str = r"\d+") -> str:
+    """Return the pattern of a sentence about a missing connection."""
     at = rf"10\.77\.0\.{target + 1} port {port}"
     return rf"host {source} \({NAME}\) cannot reach host {target} \({NAME}\) at {at}: {why}; {advice}"
 
@@ -87,7 +87,7 @@ async def test_doctor_reports_full_reachability(
     network: Callable[[int], Network], ranks: Ranks, size: int, version: int
 ) -> None:
     net = network(size)
-    found = await examined(net, ranks, master=net.hosts[0].ipv6 if version == 6 else "")
+    found = await doctor_report(net, ranks, master=net.hosts[0].ipv6 if version == 6 else "")
     for source, row in enumerate(found.table):
         for target, cell in enumerate(row):
             assert re.fullmatch("-" if source == target else r"ok \d+\.\d\d ms", cell)
@@ -101,11 +101,11 @@ async def test_doctor_reports_full_reachability(
 
 
 async def test_doctor_accepts_a_one_way_firewall(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Lower ranks dial in vain, and higher ones do not."""
+    """Refuse connections from lower ranks to higher ones."""
     net = network(3)
     for lower, higher in (0, 1), (0, 2), (1, 2):
-        net.refuse_dials(lower, higher)
-    found = await examined(net, ranks)
+        net.refuse_connections(lower, higher)
+    found = await doctor_report(net, ranks)
     assert [[cell[:2] for cell in row] for row in found.table] == [
         ["-", "no", "no"],
         ["ok", "-", "no"],
@@ -113,27 +113,27 @@ async def test_doctor_accepts_a_one_way_firewall(network: Callable[[int], Networ
     ]
     does_without = "a job does not need this connection: host {} dials host {}"
     assert all_match(
-        [cannot(a, b, SILENT, does_without.format(b, a)) for a, b in ((0, 1), (0, 2), (1, 2))], found.hints
+        [missing_connection(a, b, SILENT, does_without.format(b, a)) for a, b in ((0, 1), (0, 2), (1, 2))], found.hints
     )
     assert (found.problems, found.verdict) == ([], MEETS)
-    assert await meet(net, ranks)
+    assert await can_meet(net, ranks)
 
 
 async def test_doctor_reports_a_firewall_in_front_of_the_first_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """But for the store: host 0 can dial host 1, which is of no use."""
+    """Let only the store pass; the connection from host 0 to host 1 does not help."""
     net = network(2)
-    net.refuse_dials(1, 0, "tcp dport != 29500")
-    found = await examined(net, ranks)
+    net.refuse_connections(1, 0, "tcp dport != 29500")
+    found = await doctor_report(net, ranks)
     assert [cell[:9] for cell in found.table[1]] == ["no answer", "-"]
     firewall = (
         r"let firewalls pass TCP from host 1 to any port \(limit them there with AIOCOLL_PORT_RANGE\) of host 0; "
     )
     advice = f"{firewall}if another address leads to host 0, {NAME_IT}"
-    assert all_match([cannot(1, 0, SILENT, advice)], found.problems)
+    assert all_match([missing_connection(1, 0, SILENT, advice)], found.problems)
     assert (found.hints, found.verdict) == ([], DOES_NOT)
-    assert not await meet(net, ranks)
+    assert not await can_meet(net, ranks)
 
 
 @pytest.mark.parametrize(("lost", "why"), [("meta l4proto tcp", SILENT), ("", NO_ROUTE)], ids=["tcp", "all"])
@@ -142,46 +142,46 @@ async def test_doctor_reports_two_hosts_without_a_connection(
 ) -> None:
     net = network(3)
     net.separate(1, 2, lost)
-    found = await examined(net, ranks)
+    found = await doctor_report(net, ranks)
     firewall = (
         r"let firewalls pass TCP from host {0} to any port \(limit them there with AIOCOLL_PORT_RANGE\) of host {1}, "
     )
     advice = firewall + "or back from host {1} to host {0}; if another address leads to host {1}, " + NAME_IT
-    assert all_match([cannot(a, b, why, advice.format(a, b)) for a, b in ((1, 2), (2, 1))], found.problems)
+    assert all_match([missing_connection(a, b, why, advice.format(a, b)) for a, b in ((1, 2), (2, 1))], found.problems)
     named = re.sub(rf"\b{NAME}\b", "node0", found.text)
     assert why != SILENT or is_shown(code("docs/several-hosts.md", "Checking", language="text"), named)
     assert (found.hints, found.verdict) == ([], DOES_NOT)
-    assert not await meet(net, ranks)
+    assert not await can_meet(net, ranks)
 
 
 async def test_doctor_reports_ports_that_a_firewall_rejects(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """It rejects what is not for the store or for the range; with that range on all hosts there is no problem."""
+    """Pass only the ports of the store and of a range; hosts that use this range have no problem."""
     net = network(2)
     for host in net.hosts:
         rule = "tcp flags & (syn | ack) == syn tcp dport != { 29500, 31000-31003 } ip daddr 10.77.0.0/24 reject"
         host.run("nft", f"add rule inet filter output {rule} with tcp reset")
-    found = await examined(net, ranks, AIOCOLL_PORT_RANGE="32000-32001")
+    found = await doctor_report(net, ranks, AIOCOLL_PORT_RANGE="32000-32001")
     assert [row[1 - number] for number, row in enumerate(found.table)] == ["refused", "refused"]
     firewall = "let firewalls pass TCP from host 1 to ports 32000 to 32001 of host 0; "
     refused = r"Connection refused \(tried for 5\.\d s\)"
     advice = f"{firewall}if another address leads to host 0, {NAME_IT}"
-    assert all_match([cannot(1, 0, refused, advice, "32000")], found.problems)
+    assert all_match([missing_connection(1, 0, refused, advice, "32000")], found.problems)
     assert found.verdict == DOES_NOT
-    found = await examined(net, ranks, AIOCOLL_PORT_RANGE="31000-31003")
+    found = await doctor_report(net, ranks, AIOCOLL_PORT_RANGE="31000-31003")
     assert (found.problems, found.hints, found.verdict) == ([], [], MEETS)
-    assert await meet(net, ranks, AIOCOLL_PORT_RANGE="31000-31003")
+    assert await can_meet(net, ranks, AIOCOLL_PORT_RANGE="31000-31003")
 
 
 async def test_doctor_reports_an_unreachable_address(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Host 0 tells a wrong one, to which host 1 has no way; host 1 the right one, of two."""
+    """Let host 0 advertise an address to which host 1 has no route, and host 1 the right one of two."""
     net = network(2)
     net.hosts[1].run("ip", "addr", "add", "10.77.0.22/24", "dev", "eth0")
     master = net.hosts[0].ipv4
     started = [
-        await ranks.examine(net.hosts[0], 2, master, AIOCOLL_ADVERTISE="203.0.113.5"),
-        await ranks.examine(net.hosts[1], 2, master, AIOCOLL_BIND="10.77.0.22"),
+        await ranks.start_doctor(net.hosts[0], 2, master, AIOCOLL_ADVERTISE="203.0.113.5"),
+        await ranks.start_doctor(net.hosts[1], 2, master, AIOCOLL_BIND="10.77.0.22"),
     ]
-    first, other = [await said(process) for process in started]
+    first, other = [await printed_report(process) for process in started]
     assert first.text == other.text
     assert (first.table[0][1][:2], first.table[1][0]) == ("ok", "no route")
     assert re.search(rf"host 1  {NAME} at 10\.77\.0\.22 port ", first.text)
@@ -192,12 +192,12 @@ async def test_doctor_reports_an_unreachable_address(network: Callable[[int], Ne
 
 
 async def test_doctor_reports_a_missing_host(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Those that come are told of each other."""
+    """Check that the hosts that are present report on each other."""
     net = network(3)
     started = [
-        await ranks.examine(host, 3, net.hosts[0].ipv4, "--timeout", "6") for host in (net.hosts[0], net.hosts[2])
+        await ranks.start_doctor(host, 3, net.hosts[0].ipv4, "--timeout", "6") for host in (net.hosts[0], net.hosts[2])
     ]
-    first, other = [await said(process) for process in started]
+    first, other = [await printed_report(process) for process in started]
     assert first.text == other.text
     assert [[cell[:2] for cell in row] for row in first.table] == [["-", "ok"], ["ok", "-"]]
     assert first.problems == [
@@ -209,9 +209,9 @@ async def test_doctor_reports_a_missing_host(network: Callable[[int], Network], 
 
 async def test_doctor_reports_an_unreachable_store(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(2)
-    net.refuse_dials(1, 0)
-    started = [await ranks.examine(host, 2, net.hosts[0].ipv4, "--timeout", "6") for host in net.hosts]
-    first, other = [await said(process) for process in started]
+    net.refuse_connections(1, 0)
+    started = [await ranks.start_doctor(host, 2, net.hosts[0].ipv4, "--timeout", "6") for host in net.hosts]
+    first, other = [await printed_report(process) for process in started]
     assert "which listens on 10.77.0.1 port 29500" in first.problems[0]
     assert all_match(
         [
@@ -226,10 +226,10 @@ async def test_doctor_reports_a_wrong_key(network: Callable[[int], Network], ran
     net = network(2)
     master = net.hosts[0].ipv4
     started = [
-        await ranks.examine(net.hosts[0], 2, master, "--timeout", "6"),
-        await ranks.examine(net.hosts[1], 2, master, key=b"of another test, and no other"),
+        await ranks.start_doctor(net.hosts[0], 2, master, "--timeout", "6"),
+        await ranks.start_doctor(net.hosts[1], 2, master, key=b"of another test, and no other"),
     ]
-    first, other = [await said(process) for process in started]
+    first, other = [await printed_report(process) for process in started]
     assert first.problems[0].startswith("host(s) 1 of 2 did not come within 6 s: ")
     assert other.problems == [
         "cannot use the store at 10.77.0.1:29500: the other end did not prove that it holds this job's key: every rank "
@@ -238,14 +238,14 @@ async def test_doctor_reports_a_wrong_key(network: Callable[[int], Network], ran
 
 
 async def test_doctor_reports_different_encryption_options(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """The store, which is reached first, cannot be."""
+    """Check the errors about the store, which hosts contact first."""
     net = network(2)
     master = net.hosts[0].ipv4
     started = [
-        await ranks.examine(net.hosts[0], 2, master, "--timeout", "6"),
-        await ranks.examine(net.hosts[1], 2, master, "--timeout", "3", AIOCOLL_ENCRYPTION="none"),
+        await ranks.start_doctor(net.hosts[0], 2, master, "--timeout", "6"),
+        await ranks.start_doctor(net.hosts[1], 2, master, "--timeout", "3", AIOCOLL_ENCRYPTION="none"),
     ]
-    first, other = [await said(process) for process in started]
+    first, other = [await printed_report(process) for process in started]
     assert first.problems[0].startswith("host(s) 1 of 2 did not come within 6 s: ")
     (problem,) = other.problems
     assert problem.startswith("no store at 10.77.0.1:29500: something listens there but closes the connection")
@@ -255,11 +255,11 @@ async def test_doctor_reports_different_encryption_options(network: Callable[[in
 async def test_doctor_accepts_a_name_that_is_loopback_on_its_own_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """As Debian writes it into /etc/hosts: the store listens on all addresses, and is found."""
+    """Use the entry that Debian writes into /etc/hosts; the store listens on all addresses, so that it is found."""
     net = network(2)
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
     net.hosts[1].file("hosts", f"{net.hosts[0].ipv4} master\n")
-    found = await examined(net, ranks, master="master")
+    found = await doctor_report(net, ranks, master="master")
     assert (found.problems, found.hints, found.verdict) == ([], [], MEETS)
 
 
@@ -269,7 +269,7 @@ async def test_doctor_reports_a_name_that_is_loopback_on_another_host(
     net = network(1)
     net.hosts[0].number = 1
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
-    found = await said(await ranks.examine(net.hosts[0], 2, "master", "--timeout", "2"))
+    found = await printed_report(await ranks.start_doctor(net.hosts[0], 2, "master", "--timeout", "2"))
     assert all_match(
         [
             r"no store at master:29500: nothing listens there \(connection refused\); check that rank 0 or the "

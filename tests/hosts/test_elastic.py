@@ -1,4 +1,4 @@
-"""Processes of an elastic program on two hosts are killed at random moments; each host keeps one."""
+"""An elastic program on two hosts whose processes are killed at random moments; each host keeps one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
 
-async def kill(kills: int, net: Network, ranks: Ranks) -> None:
+async def run_with_kills(kills: int, net: Network, ranks: Ranks) -> None:
     plan = Plan(4, kills, host=net.hosts[0].ipv4, hosts=[host.command() for host in net.hosts])
-    supervisor = await ranks.program(net.hosts[0], "-m", "tests.integration.elastic_job", json.dumps(asdict(plan)))
-    seen = await supervisor.told(limit=60 + 5 * kills)
+    supervisor = await ranks.start_program(
+        net.hosts[0], "-m", "tests.integration.elastic_job", json.dumps(asdict(plan))
+    )
+    seen = await supervisor.next_line(limit=60 + 5 * kills)
     assert (seen["kills"], seen["of rank 0"] > 0, seen["two at once"] > 0) == (kills, True, True)
     assert await supervisor.end() == (0, "")
 
 
 async def test_elastic_job_survives_kills_on_two_hosts(network: Callable[[int], Network], ranks: Ranks) -> None:
-    await kill(6, network(2), ranks)
+    await run_with_kills(6, network(2), ranks)
 
 
 @pytest.mark.soak
 async def test_elastic_job_survives_200_kills_on_two_hosts(network: Callable[[int], Network], ranks: Ranks) -> None:
-    await kill(200, network(2), ranks)
+    await run_with_kills(200, network(2), ranks)

@@ -1,4 +1,4 @@
-"""What others see of a job over several hosts: nothing."""
+"""Encryption between hosts: captured traffic, different options, and certificates."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.hosts.network import Network
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: What is said by tensors, objects, messages and the store.
+#: Texts that tensors, objects, messages and the store contain.
 SECRETS = (b"a tensor is secret", b"an object is secret", b"a message is secret", b"aiocoll/")
 
 
 @pytest.mark.parametrize("encryption", ["auto", "none"])
 async def test_captured_traffic_shows_no_data(network: Callable[..., Network], ranks: Ranks, encryption: str) -> None:
-    """Without encryption the same capture has it all."""
+    """Check also that the same capture without encryption shows all texts."""
     net = network(2)
-    with net.captured(1) as captured:
-        started = await ranks.start_all(net, "confide", AIOCOLL_ENCRYPTION=encryption)
+    with net.capture_traffic(1) as captured:
+        started = await ranks.start_all(net, "send_secrets", AIOCOLL_ENCRYPTION=encryption)
         assert [await process.result() for process in started] == [3, 2]
     (crossed,) = captured
     assert len(crossed) > 190_000
@@ -35,10 +35,10 @@ async def test_captured_traffic_shows_no_data(network: Callable[..., Network], r
 async def test_captured_traffic_between_machine_copies_shows_no_data(
     network: Callable[..., Network], ranks: Ranks, transport: str
 ) -> None:
-    """They have one identity, so ranks of both believe to be on one host."""
+    """Give both hosts one identity, so that their ranks believe to be on one host."""
     net = network(2)
-    with net.captured(1) as captured:
-        started = await ranks.start_all(net, "confide", AIOCOLL_HOST_ID="copied", AIOCOLL_TRANSPORT=transport)
+    with net.capture_traffic(1) as captured:
+        started = await ranks.start_all(net, "send_secrets", AIOCOLL_HOST_ID="copied", AIOCOLL_TRANSPORT=transport)
         assert [await process.result() for process in started] == [3, 2]
     (crossed,) = captured
     assert len(crossed) > 190_000
@@ -46,15 +46,15 @@ async def test_captured_traffic_between_machine_copies_shows_no_data(
 
 
 async def test_different_encryption_options_are_reported(network: Callable[..., Network], ranks: Ranks) -> None:
-    """The store, which is reached first, cannot be."""
+    """Check the errors about the store, which ranks contact first."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
-    for first, second, said in (("none", "tls", "does not use TLS|reset"), ("tls", "none", "closes the connection")):
+    for first, second, reasons in (("none", "tls", "does not use TLS|reset"), ("tls", "none", "closes the connection")):
         serving = await ranks.start(net.hosts[0], "total", 0, 2, method, AIOCOLL_ENCRYPTION=first)
         failing = await ranks.start(net.hosts[1], "total", 1, 2, method, TIMEOUT="3", AIOCOLL_ENCRYPTION=second)
         _, complaints = await failing.end()
         assert f"check that the server also uses encryption='{second}' (AIOCOLL_ENCRYPTION)" in complaints
-        assert any(each in complaints for each in said.split("|"))
+        assert any(each in complaints for each in reasons.split("|"))
         await serving.kill()
 
 
@@ -63,7 +63,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def of_job(authority: Authority, *parts: str, file: str = "own") -> dict[str, str]:
+def certificate_environment(authority: Authority, *parts: str, file: str = "own") -> dict[str, str]:
     """Return the environment of a process with a certificate for these parts of the job "train"."""
     names = (f"aiocoll://train/{part}" for part in parts)
     return {"AIOCOLL_JOB_ID": "train", **as_variables(authority.make(*names, file=file))}
@@ -73,32 +73,34 @@ def of_job(authority: Authority, *parts: str, file: str = "own") -> dict[str, st
 async def test_hosts_with_certificates_of_a_ca_meet(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, size: int, with_launcher: bool
 ) -> None:
-    """Each host has one for its ranks, two if launched; that of host 0 is for the store, too."""
+    """Give each host a certificate for its ranks; the one of host 0 also names the store."""
     net = network(size)
     started = []
     for host in net.hosts:
         each = 2 if with_launcher else 1
         parts = [f"rank/{rank}" for rank in range(each * host.number, each * (host.number + 1))]
-        environment = of_job(authority, *parts, *([] if host.number else ["store"]), file=str(host.number))
+        environment = certificate_environment(
+            authority, *parts, *([] if host.number else ["store"]), file=str(host.number)
+        )
         master = net.hosts[0].ipv4
         if with_launcher:
-            started.append(await ranks.launch_one(net, host, "total", master, each, **environment))
+            started.append(await ranks.start_launcher(net, host, "total", master, each, **environment))
         else:
             started.append(await ranks.start(host, "total", host.number, size, f"tcp://{master}:29500", **environment))
     world = size * (2 if with_launcher else 1)
     for process in started:
-        told = [await process.told() for _ in range(2)] if with_launcher else [await process.told()]
-        assert told == [[world * (world + 1) / 2] * 2] * len(told)
+        reports = [await process.next_line() for _ in range(2)] if with_launcher else [await process.next_line()]
+        assert reports == [[world * (world + 1) / 2] * 2] * len(reports)
         assert await process.end() == (0, "")
 
 
 async def test_captured_traffic_with_a_ca_shows_no_data(
     network: Callable[..., Network], ranks: Ranks, authority: Authority
 ) -> None:
-    """Nor are certificates seen, in TLS 1.3."""
+    """Check that TLS 1.3 hides the certificates, too."""
     net = network(2)
-    with net.captured(1) as captured:
-        started = await ranks.start_all(net, "confide", **of_job(authority, "rank/*", "store"))
+    with net.capture_traffic(1) as captured:
+        started = await ranks.start_all(net, "send_secrets", **certificate_environment(authority, "rank/*", "store"))
         assert [await process.result() for process in started] == [3, 2]
     (crossed,) = captured
     assert len(crossed) > 190_000
@@ -109,10 +111,12 @@ async def test_captured_traffic_with_a_ca_shows_no_data(
 async def test_certificate_of_another_rank_is_refused_on_both_hosts(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, part: str
 ) -> None:
-    """Both hosts say so."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
-    good, bad = of_job(authority, "rank/*", "store", file="good"), of_job(authority, part, file="bad")
+    good, bad = (
+        certificate_environment(authority, "rank/*", "store", file="good"),
+        certificate_environment(authority, part, file="bad"),
+    )
     serving = await ranks.start(net.hosts[0], "total", 0, 2, method, **good)
     failing = await ranks.start(net.hosts[1], "total", 1, 2, method, **bad)
     for code, complaints in await asyncio.gather(failing.end(), serving.end()):
@@ -123,14 +127,16 @@ async def test_certificate_of_another_rank_is_refused_on_both_hosts(
 async def test_host_with_another_job_or_ca_is_refused_at_the_store(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, tmp_path: Path
 ) -> None:
-    """It reaches the store and no further; the host of the store logs who it was, if it was told."""
+    """Refuse these hosts at the store; its host logs the names of a refused certificate."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
-    serving = await ranks.start(net.hosts[0], "total", 0, 2, method, **of_job(authority, "rank/*", "store"))
+    serving = await ranks.start(
+        net.hosts[0], "total", 0, 2, method, **certificate_environment(authority, "rank/*", "store")
+    )
     other = as_variables(authority.make("aiocoll://other/rank/*", file="other"))
     foreign = as_variables(Authority(tmp_path, "foreign").make("aiocoll://train/rank/*", file="stranger"))
     for environment, message in (
-        # First, since few warnings are logged.
+        # This case is first, because only a few warnings are logged.
         ({"AIOCOLL_JOB_ID": "train"}, "an end that accepts only certificates of a CA"),
         ({"AIOCOLL_JOB_ID": "other", **other}, "names aiocoll://train/rank/*, aiocoll://train/store, but"),
         (
@@ -142,7 +148,9 @@ async def test_host_with_another_job_or_ca_is_refused_at_the_store(
         code, complaints = await failing.end()
         assert code == 1
         assert message in complaints
-    joining = await ranks.start(net.hosts[1], "total", 1, 2, method, **of_job(authority, "rank/1", file="late"))
-    assert await joining.result() == await serving.told() == [3.0, 3.0]
+    joining = await ranks.start(
+        net.hosts[1], "total", 1, 2, method, **certificate_environment(authority, "rank/1", file="late")
+    )
+    assert await joining.result() == await serving.next_line() == [3.0, 3.0]
     _, complaints = await serving.end()
     assert f"refused a connection: {net.hosts[1].ipv4} presented no certificate: give it" in complaints

@@ -1,4 +1,4 @@
-"""Strangers from another host, by the hundred and of every kind, while ranks meet and work."""
+"""Strangers from another host, hundreds of them and of every kind, while ranks meet and work."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 FLOODED, STRANGERS, RELAY, CONDUCT = (
     str(Path(__file__).with_name(f"{name}.py")) for name in ("flooded", "hostile", "relay", "conduct")
 )
-#: Where the ranks that work listen, and those that meet.
+#: The ports of the ranks that work, and of the ranks that meet.
 WORK, MEET = 31000, 31001
-#: Seconds that a stranger may stay, that ranks may take to meet, and that a turn of their loop may take.
+#: The most seconds that a stranger stays, that a meeting takes, and that an iteration of a rank's loop takes.
 LONGEST, MEETING, TURN = 5.0, 2.0, 0.02
-#: What strangers may leave of memory in a rank, and in a store: of TLS there, a quarter of a megabyte for each place.
+#: The most memory that strangers may leave in a rank, and in a store, where each place for a TLS client takes 256 KiB.
 RANK_MEMORY, STORE_MEMORY = 32 * MIB, 96 * MIB
 
 
 class Job:
-    """A store and two ranks that work, which know each other by way of the strangers' host; and two ranks that meet."""
+    """A store, two ranks that work and connect through the strangers' host, and two ranks that meet."""
 
     def __init__(self, network: Network, ranks: Ranks, encryption: str) -> None:
         self._network = network
@@ -35,33 +35,35 @@ class Job:
         self._encryption = encryption
 
     async def start(self) -> list[str]:
-        """Start all; return what strangers have heard."""
+        """Start all processes; return the bytes that the strangers' host has recorded."""
         one, _, three = self._network.hosts
-        relay = await self._ranks.program(three, RELAY, json.dumps([(port, one.ipv4, port) for port in (PORT, WORK)]))
+        relay = await self._ranks.start_program(
+            three, RELAY, json.dumps([(port, one.ipv4, port) for port in (PORT, WORK)])
+        )
         await self.serve()
-        assert await relay.told() == "ready"
+        assert await relay.next_line() == "ready"
         self.working = [
-            await self._flooded(0, "work", WORK, AIOCOLL_ADVERTISE=three.ipv4),
-            await self._flooded(1, "work", WORK, MASTER_ADDR=three.ipv4),
+            await self._start_target(0, "work", WORK, AIOCOLL_ADVERTISE=three.ipv4),
+            await self._start_target(1, "work", WORK, MASTER_ADDR=three.ipv4),
         ]
-        self.meeting = [await self._flooded(rank, "meet", MEET) for rank in range(2)]
+        self.meeting = [await self._start_target(rank, "meet", MEET) for rank in range(2)]
         for process in (*self.working, *self.meeting):
-            assert await process.told() == "ready"
-        relay.go_on()
-        return list(await relay.told())
+            assert await process.next_line() == "ready"
+        relay.send_line()
+        return list(await relay.next_line())
 
     async def serve(self) -> None:
-        """Start the store only."""
-        self.store = await self._flooded(0, "serve", HOST=self._network.hosts[0].ipv4)
-        assert await self.store.told() == "ready"
+        """Start only the store."""
+        self.store = await self._start_target(0, "serve", HOST=self._network.hosts[0].ipv4)
+        assert await self.store.next_line() == "ready"
 
     async def meet(self, times: int) -> list[float]:
-        """Have two ranks meet so many times; return how long each took."""
-        ranks = [await self._flooded(rank, "meet", MEET, TIMES=str(times)) for rank in range(2)]
+        """Let two ranks meet so many times; return the seconds of each meeting."""
+        ranks = [await self._start_target(rank, "meet", MEET, TIMES=str(times)) for rank in range(2)]
         first, _ = [await rank.result() for rank in ranks]
         return list(first)
 
-    async def _flooded(self, rank: int, what: str, port: int = 0, **env: str) -> Process:
+    async def _start_target(self, rank: int, what: str, port: int = 0, **env: str) -> Process:
         hosts = self._network.hosts
         place = {
             "RANK": str(rank),
@@ -72,17 +74,19 @@ class Job:
             "AIOCOLL_PORT_RANGE": f"{port}-{port}",
             "AIOCOLL_ENCRYPTION": self._encryption,
         }
-        return await self._ranks.program(hosts[rank], FLOODED, what, **place | env)
+        return await self._ranks.start_program(hosts[rank], FLOODED, what, **place | env)
 
     async def flood(self, recorded: list[str], each: int, processes: int, at_once: int) -> dict[str, list[float]]:
-        """Have strangers come, `each` of a kind to each listener from each process; return what they found."""
+        """Start strangers, `each` of a kind per listener and process; return their results."""
         listeners = [(0, PORT), *((host, port) for host in range(2) for port in (WORK, MEET))]
         places = [(self._network.hosts[host].ipv4, port, self._encryption != "none") for host, port in listeners]
         given = json.dumps({"places": places, "each": each, "at_once": at_once, "recorded": recorded})
-        strangers = [await self._ranks.program(self._network.hosts[2], STRANGERS, given) for _ in range(processes)]
+        strangers = [
+            await self._ranks.start_program(self._network.hosts[2], STRANGERS, given) for _ in range(processes)
+        ]
         found: dict[str, list[float]] = {}
         for process in strangers:
-            assert await process.told() == "ready"
+            assert await process.next_line() == "ready"
         for process in strangers:
             for kind, (count, longest, most) in (await process.result()).items():
                 before = found.get(kind, [0, 0, 0])
@@ -90,12 +94,12 @@ class Job:
         return found
 
     async def end(self) -> tuple[Any, list[Any], list[float]]:
-        """End all; return what that has cost the store and the ranks that worked, and how long each meeting took."""
+        """End all processes; return the costs of the store and of working ranks, and the seconds of each meeting."""
         for process in (self.working[0], self.meeting[0]):
-            process.go_on()
+            process.send_line()
         worked = [await process.result() for process in self.working]
         met = [await process.result() for process in self.meeting]
-        self.store.go_on()
+        self.store.send_line()
         return await self.store.result(), worked, met[0]
 
 
@@ -128,18 +132,18 @@ async def test_strangers_of_every_kind_do_not_disturb_ranks(
 async def test_strangers_of_every_conduct_do_not_disturb_a_rendezvous(
     network: Callable[..., Network], ranks: Ranks, conduct: str
 ) -> None:
-    """As on one host, and now from another, while ranks meet: at the store and at each rank."""
+    """Let strangers from another host visit the store and each rank while ranks meet."""
     net = network(3)
     places = [(net.hosts[0].ipv4, PORT), *((net.hosts[rank].ipv4, MEET) for rank in range(2))]
     job = Job(net, ranks, "auto")
     await job.serve()
-    stranger = await ranks.program(net.hosts[2], CONDUCT, conduct, json.dumps(places))
-    assert await stranger.told() == "ready"
+    stranger = await ranks.start_program(net.hosts[2], CONDUCT, conduct, json.dumps(places))
+    assert await stranger.next_line() == "ready"
     met = await job.meet(20)
     assert max(met) <= MEETING, met
-    stranger.go_on()
+    stranger.send_line()
     visits = await stranger.result()
-    assert min(visits[1:]) >= 1, "those of ranks end with each meeting"
+    assert min(visits[1:]) >= 1, f"strangers did not visit every rank: {visits}"
 
 
 @pytest.mark.soak

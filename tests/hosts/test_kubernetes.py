@@ -1,4 +1,4 @@
-"""The manifest of docs/kubernetes.md: against the schema, and its commands in containers that play pods."""
+"""The manifest of docs/kubernetes.md: its schema, and its commands in namespaces that stand in for pods."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_manifest_matches_the_schema(manifest: list[Any]) -> None:
 async def test_pods_meet_once_their_names_resolve(
     manifest: list[Any], network: Callable[..., Network], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Simulated: namespaces that have what the manifest says."""
+    """Run the pods in namespaces that have the mounts, users and names of the manifest."""
     service, job = manifest
     name, template = job["metadata"]["name"], job["spec"]["template"]["spec"]
     assert service["spec"]["publishNotReadyAddresses"]

@@ -1,4 +1,4 @@
-"""README's program on two hosts, started by mpiexec, which reaches the other host by what stands in for ssh."""
+"""The README's program on two hosts, started by mpiexec, which reaches the second host through a stand-in for ssh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
 SUM = "[6. 6. 6.] ['rank 0', 'rank 1', 'rank 2']\n"
-#: It is called with options, the host and a command, as ssh is.
+#: A stand-in for ssh. Its arguments are options, the host and a command.
 AGENT = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 case $1 in %s) name=%s;; *) name=%s;; esac
@@ -42,9 +42,9 @@ async def test_mpiexec_starts_ranks_on_two_hosts(
     agent.write_text(AGENT % (first.ipv4, first.name, second.name))
     agent.chmod(0o700)
     (tmp_path / "hello.py").write_text(code("README.md", "Twelve lines"))
-    given = {"PYTHONUNBUFFERED": ""}  # what a rank prints is one piece
+    given = {"PYTHONUNBUFFERED": ""}  # so that the output of a rank arrives in one piece
     if library == "mpich":
-        # No key: the launcher hands one over.
+        # Without a key: the launcher gives one to the ranks.
         how = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", f"{first.ipv4},{second.ipv4}", "-ppn", "1"]
     else:
         given["AIOCOLL_JOB_KEY_FILE"] = str(tmp_path / "job.key")

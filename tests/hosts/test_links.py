@@ -1,4 +1,4 @@
-"""What ranks find out of the links between their hosts while they meet, and what they make of it."""
+"""Links between hosts, which ranks measure while they meet."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 async def test_slowest_link_is_known_to_all_ranks(
     network: Callable[[int], Network], ranks: Ranks, size: int, encryption: str
 ) -> None:
-    """So slow that the work of a loaded machine is little beside it: a packet takes a millisecond."""
+    """Use a link on which a packet takes a millisecond, so that the load of this machine matters little."""
     net = network(size)
     net.shape(rate=10e6, delay=10e-3, hosts=[1])
     started = await ranks.start_all(net, "links", AIOCOLL_ENCRYPTION=encryption)
     first, *others = [await process.result() for process in started]
-    assert all(told == first for told in others)
+    assert all(found == first for found in others)
     rtt, rate = first
     assert 20e-3 < rtt < 40e-3
     assert 0.5e6 / size < rate < 10e6 / 8
 
 
 async def test_one_way_link_does_not_delay_the_measurement(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Two of the four ways between three hosts are measured."""
+    """Measure only two of the four directions between three hosts."""
     net = network(3)
     net.shape(delay=10e-3, hosts=[2])
-    net.refuse_dials(1, 2)
+    net.refuse_connections(1, 2)
     started = await ranks.start_all(net, "links", TIMEOUT="20")
-    told = [await process.result() for process in started]
-    assert told[0] == told[1] == told[2]
-    assert told[0][0] > 20e-3
+    found = [await process.result() for process in started]
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] > 20e-3

@@ -1,4 +1,4 @@
-"""Ranks on several hosts that meet, or say why they do not."""
+"""Ranks on several hosts that meet, or report why they do not."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
 
-async def failure(process: Process) -> tuple[str, str]:
-    """Return the last line of a rank that could not meet the others, and all that it has said."""
+async def meeting_error(process: Process) -> tuple[str, str]:
+    """Return the last line of a rank that could not meet the others, and its whole standard error."""
     code, complaints = await process.end()
     assert code == 1
     return complaints.splitlines()[-1], complaints
 
 
 async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Only the store can be reached. Both ranks say which connection is missing, and warn of it before.
+    """Let only the store be reachable: both ranks report the missing connection, and warn of it before.
 
-    Before that rank 0 has tried for a while to measure the way to rank 1, which keeps nobody out.
+    Before that, rank 0 fails to measure the link to rank 1, which excludes no rank.
     """
     net = network(2)
     net.drop(1, 0, "tcp dport != 29500")
@@ -44,7 +44,7 @@ async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], 
         r"rank 0 cannot be reached at 10\.77\.0\.1 port \d+: it does not answer \(tried for \d\.\d s\)",
     ]
     for rank, (process, text) in enumerate(zip(started, expected, strict=True)):
-        error, complaints = await failure(process)
+        error, complaints = await meeting_error(process)
         assert re.fullmatch(rf"{last}rank {rank} of 2 did not meet the others within 5 s: {text}", error)
         assert is_shown(shown[rank], error)
         warning = rf"^rank {rank} of 2 did not meet the others within 4 s: {text}; still waiting$"
@@ -53,7 +53,7 @@ async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], 
 
 @pytest.mark.parametrize("version", [4, 6])
 async def test_ranks_meet_in_a_callers_store(network: Callable[[int], Network], ranks: Ranks, version: int) -> None:
-    """Ranks tell each other the address by which they have reached it, not that of the loopback."""
+    """Check that ranks publish the address by which they have reached the store, not the loopback address."""
     net = network(3)
     host = net.hosts[0].ipv4 if version == 4 else net.hosts[0].ipv6
     started = await ranks.start_all(net, "total", f"store:{host}")
@@ -63,7 +63,7 @@ async def test_ranks_meet_in_a_callers_store(network: Callable[[int], Network], 
 async def test_ranks_meet_in_a_store_that_one_reaches_by_loopback(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """The others know by which address that host is found."""
+    """Let rank 0 reach the store by the loopback; the others know the address of its host."""
     net = network(2)
     started = [
         await ranks.start(net.hosts[0], "total", 0, 2, "store:0.0.0.0"),
@@ -73,7 +73,7 @@ async def test_ranks_meet_in_a_store_that_one_reaches_by_loopback(
 
 
 async def test_ranks_meet_on_a_redis_server(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
-    """Ranks tell each other the address by which they have reached it; one is on its host."""
+    """Check that ranks publish the address by which they have reached the server; one rank is on its host."""
     net = network(3)
     everywhere = ("--bind", "0.0.0.0", "--protected-mode", "no")
     with redis_server(tmp_path, None, *everywhere, command=net.hosts[0].command) as server:
@@ -89,7 +89,7 @@ async def test_ranks_meet_in_a_shared_file(network: Callable[[int], Network], ra
 async def test_ambiguous_interfaces_are_reported_for_a_shared_file(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """What cannot be known is asked for, on every rank; then it is taken."""
+    """Check that all ranks request the missing option, and that they meet with it."""
     net = network(2)
     net.hosts[1].run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "eth2")
     net.hosts[1].run("ip", "addr", "add", "10.78.0.2/24", "dev", "eth1")
@@ -100,9 +100,9 @@ async def test_ambiguous_interfaces_are_reported_for_a_shared_file(
         "known; set the option interface= or bind= (AIOCOLL_INTERFACE, AIOCOLL_BIND); available: "
         "eth0 (10.77.0.2), eth1 (10.78.0.2)"
     )
-    error, _ = await failure(started[0])
+    error, _ = await meeting_error(started[0])
     assert error == f"aiocoll.errors.RendezvousError: {text}"
-    error, _ = await failure(started[1])
+    error, _ = await meeting_error(started[1])
     assert text.endswith(error.removeprefix("aiocoll.errors.RendezvousError: "))
     started = await ranks.start_all(net, "total", f"file://{tmp_path}/two", AIOCOLL_INTERFACE="eth0")
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
@@ -127,7 +127,7 @@ async def test_default_route_selects_the_interface(
 async def test_master_name_that_is_loopback_on_its_own_host_works(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """As Debian writes it into /etc/hosts."""
+    """Use the entry that Debian writes into /etc/hosts."""
     net = network(3)
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
     for host in net.hosts[1:]:
@@ -142,7 +142,7 @@ async def test_master_name_that_is_loopback_on_the_launchers_host_works(
     net = network(2)
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
     net.hosts[1].file("hosts", f"{net.hosts[0].ipv4} master\n")
-    started = await ranks.launch(net, "total", "master")
+    started = await ranks.start_launchers(net, "total", "master")
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
@@ -150,7 +150,7 @@ async def test_service_address_in_front_of_the_launcher_works(network: Callable[
     net = network(2)
     service = "10.96.0.9"
     translate(net, service)
-    started = await ranks.launch(net, "total", service, AIOCOLL_BIND="any")
+    started = await ranks.start_launchers(net, "total", service, AIOCOLL_BIND="any")
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
@@ -158,7 +158,7 @@ async def test_service_address_in_front_of_the_launcher_works(network: Callable[
 async def test_service_address_in_front_of_the_master_works(
     network: Callable[[int], Network], ranks: Ranks, bind: str
 ) -> None:
-    """Its address is of no host; here the router of rank 1 is what leads to it."""
+    """Use an address that no host has; the router of rank 1 leads to the real one."""
     net = network(2)
     service = "10.96.0.9"
     translate(net, service)
@@ -171,7 +171,7 @@ async def test_service_address_in_front_of_the_master_works(
 
 
 def translate(net: Network, service: str) -> None:
-    """Let the router of host 1 lead to host 0 by the address of a service, which is of no host."""
+    """Let the router of host 1 translate the address of a service, which no host has, to host 0."""
     net.hosts[1].run("ip", "route", "add", service, "via", net.hosts[0].ipv4)
     rule = f"add rule ip nat out ip daddr {service} dnat to {net.hosts[0].ipv4}"
     chain = "add chain ip nat out { type nat hook output priority -100; }"
@@ -180,7 +180,7 @@ def translate(net: Network, service: str) -> None:
 
 async def test_service_address_without_a_listener_is_explained(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(1)
-    error, _ = await failure(await ranks.start(net.hosts[0], "total", 0, 1, "tcp://10.96.0.9:29500"))
+    error, _ = await meeting_error(await ranks.start(net.hosts[0], "total", 0, 1, "tcp://10.96.0.9:29500"))
     assert error == (
         "aiocoll.errors.StoreUnavailableError: the store cannot listen on 10.96.0.9: it is not an address of this "
         "machine, where rank 0 hosts the store; if it belongs to a service or a router in front of it, set bind='any' "

@@ -1,4 +1,4 @@
-"""The hosts of these tests: what can be done to them, and that nothing of them is left."""
+"""The simulated hosts of these tests: faults, cables, isolation and removal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hosts.network import Host, Network
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: Sends datagrams, which are sure to be answered, by an error: nobody listens. Ends with 0 if the answer came.
+#: Sends datagrams to a port without a listener until the host answers with an error. Then it exits with 0.
 PROBE = """
 import socket, sys, time
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
@@ -34,11 +34,11 @@ with socket.socket(family, socket.SOCK_DGRAM) as probe:
             pass
 sys.exit(1)
 """
-#: Seconds in which a host answers, however busy this machine is; and those in which one would that could.
+#: Seconds within which a host answers on a busy machine, and seconds without an answer that show a fault.
 LIMIT, SOON = 20, 0.5
 
 
-def answers(host: Host, address: str, seconds: float = LIMIT) -> bool:
+def is_reachable(host: Host, address: str, seconds: float = LIMIT) -> bool:
     return subprocess.run(host.command(sys.executable, "-c", PROBE, address, str(seconds))).returncode == 0
 
 
@@ -57,15 +57,15 @@ async def test_ranks_on_several_hosts_meet(
 
 async def test_pods_count_as_hosts(network: Callable[..., Network], ranks: Ranks) -> None:
     net = network(2, pods=True)
-    started = await ranks.launch(net, "carriers", net.hosts[0].ipv4, each=2)
+    started = await ranks.start_launchers(net, "carriers", net.hosts[0].ipv4, each=2)
     for process, expected in zip(started, ("shm tcp tcp", "tcp tcp shm"), strict=True):
-        told = [await process.told(), await process.told()]
+        found = [await process.next_line(), await process.next_line()]
         assert (await process.end()) == (0, "")
-        assert sorted(" ".join(filter(None, each)) for each in told) == [expected] * 2
+        assert sorted(" ".join(filter(None, each)) for each in found) == [expected] * 2
 
 
 async def test_pods_of_one_network_share_memory(network: Callable[..., Network], ranks: Ranks) -> None:
-    """As containers with the network of their host: they have unix sockets in common, and memory goes through these."""
+    """Start pods that share a network, and so unix sockets, as containers with the network of their host do."""
     (host,) = network(1, pods=True).hosts
     started = [await ranks.start(host, "carriers", rank, 2, f"tcp://{host.ipv4}:29500") for rank in range(2)]
     assert [await process.result() for process in started] == [[None, "shm"], ["shm", None]]
@@ -80,21 +80,21 @@ def test_pod_is_isolated_from_other_pods(network: Callable[..., Network]) -> Non
 def test_cables_and_firewalls_block_traffic(network: Callable[[int], Network]) -> None:
     net = network(3)
     one, two, three = net.hosts
-    assert answers(one, two.ipv4)
-    assert answers(one, two.ipv6)
+    assert is_reachable(one, two.ipv4)
+    assert is_reachable(one, two.ipv6)
     net.separate(0, 1)
-    assert not answers(one, two.ipv4, SOON)
-    assert not answers(two, one.ipv6, SOON)
-    assert answers(one, three.ipv4)
+    assert not is_reachable(one, two.ipv4, SOON)
+    assert not is_reachable(two, one.ipv6, SOON)
+    assert is_reachable(one, three.ipv4)
     net.heal()
-    assert answers(one, two.ipv4)
+    assert is_reachable(one, two.ipv4)
     net.unplug(1)
-    assert not answers(one, two.ipv4, SOON)
+    assert not is_reachable(one, two.ipv4, SOON)
     net.plug(1)
-    assert answers(one, two.ipv4)
+    assert is_reachable(one, two.ipv4)
 
 
-#: Sends back what comes alone.
+#: Sends data back that arrives as a single byte.
 ECHO = """
 import socket
 with socket.create_server(("", 9000)) as listening:
@@ -105,7 +105,7 @@ with connection:
         if len(data) == 1:
             connection.sendall(data)
 """
-#: Prints the least time of a byte there and back, and how long a megabyte takes.
+#: Prints the shortest round-trip time of a byte, and the seconds that a megabyte takes.
 MEASURE = """
 import socket, sys, time
 with socket.create_connection((sys.argv[1], 9000)) as connection:
@@ -124,7 +124,7 @@ with socket.create_connection((sys.argv[1], 9000)) as connection:
 """
 
 
-def measured(net: Network, one: int, other: int) -> tuple[float, float]:
+def latency_and_time(net: Network, one: int, other: int) -> tuple[float, float]:
     server = net.hosts[other].command(sys.executable, "-c", ECHO)
     with subprocess.Popen(server, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -137,44 +137,44 @@ def test_cable_has_the_given_delay(network: Callable[..., Network]) -> None:
     net = network(3)
     net.shape(rate=20e6, delay=0.003)
     net.shape(hosts=[2])
-    latency, time = measured(net, 0, 1)
+    latency, time = latency_and_time(net, 0, 1)
     assert latency >= 4 * 0.003
     assert time >= 1e6 * 8 / 20e6
-    latency, _ = measured(net, 1, 2)
+    latency, _ = latency_and_time(net, 1, 2)
     assert latency >= 2 * 0.003
     net.shape()
-    latency, time = measured(net, 0, 1)
+    latency, time = latency_and_time(net, 0, 1)
     assert latency < 2 * 0.003
     assert time < 1e6 * 8 / 20e6
 
 
-#: Sends so many datagrams of 1,000 bytes at once.
+#: Sends 200 datagrams of 1,000 bytes at once.
 BURST = "import socket, sys\nfor _ in range(200): socket.socket(2, 2).sendto(bytes(1000), (sys.argv[1], 9000))"
 
 
 def test_cable_loses_the_given_share(network: Callable[..., Network]) -> None:
     net = network(2)
     net.shape()
-    assert answers(net.hosts[0], net.hosts[1].ipv4)
+    assert is_reachable(net.hosts[0], net.hosts[1].ipv4)
     net.shape(loss=0.5)
     net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
     lost, _ = net.shape(loss=1.0)
     assert 50 < lost < 150  # 100 ± 7
-    # The other way, because the kernel answers few of so many datagrams.
-    assert not answers(net.hosts[1], net.hosts[0].ipv4, SOON)
+    # In the other direction, because the kernel answers few of so many datagrams.
+    assert not is_reachable(net.hosts[1], net.hosts[0].ipv4, SOON)
     assert sum(net.shape()) > 0
-    assert answers(net.hosts[1], net.hosts[0].ipv4)
+    assert is_reachable(net.hosts[1], net.hosts[0].ipv4)
     assert net.shape() == [0, 0]
 
 
 def test_packets_beyond_a_cables_queue_are_lost(network: Callable[..., Network]) -> None:
     net = network(2)
     net.shape()
-    assert answers(net.hosts[0], net.hosts[1].ipv4)
+    assert is_reachable(net.hosts[0], net.hosts[1].ipv4)
     net.shape(rate=1e5, queue=20_000)
     net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
     lost, _ = net.shape()
-    # 1,066 bytes each, of which the cable carries one in 85 ms meanwhile.
+    # A datagram takes 1,066 bytes, and the cable carries one in 85 ms.
     assert 100 < lost <= 200 - 20_000 // 1066
 
 
@@ -210,5 +210,5 @@ def test_leftovers_of_a_killed_run_are_removed(network: Callable[[int], Network]
 
 
 def name_and_folder(name: str) -> tuple[bool, bool]:
-    """Say whether there is a namespace of that name, and files of its own."""
+    """Return whether a namespace of this name exists, and whether it has its own files."""
     return Path("/run/netns", name).exists(), Path("/etc/netns", name).exists()

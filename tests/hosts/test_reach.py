@@ -1,4 +1,4 @@
-"""Ranks that cannot reach each other in every way there is, but in one."""
+"""Ranks that can reach each other in only one way: past firewalls, by translated addresses, or as other users."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 async def test_ranks_meet_through_a_one_way_firewall(
     network: Callable[[int], Network], ranks: Ranks, what: str
 ) -> None:
-    """The lower rank of each pair dials in vain, and has something to send."""
+    """Let the lower rank of each pair have data to send, although its own connections are dropped."""
     net = network(3)
     for lower, higher in (0, 1), (0, 2), (1, 2):
-        net.refuse_dials(lower, higher)
+        net.refuse_connections(lower, higher)
     started = await ranks.start_all(net, what)
     expected = {"total": [[6.0, 6.0]] * 3, "one_way": [0.0, 1.0, 1.0]}[what]
     assert [await process.result() for process in started] == expected
@@ -30,13 +30,13 @@ async def test_ranks_meet_through_a_one_way_firewall(
 async def test_ranks_meet_through_a_firewall_with_open_ports(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(3)
     for host, other in itertools.permutations(range(3), 2):
-        net.refuse_dials(other, host, "tcp dport != { 29500, 31000-31001 }")
+        net.refuse_connections(other, host, "tcp dport != { 29500, 31000-31001 }")
     started = await ranks.start_all(net, "total", AIOCOLL_PORT_RANGE="31000-31001")
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
 async def test_ranks_meet_through_address_translation(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Both ranks know themselves by an address that means nothing elsewhere; one by another port, too."""
+    """Give both ranks an address that is unknown elsewhere, and one of them another port, too."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
     started = []
@@ -54,13 +54,13 @@ async def test_ranks_meet_through_address_translation(network: Callable[[int], N
 
 
 async def test_ranks_meet_on_copies_of_one_machine(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """They believe to be one host, and have no unix socket in common."""
+    """Give all hosts one identity, although they share no unix socket."""
     started = await ranks.start_all(network(3), "total", AIOCOLL_HOST_ID="copied")
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
 async def test_ranks_of_two_users_of_one_host_meet_by_tcp(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """As a container without root and a process beside it; each may reach the other by TCP only."""
+    """Use processes that can reach each other only by TCP, like a container without root and its host."""
     (host,) = network(1).hosts
     method = f"tcp://{host.ipv4}:29500"
     started = [await ranks.start(host, "total", rank, 3, method, user=user) for rank, user in enumerate([7, 8, 8])]

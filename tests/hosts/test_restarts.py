@@ -1,4 +1,4 @@
-"""`aiocoll run --max-restarts` between hosts, encrypted: what launchers agree upon, also when a cable is pulled."""
+"""`aiocoll run --max-restarts` between encrypted hosts: agreement of the launchers, also when a cable is pulled."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 pytest.importorskip("cryptography", reason="needs cryptography, for TLS between hosts")
 
 
-async def launched(ranks: Ranks, network: Network, listed: str, script: str, folder: Path) -> list[Process]:
+async def start_launchers(ranks: Ranks, network: Network, listed: str, script: str, folder: Path) -> list[Process]:
     """Start a launcher on each host."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
     where = ("--nproc-list", listed, "--master-addr", network.hosts[0].ipv4, "--max-restarts", "2")
     return [
-        await ranks.program(
+        await ranks.start_program(
             host, "-m", "aiocoll", "run", *where, "--node-rank", str(host.number), str(file), str(enough(folder))
         )
         for host in network.hosts
@@ -36,7 +36,7 @@ async def launched(ranks: Ranks, network: Network, listed: str, script: str, fol
 
 
 def members(folder: Path) -> dict[str, int]:
-    """Return the processes of ranks that are in a group, by rank; those of newcomers are "new"."""
+    """Return the process id of each rank in a group, by rank; newcomers are "new"."""
     return {name.split()[1]: int(name.split()[2]) for name in os.listdir(folder) if name.startswith("member ")}
 
 
@@ -56,11 +56,11 @@ async def test_restart_starts_all_hosts_again(network: Callable[[int], Network],
 
         asyncio.run(main())
     """
-    started = await launched(ranks, net, "1,2,1", script, tmp_path)
-    ends = [await process.printed() for process in started]
+    started = await start_launchers(ranks, net, "1,2,1", script, tmp_path)
+    ends = [await process.wait_output() for process in started]
     assert [code for code, _, _ in ends] == [0, 0, 0], ends
-    said = sorted(line for _, out, _ in ends for line in out.splitlines())
-    assert said == [f"[{rank}] start {count} 15" for rank in range(4) for count in range(2)]
+    lines = sorted(line for _, out, _ in ends for line in out.splitlines())
+    assert lines == [f"[{rank}] start {count} 15" for rank in range(4) for count in range(2)]
     for host, (_, _, complaints) in enumerate(ends):
         by = "" if host == 2 else "host 2: rank 3 was killed by SIGKILL; "
         assert complaints.splitlines()[-1] == f"aiocoll run: {by}all ranks are started again (restart 1 of 2)"
@@ -71,12 +71,12 @@ async def test_self_repairing_group_gets_a_newcomer(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path, victim: str
 ) -> None:
     net = network(3)
-    started = await launched(ranks, net, "2,2,2", MENDS, tmp_path)
+    started = await start_launchers(ranks, net, "2,2,2", MENDS, tmp_path)
     await until(lambda: len(members(tmp_path)) == 6)
     os.kill(members(tmp_path)[victim], signal.SIGKILL)
     await until(lambda: "new" in members(tmp_path))
     enough(tmp_path).touch()
-    ends = [await process.printed() for process in started]
+    ends = [await process.wait_output() for process in started]
     assert [code for code, _, _ in ends] == [0, 0, 0], ends
     found = states("".join(out for _, out, _ in ends))
     assert found == found[:1] * 6
@@ -87,7 +87,7 @@ async def test_self_repairing_group_gets_a_newcomer(
 
 
 async def test_host_that_is_cut_off_is_lost(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
-    """It knows, too."""
+    """Check that the launcher of the lost host reports this, too."""
     net = network(3)
     script = """
         import os, signal, sys
@@ -95,10 +95,10 @@ async def test_host_that_is_cut_off_is_lost(network: Callable[[int], Network], r
         Path(sys.argv[1]).with_name(f"member {os.environ['RANK']} {os.getpid()}").touch()
         signal.pause()
     """
-    started = await launched(ranks, net, "1,1,1", script, tmp_path)
+    started = await start_launchers(ranks, net, "1,1,1", script, tmp_path)
     await until(lambda: len(members(tmp_path)) == 3)
     net.unplug(2)
-    ends = [await process.printed() for process in started]
+    ends = [await process.wait_output() for process in started]
     assert [code for code, _, _ in ends] == [1, 1, 1], ends
     for host, (_, _, complaints) in enumerate(ends):
         stopped, why = complaints.splitlines()

@@ -33,7 +33,7 @@ async def run_ranks(network: Network, ranks: Ranks, **environment: str) -> list[
         for host in network.hosts
     ]
     try:
-        return [await process.told() for process in started]
+        return [await process.next_line() for process in started]
     finally:
         for process in started:
             await process.kill()
@@ -42,7 +42,7 @@ async def run_ranks(network: Network, ranks: Ranks, **environment: str) -> list[
 async def test_job_key_of_rank_0_reaches_the_other_host_through_the_store(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Ranks on two hosts refuse to meet without a job key, and none is in their environment."""
+    """Leave the key out of the environment; without a key, ranks on two hosts refuse to meet."""
     for found in await run_ranks(network(2), ranks):
         assert found == {"total": 3.0, "key length": KEY_LENGTH}
 

@@ -1,4 +1,4 @@
-"""The multiprocess mode of prometheus_client; with real processes: `tests/integration/test_metrics.py`."""
+"""The multiprocess mode of prometheus_client; `tests/integration/test_metrics.py` uses real processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ..pages import code
 from ..ranks import until
 from .test_prometheus import Samples, key, samples
 
-#: No process has this number: it is above the largest of Linux.
+#: The id of no process: it is above the largest one of Linux.
 DEAD = 1 << 23
 
 
 @pytest.fixture
 def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Switch the mode on, as the environment does where prometheus_client is imported; the parameter names files."""
+    """Enable the mode, as the environment does when prometheus_client is imported; the parameter names the files."""
     value_class: Any = values.MultiProcessValue(getattr(request, "param", os.getpid))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(values, "ValueClass", value_class)
@@ -53,17 +53,17 @@ def collector(registry: Any) -> Iterator[GroupCollector]:
 
 
 def written() -> Samples:
-    """Return what the files of all processes have, as the page reads them."""
+    """Return the samples in the files of all processes, as the page reads them."""
     names: dict[str, Any] = {}
-    # Of a file that was created a moment ago, prometheus_client cannot read the length yet.
+    # prometheus_client cannot read the length of a file that was created a moment ago.
     with suppress(struct.error):
         exec(code("docs/metrics.md", "Several processes behind one port"), names)
         return samples(names["text"].decode())
     return {}
 
 
-def asked(registry: Any) -> Samples:
-    """Return what a collector answers by itself."""
+def scraped(registry: Any) -> Samples:
+    """Return the samples of a scrape of this process alone."""
     return samples(prometheus_client.generate_latest(registry).decode())
 
 
@@ -75,8 +75,8 @@ async def test_metric_files_have_the_samples_of_a_scrape(registry: Any) -> None:
             await pg.allreduce(np.ones(count))
         await pg.barrier()
         if pg.rank() == 0:
-            await until(lambda: written() != {} and stable(written()) == pytest.approx(stable(asked(registry))))
-            assert len(written()) == len(asked(registry)) > 60
+            await until(lambda: written() != {} and stable(written()) == pytest.approx(stable(scraped(registry))))
+            assert len(written()) == len(scraped(registry)) > 60
             assert written()[key("aiocoll_pending_operations", group=pg.group_name, rank=0)] == 1
             assert written()[key("aiocoll_oldest_pending_seconds", group=pg.group_name, rank=0)] > 0
         await pg.barrier(key="compared")
@@ -87,18 +87,18 @@ async def test_metric_files_have_the_samples_of_a_scrape(registry: Any) -> None:
         return {each: value for each, value in found.items() if each[0] != "aiocoll_oldest_pending_seconds"}
 
     await run_ranks(2, rank)
-    # What was counted after the last write of the thread is there, and nothing is pending.
+    # The files have what was counted after the last write of the thread, and nothing is pending.
     for number in range(2):
         this = {"group": "world:0", "rank": number}
         kind = {**this, "op": "SEND", "algorithm": "", "transport": "memory"}
         assert written()[key("aiocoll_operations_total", **kind, outcome="completed")] == 1
         assert written()[key("aiocoll_pending_operations", **this)] == 0
         assert written()[key("aiocoll_oldest_pending_seconds", **this)] == 0
-    assert asked(registry) == {}
+    assert scraped(registry) == {}
 
 
 async def test_counters_of_a_file_never_decrease(directory: Path) -> None:
-    """Also when a group is removed and added again, or when the file is that of an ended process."""
+    """Include a group that is removed and added again, and the file of an ended process."""
     kind = {"group": "a", "rank": 0, "op": "ALLREDUCE", "algorithm": "alone", "transport": "", "outcome": "completed"}
     calls = key("aiocoll_operations_total", **kind)
     count = key("aiocoll_operation_seconds_count", **{name: kind[name] for name in kind if name != "outcome"})

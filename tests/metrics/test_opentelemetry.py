@@ -1,4 +1,4 @@
-"""OpenTelemetry: what exporters in memory get."""
+"""OpenTelemetry: metrics and spans that exporters in memory receive."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_opentelemetry_makes_one_span_per_operation(debug: Any) -> None:
 
 
 async def test_replacement_group_is_exported_as_its_predecessor() -> None:
-    """Under the same name, with counters that only grow, and with spans of the same parent."""
+    """Check the name, counters that only grow, and spans with the same parent."""
     reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
     meters, tracers = MeterProvider([reader]), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(exporter))

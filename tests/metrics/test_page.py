@@ -1,4 +1,4 @@
-"""What docs/metrics.md shows."""
+"""The examples of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ async def test_page_shows_the_stats(capsys: pytest.CaptureFixture[str]) -> None:
         await execute(code("docs/metrics.md", "Who is waited for"), pg=pg)
 
     await run_ranks(2, rank)
-    said = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr().out.splitlines()
     shown = code("docs/metrics.md", "Metrics", language="text").splitlines()
-    assert [line.split() for line in (said[1], said[3])] == [line.split() for line in (shown[1], shown[6])]
-    assert without_numbers(said[0]) == without_numbers(shown[0])
-    assert without_numbers(said[-1]) == "rank #: waited for # times, #"
+    assert [line.split() for line in (output[1], output[3])] == [line.split() for line in (shown[1], shown[6])]
+    assert without_numbers(output[0]) == without_numbers(shown[0])
+    assert without_numbers(output[-1]) == "rank #: waited for # times, #"
 
 
 async def test_page_prometheus_example_works(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    """Ranks of several processes: `tests/integration/test_metrics.py`."""
+    """Run one rank; `tests/integration/test_metrics.py` runs ranks of several processes."""
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setattr("aiocoll.metrics.prometheus.REGISTRY", registry)
     monkeypatch.delenv("LOCAL_RANK", raising=False)

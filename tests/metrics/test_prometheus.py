@@ -1,4 +1,4 @@
-"""Prometheus: what a scrape gets, by HTTP from the server of `prometheus_client`, parsed by its parser."""
+"""Prometheus: samples of HTTP scrapes from the server of `prometheus_client`, parsed by its parser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def samples(text: str) -> Samples:
-    """Parse what a server has answered; no sample is there twice."""
+    """Parse a scrape, and check that no sample is in it twice; return the samples."""
     found = [
         ((sample.name, frozenset(sample.labels.items())), sample.value)
         for family in text_string_to_metric_families(text)
@@ -131,7 +131,7 @@ def test_missing_rank_is_a_sample() -> None:
     run_virtual(3, rank)
 
 
-async def one_rank(**given: Any) -> ProcessGroup:
+async def single_rank_group(**given: Any) -> ProcessGroup:
     return await new_group(store=HashStore(), rank=0, world_size=1, **given)
 
 
@@ -142,10 +142,10 @@ async def test_prometheus_refuses_wrong_arguments() -> None:
         GroupCollector(registry)
     with pytest.raises(TypeError, match="pg must be a ProcessGroup, not str"):
         collector.add("group")  # type: ignore[arg-type]
-    async with await one_rank(options=GroupOptions(stats=False)) as silent:
+    async with await single_rank_group(options=GroupOptions(stats=False)) as silent:
         with pytest.raises(RuntimeError, match="does not count"):
             collector.add(silent)
-    pg = await one_rank(name="a")
+    pg = await single_rank_group(name="a")
     await pg.shutdown()
     with pytest.raises(GroupClosedError):
         collector.add(pg)
@@ -155,13 +155,13 @@ async def test_prometheus_refuses_wrong_arguments() -> None:
 async def test_revoked_group_is_exported_until_it_is_closed() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
-    pg = await one_rank(name="a")
+    pg = await single_rank_group(name="a")
     collector.add(pg)
     pg.abort("the end")
     assert samples(prometheus_client.generate_latest(registry).decode())
     await pg.shutdown()
     assert samples(prometheus_client.generate_latest(registry).decode()) == {}
-    again = await one_rank(name="a")
+    again = await single_rank_group(name="a")
     collector.add(again)
     await again.shutdown()
 
@@ -182,7 +182,7 @@ def test_missing_prometheus_client_error_names_the_package(
 
 
 async def test_consecutive_groups_share_a_name(limits: Limits) -> None:
-    """And the names are bounded: a group per step, of a name that is new each time, is refused."""
+    """Check also that a new name for every group is refused, because the number of names is limited."""
     limits(metrics_names=3)
     collector = GroupCollector(prometheus_client.CollectorRegistry())
 
@@ -190,7 +190,7 @@ async def test_consecutive_groups_share_a_name(limits: Limits) -> None:
         for _ in range(5):
             async with await pg.split(0, 0) as part:
                 collector.add(part, name="part")
-                collector.add(part)  # it is there already
+                collector.add(part)  # adding it again has no effect
                 await part.allreduce(1)
                 assert found() == {"part"}
         assert found() == set()

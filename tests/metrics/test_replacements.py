@@ -1,4 +1,4 @@
-"""Which groups are exported, and that a group which replaces another one continues its series."""
+"""Exported groups, and replacement groups, which continue the series of their predecessors."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from ..internals import Limits
 from ..ranks import in_a_fork, until
 
 
-def collector_of_its_own() -> GroupCollector:
+def separate_collector() -> GroupCollector:
     return GroupCollector(prometheus_client.CollectorRegistry())
 
 
 def calls(collector: GroupCollector) -> Mapping[tuple[str, int], float]:
-    """Return how many allreduces have completed, by group and rank."""
+    """Return the number of completed allreduces, by group and rank."""
     return {
         (sample.labels["group"], int(sample.labels["rank"])): sample.value
         for family in collector.collect()
@@ -63,11 +63,11 @@ def test_strip_generation_leaves_out_the_numbers_of_successors(name: str, first:
 
 
 async def test_all_groups_are_exported_until_one_is_added() -> None:
-    """Those that are open already, and those that are made later; not one that does not count."""
-    collector = collector_of_its_own()
+    """Check open groups and groups that are made later, but no group without statistics."""
+    collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
-        late = collector_of_its_own()
+        late = separate_collector()
         part = await pg.split(0, 0)
         async with new_group(store=HashStore(), rank=0, world_size=1, name="x", options=GroupOptions(stats=False)):
             await pg.allreduce(1)
@@ -93,7 +93,7 @@ async def test_all_groups_are_exported_until_one_is_added() -> None:
 
 @pytest.mark.parametrize("added", [None, "world:0", "workers"])
 async def test_successor_group_continues_the_series(added: str | None) -> None:
-    collector = collector_of_its_own()
+    collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
         if added is not None:
@@ -104,7 +104,7 @@ async def test_successor_group_continues_the_series(added: str | None) -> None:
         second = await pg.shrink()
         assert second.group_name == "world:0~1"
         await second.allreduce(1)
-        assert calls(collector)[key] == 3  # both are open
+        assert calls(collector)[key] == 3  # both groups are open
         await pg.shutdown()
         assert calls(collector)[key] == 3
         third = await second.shrink()
@@ -120,7 +120,7 @@ async def test_successor_group_continues_the_series(added: str | None) -> None:
 
 
 async def test_removed_group_has_no_successor() -> None:
-    collector = collector_of_its_own()
+    collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
         collector.remove(pg)
@@ -135,7 +135,7 @@ async def test_removed_group_has_no_successor() -> None:
 
 
 async def test_groups_of_one_name_are_summed() -> None:
-    """Every number, and those of a group that is closed."""
+    """Check the sums of all counters, also after one of the groups is closed."""
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
 
@@ -169,8 +169,8 @@ async def test_groups_of_one_name_are_summed() -> None:
 
 
 async def test_elastic_groups_are_one_series() -> None:
-    """Process 1 leaves after 3 of 8 steps, and a newcomer becomes rank 1 in its place."""
-    collector = collector_of_its_own()
+    """Let process 1 leave after 3 of 8 steps, and a newcomer become rank 1 in its place."""
+    collector = separate_collector()
     steps, left = 8, 3
     found: list[Mapping[tuple[str, int], float]] = []
 
@@ -201,7 +201,7 @@ async def test_elastic_groups_are_one_series() -> None:
 
 async def test_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     limits(metrics_names=2)
-    collector = collector_of_its_own()
+    collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
         for _ in range(3):
@@ -227,7 +227,7 @@ async def test_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: p
 
 @pytest.mark.ranks(1)
 async def test_dropped_collector_is_not_notified(pg: ProcessGroup) -> None:
-    collector = ref(collector_of_its_own())
+    collector = ref(separate_collector())
     gc.collect()
     assert collector() is None
     async with await pg.split(0, 0) as part:
@@ -236,7 +236,7 @@ async def test_dropped_collector_is_not_notified(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(1)
 async def test_forked_child_does_not_export_its_parents_groups(pg: ProcessGroup) -> None:
-    collector = collector_of_its_own()
+    collector = separate_collector()
 
     def check() -> None:
         assert calls(collector) == {}
@@ -248,7 +248,7 @@ async def test_forked_child_does_not_export_its_parents_groups(pg: ProcessGroup)
 
 
 async def test_collector_keeps_no_group_alive() -> None:
-    collector = collector_of_its_own()
+    collector = separate_collector()
     pg = await new_group(store=HashStore(), rank=0, world_size=1)
     group = ref(pg)
     assert calls(collector) == {}

@@ -1,4 +1,4 @@
-"""Another user, who asks: ``python asking.py SOCKET``; prints what comes of it."""
+"""A program of another user that sends a request to the socket in its argument, and prints the result."""
 
 import os
 import socket
@@ -11,8 +11,8 @@ connection.settimeout(20)
 try:
     connection.connect(sys.argv[1])
     connection.send(b"?")
-    print("answered" if connection.recv(1) else "hung up")
+    print("answered" if connection.recv(1) else "closed")
 except PermissionError:
-    print("not let in")
+    print("denied")
 except ConnectionError:
-    print("hung up")
+    print("closed")

@@ -1,4 +1,4 @@
-"""Ranks in this process that are asked what they do: who may ask, how often, and what is left behind."""
+"""Listeners for `aiocoll top`: reported groups, permitted viewers, request rates and cleanup."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from aiocoll.top.viewer import State, Viewer
 
 from ..internals import comm_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix sockets whose users the kernel names")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs unix sockets that report the user of a peer")
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def options(folder: str, **more: Any) -> GroupOptions:
     return GroupOptions(top_dir=folder, **more)
 
 
-def ask(folder: str) -> list[dict[str, Any]]:
-    """Return the groups of this process."""
+def reported_groups(folder: str) -> list[dict[str, Any]]:
+    """Return the reported groups of this process."""
     viewer = Viewer(folder, time.monotonic)
     try:
         viewer.ask(20)
@@ -52,18 +52,18 @@ def ask(folder: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Any]:
-    """Return a listener that shows one thing, and a counter of the requests."""
+    """Yield a source that a listener shows, with a counter of the requests."""
 
-    class Shown:
-        asked = 0
-        told: dict[str, Any] = {"name": "a"}  # noqa: RUF012 - one object
+    class Source:
+        requests = 0
+        report: dict[str, Any] = {"name": "a"}  # noqa: RUF012 - one object
 
         def shown(self) -> dict[str, Any]:
-            self.asked += 1
-            return self.told
+            self.requests += 1
+            return self.report
 
     os.chmod(tmp_path, 0o700)
-    shown = Shown()
+    shown = Source()
     listener.join(shown, str(tmp_path), time.perf_counter)
     yield shown
     listener.leave(shown, str(tmp_path))
@@ -89,11 +89,11 @@ def answer(connection: socket.socket, reader: messages.Reader | None = None) -> 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-async def test_all_groups_of_a_process_are_told_with_their_numbers(
+async def test_all_groups_of_a_process_are_reported_with_their_counts(
     folder: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "FRESH", 0.0)
-    told: list[list[dict[str, Any]]] = []
+    reports: list[list[dict[str, Any]]] = []
 
     async def rank(pg: ProcessGroup) -> None:
         for _ in range(5):
@@ -103,16 +103,16 @@ async def test_all_groups_of_a_process_are_told_with_their_numbers(
         await part.barrier()
         await pg.barrier()
         if pg.rank() == 0:
-            told.append(await asyncio.to_thread(ask, folder))
+            reports.append(await asyncio.to_thread(reported_groups, folder))
         await pg.barrier()
         await part.shutdown()
         await pg.barrier()
         if pg.rank() == 0:
-            told.append(await asyncio.to_thread(ask, folder))
+            reports.append(await asyncio.to_thread(reported_groups, folder))
         await pg.barrier()
 
     await run_ranks(size, rank, options=options(folder))
-    both, one = told
+    both, one = reports
     assert [(each["name"], each["rank"], each["size"]) for each in both] == [
         (name, number, size) for name in ("part", "world:0") for number in range(size)
     ]
@@ -125,38 +125,38 @@ async def test_all_groups_of_a_process_are_told_with_their_numbers(
     assert not [each for each in threading.enumerate() if each.name == "aiocoll top"]
 
 
-async def test_what_is_pending_and_who_is_missing(folder: str) -> None:
+async def test_pending_calls_and_missing_ranks_are_reported(folder: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             while not pg.stats().peers:  # until the others are known to wait
-                told = await asyncio.to_thread(ask, folder)
-                if told[0]["in_flight"] and told[0]["in_flight"][0]["missing"]:
+                report = await asyncio.to_thread(reported_groups, folder)
+                if report[0]["in_flight"] and report[0]["in_flight"][0]["missing"]:
                     break
-            assert told[0]["pending"] == told[2]["pending"] == 1
-            assert told[1]["pending"] == 0
-            (flight,) = told[2]["in_flight"]
+            assert report[0]["pending"] == report[2]["pending"] == 1
+            assert report[1]["pending"] == 0
+            (flight,) = report[2]["in_flight"]
             assert flight["op"] == "BARRIER (sequence 1)"
             assert flight["missing"] == [1]
             assert flight["seconds"] >= 0.25
             assert flight["site"].startswith(__file__)
-            assert [(row[0], row[3]) for row in told[2]["peers"]] == [(1, 1)]
+            assert [(row[0], row[3]) for row in report[2]["peers"]] == [(1, 1)]
         await pg.barrier()
 
     await run_ranks(3, rank, options=options(folder))
 
 
-async def test_a_group_that_does_not_count_is_told_without_numbers(folder: str) -> None:
+async def test_group_without_statistics_is_reported_without_counts(folder: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 0:
-            (one, _) = await asyncio.to_thread(ask, folder)
+            (one, _) = await asyncio.to_thread(reported_groups, folder)
             assert (one["counted"], one["operations"], one["peers"]) == (False, [], [])
         await pg.barrier()
 
     await run_ranks(2, rank, options=options(folder, stats=False))
 
 
-async def test_a_folder_that_others_may_enter_is_refused_and_the_group_goes_on(
+async def test_folder_open_to_other_users_is_refused_and_the_group_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.chmod(tmp_path, 0o750)
@@ -175,7 +175,7 @@ async def test_a_folder_that_others_may_enter_is_refused_and_the_group_goes_on(
         Viewer(str(tmp_path), time.monotonic)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_that_cannot_be_made_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
 
     async def rank(pg: ProcessGroup) -> float:
@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "aiocoll top cannot show this group" in caplog.text
 
 
-def test_nobody_listens_where_time_is_virtual(tmp_path: Path) -> None:
+def test_virtual_clock_starts_no_listener(tmp_path: Path) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         assert not (tmp_path / "top").exists()
@@ -195,8 +195,8 @@ def test_nobody_listens_where_time_is_virtual(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_neither_let_in_nor_heard(source: Any, tmp_path: Path) -> None:
-    """The folder keeps him out; and if it did not, he would be hung up on."""
+def test_other_user_gets_no_answer(source: Any, tmp_path: Path) -> None:
+    """Check the permissions of the folder, and then, without them, the check of the user."""
     path = tmp_path / f"{os.getpid()}.sock"
     common = Path(tempfile.gettempdir())
     short = common / f"aiocoll-test-{os.getpid()}"
@@ -207,23 +207,23 @@ def test_another_user_is_neither_let_in_nor_heard(source: Any, tmp_path: Path) -
                 os.chmod(above, 0o711)
         script = (Path(__file__).parent / "asking.py").read_text()
 
-        def another() -> str:
+        def result_for_other_user() -> str:
             command = [sys.executable, "-c", script, str(short / path.name)]
             return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/").stdout.strip()
 
-        assert another() == "not let in"
+        assert result_for_other_user() == "denied"
         os.chmod(tmp_path, 0o711)
         os.chmod(path, 0o777)
-        assert another() == "hung up"
-        assert source.asked == 0
+        assert result_for_other_user() == "closed"
+        assert source.requests == 0
     finally:
         os.chmod(tmp_path, 0o700)
         short.unlink()
 
 
-def test_a_viewer_that_does_not_read_is_not_waited_for(source: Any, tmp_path: Path) -> None:
-    """What it has not taken is all that waits for it; others are answered meanwhile."""
-    source.told = {"name": "x" * 200_000}
+def test_viewer_that_does_not_read_delays_no_other_viewer(source: Any, tmp_path: Path) -> None:
+    """Check that at most one unread answer waits for this viewer, and that others get answers meanwhile."""
+    source.report = {"name": "x" * 200_000}
     with connected(tmp_path) as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for _ in range(20):
@@ -232,13 +232,13 @@ def test_a_viewer_that_does_not_read_is_not_waited_for(source: Any, tmp_path: Pa
             with connected(tmp_path) as other:
                 other.send(messages.ASK)
                 assert len(answer(other)["groups"][0]["name"]) == 200_000
-        before = source.asked
+        before = source.requests
         assert before <= 4
         reader = messages.Reader()
         assert len(answer(stuck, reader)["groups"][0]["name"]) == 200_000
 
 
-def test_a_viewer_is_heard_four_times_a_second(source: Any, tmp_path: Path) -> None:
+def test_viewer_gets_four_answers_per_second(source: Any, tmp_path: Path) -> None:
     with connected(tmp_path) as connection:
         began, answers = time.monotonic(), 0
         while answers < 4:
@@ -246,10 +246,10 @@ def test_a_viewer_is_heard_four_times_a_second(source: Any, tmp_path: Path) -> N
             answer(connection)
             answers += 1
         assert time.monotonic() - began >= 3 * listener.REST
-    assert source.asked == 4
+    assert source.requests == 4
 
 
-def test_of_many_viewers_that_goes_which_has_been_quiet(source: Any, tmp_path: Path) -> None:
+def test_idlest_of_too_many_viewers_is_disconnected(source: Any, tmp_path: Path) -> None:
     viewers = [connected(tmp_path) for _ in range(listener.MOST)]
     try:
         for each in viewers:
@@ -266,29 +266,29 @@ def test_of_many_viewers_that_goes_which_has_been_quiet(source: Any, tmp_path: P
             each.close()
 
 
-def test_what_does_not_fit_is_counted() -> None:
+def test_groups_that_do_not_fit_into_an_answer_are_counted() -> None:
     groups = [{"name": str(number), "text": "x" * 50_000} for number in range(9)]
     data = messages.answer(7, [*groups, {"name": "small"}])
     assert len(data) <= messages.MOST + 4
     reader = messages.Reader()
     assert reader.feed(data[:1000]) == []
-    (said,) = reader.feed(data[1000:])
-    assert (said["process"], said["left_out"]) == (7, 4)
-    assert [each["name"] for each in said["groups"]] == ["0", "1", "2", "3", "4", "small"]
+    (received,) = reader.feed(data[1000:])
+    assert (received["process"], received["left_out"]) == (7, 4)
+    assert [each["name"] for each in received["groups"]] == ["0", "1", "2", "3", "4", "small"]
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x01\0\0\0\xc1", b"\x01\0\0\0\x01", b"\x01\0\0\0\x80"])
-def test_what_is_no_answer_is_refused(data: bytes) -> None:
+def test_invalid_answer_is_refused(data: bytes) -> None:
     with pytest.raises(messages.ProtocolError):
         messages.Reader().feed(data)
 
 
-def test_a_source_that_fails_does_not_stop_the_others(source: Any, tmp_path: Path) -> None:
-    class Broken:
+def test_failing_source_does_not_stop_the_others(source: Any, tmp_path: Path) -> None:
+    class BrokenSource:
         def shown(self) -> dict[str, Any]:
             raise KeyError("gone")
 
-    broken = Broken()
+    broken = BrokenSource()
     listener.join(broken, str(tmp_path), time.perf_counter)
     with connected(tmp_path) as connection:
         connection.send(messages.ASK)
@@ -296,17 +296,17 @@ def test_a_source_that_fails_does_not_stop_the_others(source: Any, tmp_path: Pat
     listener.leave(broken, str(tmp_path))
 
 
-def test_a_forked_child_has_a_listener_of_its_own(source: Any, tmp_path: Path) -> None:
+def test_forked_child_has_its_own_listener(source: Any, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     child = os.fork()
-    if child == 0:  # what it raises must not run the tests again
+    if child == 0:  # an exception of the child must not run the remaining tests
         try:
-            listener.leave(source, str(tmp_path))  # that of its parent
-            there = (tmp_path / f"{os.getppid()}.sock").exists()
+            listener.leave(source, str(tmp_path))  # the listener of the parent
+            exists = (tmp_path / f"{os.getppid()}.sock").exists()
             listener.join(source, str(tmp_path), time.perf_counter)
-            there = there and (tmp_path / f"{os.getpid()}.sock").exists()
+            exists = exists and (tmp_path / f"{os.getpid()}.sock").exists()
             listener.leave(source, str(tmp_path))
-            os.write(writing, b"well" if there else b"gone")
+            os.write(writing, b"well" if exists else b"gone")
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -319,11 +319,11 @@ def test_a_forked_child_has_a_listener_of_its_own(source: Any, tmp_path: Path) -
         assert answer(connection)["process"] == os.getpid()
 
 
-async def test_a_blocked_loop_is_told(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocked_loop_is_reported(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
         comm = comm_of(pg)
         monkeypatch.setattr(comm.endpoint.failure_detector, "blocked", lambda: (2.5, "here.py:7 in slow"))
-        (told,) = await asyncio.to_thread(ask, folder)
-        assert told["blocked"] == [2.5, "here.py:7 in slow"]
+        (report,) = await asyncio.to_thread(reported_groups, folder)
+        assert report["blocked"] == [2.5, "here.py:7 in slow"]
 
     await run_ranks(1, rank, options=options(folder))
