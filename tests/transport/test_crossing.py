@@ -1,4 +1,4 @@
-"""Two ranks that dial each other at once: one link, the same at both ends, whatever comes when."""
+"""Crossing dials: two ranks that dial each other at once get one link, the same at both ends, in every order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import dial, transport
 from aiocoll.transport.stream.crossing import Crossing
 
-from .test_stream import Rank, say, settle, started
+from .test_stream import Rank, send_number, settle, started
 
-#: What the two ends of a connection say in its handshake, in turn.
+#: The number of messages in a handshake, counting both directions.
 MESSAGES = 5
-#: After so many of them, the end that was dialled has promised the link.
+#: After this number of messages, the dialled end has promised the link.
 PROMISED = 3
 
 
 class Links:
-    """What `Crossing` asks of the links of a rank."""
+    """The table of links that `Crossing` queries."""
 
     def __init__(self) -> None:
         self.live = False
@@ -62,9 +62,9 @@ async def test_crossing_dials_follow_promises_and_confirmations(rank: int, peer:
 
 
 class Gate:
-    """Holds each handshake message of two connections, one dialled by each rank, until it is let through.
+    """Holds each handshake message of two connections, one dialled by each rank, until `let_through` releases it.
 
-    A connection is known by the rank that dials it. Those that follow the first of a rank are held nowhere.
+    A connection is identified by the rank that dials it. Further connections of a rank are not held.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: list[Rank]) -> None:
@@ -112,7 +112,7 @@ class Gate:
         return data
 
     async def let_through(self, dialled_by: int) -> None:
-        """Let the next message of a connection arrive, and all that follows from it happen."""
+        """Release the next message of the connection dialled by `dialled_by`, and run the loop until it took effect."""
         self.through[dialled_by] += 1
         self.changed.set()
         self.changed = asyncio.Event()
@@ -121,7 +121,7 @@ class Gate:
 
 
 def orders() -> Iterator[tuple[int, ...]]:
-    """All orders in which the messages of the two connections can arrive."""
+    """Yield all orders in which the messages of the two connections can arrive."""
     for first in itertools.combinations(range(2 * MESSAGES), MESSAGES):
         yield tuple(0 if at in first else 1 for at in range(2 * MESSAGES))
 
@@ -155,7 +155,7 @@ async def test_crossing_dials_make_one_link_in_every_message_order(flavour: str)
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("held", [0, 1])
 async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavour: str) -> None:
-    """After any number of its messages: the other becomes the link, unless the first one has been promised."""
+    """The other dial stops after any number of its messages. Its link wins only if it has been promised."""
     for before in range(MESSAGES):
         async with gated(flavour) as (ranks, gate):
             dials = await both_dial(ranks)
@@ -165,7 +165,7 @@ async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavou
                 await gate.let_through(1 - held)
             if before < PROMISED:
                 await asyncio.gather(*dials)
-            for _ in range(MESSAGES):  # nothing comes of it, or a peer that has proven itself has been waited for
+            for _ in range(MESSAGES):  # releases the dial that was stuck
                 await gate.let_through(held)
             made = await asyncio.gather(*dials)
             await settle(*ranks)
@@ -176,8 +176,8 @@ async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavou
 async def talk(ranks: list[Rank]) -> None:
     a, b = ranks
     (left,), (right,) = a.links, b.links
-    say(left, 5)
-    say(right, 6)
-    await b.until(lambda: b.heard)
-    await a.until(lambda: a.heard)
-    assert (a.heard, b.heard, a.gone, b.gone) == ([(1, 6)], [(0, 5)], [], [])
+    send_number(left, 5)
+    send_number(right, 6)
+    await b.until(lambda: b.received)
+    await a.until(lambda: a.received)
+    assert (a.received, b.received, a.lost_peers, b.lost_peers) == ([(1, 6)], [(0, 5)], [], [])
