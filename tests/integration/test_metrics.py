@@ -1,4 +1,4 @@
-"""Metrics of several processes on a host, as docs/metrics.md exports them."""
+"""Metrics of several processes on one host, exported as docs/metrics.md shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ports import free_ports
 
 PAGE = "docs/metrics.md"
 
-#: The program of the page in each rank, which then asks all of them.
+#: Appended to the program of the page: each rank then scrapes all ranks.
 PROGRAM = """
 import asyncio, urllib.request
 import aiocoll

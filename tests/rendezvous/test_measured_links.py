@@ -43,7 +43,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "there", "beta"),
+    ("hosts", "latency", "beta"),
     [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / BURST), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
 )
 def test_tuning_uses_the_slowest_link_between_the_hosts(hosts: str, latency: float, beta: float) -> None:

@@ -312,7 +312,7 @@ async def test_simultaneous_dials_of_all_ranks_make_one_link_per_pair(flavour: s
             assert sorted(link.peer for link in rank.links) == [r for r in range(8) if r != rank.transport.rank]
 
 
-@pytest.mark.parametrize("said", [0, HELLO_SIZE, HELLO_SIZE + PROOF_SIZE])
+@pytest.mark.parametrize("sent_bytes", [0, HELLO_SIZE, HELLO_SIZE + PROOF_SIZE])
 async def test_unproven_dial_does_not_affect_other_handshakes(sent_bytes: int) -> None:
     """The reply to another rank must not depend on an unproven dial, however far it has come."""
     async with started(3) as (low, middle, high):
@@ -327,7 +327,7 @@ async def test_unproven_dial_does_not_affect_other_handshakes(sent_bytes: int) -
                 await asyncio.wait([dial])
 
 
-@pytest.mark.parametrize("said", range(4))
+@pytest.mark.parametrize("sent_bytes", range(4))
 async def test_unproven_client_does_not_stop_a_dial(sent_bytes: int) -> None:
     """The client sends nothing, half a HELLO, a correct HELLO, or a proof with another key."""
     for rank in range(2):
