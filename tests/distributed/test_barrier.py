@@ -97,10 +97,10 @@ async def test_barrier_does_not_wait_for_collectives_of_other_groups(pg: Process
 
 @pytest.mark.ranks(2)
 async def test_barrier_raises_the_failure_of_an_earlier_collective(pg: ProcessGroup) -> None:
-    def fails(a: Any, b: Any, out: Any) -> None:
+    def fail(a: Any, b: Any, out: Any) -> None:
         raise ValueError("on purpose")
 
-    dist.all_reduce(np.ones(3), ReduceOp.custom(fails))
+    dist.all_reduce(np.ones(3), ReduceOp.custom(fail))
     with pytest.raises((aiocoll.GroupError, ValueError), match="on purpose"):
         await dist.barrier()
 

@@ -36,7 +36,7 @@ _LAST = HEADER.pack(0, 0, 0, 0, 0, 0, 0, _NO_LENGTH, 0)
 
 
 class RailLink:
-    """One end of a link; see `aiocoll.plugins.Link`."""
+    """An end of a link; see `aiocoll.plugins.Link`."""
 
     sink: Sink
     shared = None
