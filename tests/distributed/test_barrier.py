@@ -106,7 +106,7 @@ async def test_barrier_raises_the_failure_of_an_earlier_collective(pg: ProcessGr
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_of_an_idle_group_is_that_of_the_group(pg: ProcessGroup) -> None:
+async def test_barrier_of_an_idle_group_is_the_process_group_barrier(pg: ProcessGroup) -> None:
     barrier = dist.barrier()
     assert (barrier.op, barrier.seq) == ("BARRIER", 1)
     await barrier
@@ -129,7 +129,7 @@ async def test_async_op_as_device_ids_is_refused(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_group_that_was_not_awaited_is_named(pg: ProcessGroup) -> None:
+async def test_group_that_was_not_awaited_is_refused(pg: ProcessGroup) -> None:
     made = dist.new_group([0])
     with pytest.raises(TypeError, match="group must be a ProcessGroup or None, not Work; await the call that makes"):
         dist.all_reduce(1, group=made)  # type: ignore[arg-type]

@@ -223,7 +223,7 @@ async def test_two_tasks_can_be_ranks_of_two_worlds() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_group_context_makes_it_the_default(pg: ProcessGroup) -> None:
+async def test_process_group_context_sets_the_default_group(pg: ProcessGroup) -> None:
     assert dist.group.WORLD is pg
     async with aiocoll.new_group(store=HashStore(), rank=0, world_size=1) as alone:
         with aiocoll.process_group(alone):
@@ -298,7 +298,7 @@ async def meet_at_own_address(pg: ProcessGroup, port: int) -> Any:
     return total
 
 
-async def test_program_that_sets_the_address_itself_meets_there() -> None:
+async def test_program_may_set_the_master_address_itself() -> None:
     assert await run_processes(2, meet_at_own_address, free_port()) == [2, 2]
 
 

@@ -249,7 +249,7 @@ async def test_rank_that_stays_stopped_is_lost() -> None:
 
 
 @pytest.mark.slow
-async def test_silent_host_is_dead_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
+async def test_silent_host_is_declared_dead_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
     """Ranks are blocked or stopped for longer than a heartbeat may be missing."""
     cut = await asyncio.gather(
         run_processes(3, run_on_two_hosts, tmp_path / "a", reduce_while_stopped, 0, LOST_WITHIN),

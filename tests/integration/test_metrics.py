@@ -41,7 +41,7 @@ def test_rank_has_its_own_metrics_port(ranks: Ranks, tmp_path: Path) -> None:
     run(ranks, "-n", "2", str(program))
 
 
-def test_scrape_has_all_processes_and_a_replacement_continues(ranks: Ranks, tmp_path: Path) -> None:
+def test_scrape_has_all_processes_and_the_counts_of_a_replacement(ranks: Ranks, tmp_path: Path) -> None:
     (command,) = commands(PAGE)
     assert command == "PROMETHEUS_MULTIPROC_DIR=$(mktemp -d) aiocoll run -n 2 program.py\n"
     directory = tmp_path / "metrics"

@@ -79,7 +79,7 @@ def test_death_of_the_store_host_while_newcomers_are_waited_for_ends_grow(ranks:
 
 
 @pytest.mark.slow
-def test_replaced_rank_learns_of_its_exclusion_when_it_continues(ranks: Ranks, store: dict[str, str]) -> None:
+def test_replaced_rank_is_notified_of_its_exclusion_when_it_continues(ranks: Ranks, store: dict[str, str]) -> None:
     env = {**store, "VICTIM": "1", "WORLD_SIZE": "3"}
     processes = [ranks.start(PROGRAM, "replace", "env://", env={**env, "RANK": str(rank)}) for rank in range(3)]
     processes.append(ranks.start(PROGRAM, "join", "env://", env=env))

@@ -108,7 +108,7 @@ def test_successor_takes_a_free_rank_before_all_have_come(size: int, victim: int
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (3, 1), (4, 3), (7, 5)])
-def test_successor_takes_the_place_or_all_fail_by_name(size: int, victim: int) -> None:
+def test_successor_takes_the_rank_or_all_ranks_fail_with_its_number(size: int, victim: int) -> None:
     for last in itertools.count():
         if not run_virtual(replace_at_request(size, victim, last, None)):
             break
@@ -116,7 +116,7 @@ def test_successor_takes_the_place_or_all_fail_by_name(size: int, victim: int) -
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_living_claimer_is_never_displaced(size: int) -> None:
+def test_live_claimer_is_never_displaced(size: int) -> None:
     async def main(last: int) -> bool:
         store = HashStore()
         watched = HoldingStore(store, last)

@@ -205,7 +205,7 @@ def test_two_groups_grow_at_once() -> None:
     run_on_virtual_clock(test)
 
 
-def test_waiting_rank_learns_which_newcomers_live() -> None:
+def test_waiting_rank_ignores_dead_newcomers() -> None:
     async def test(store: HashStore) -> None:
         await take_ticket_and_die(store)
         looking = asyncio.ensure_future(await_newcomer(store))

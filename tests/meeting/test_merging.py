@@ -90,7 +90,7 @@ async def test_merged_parts_of_a_world_are_ordered_by_their_lowest_rank(transpor
     assert await run_ranks(4, rank, transport=transport) == [0, 1, 3, 2]
 
 
-async def test_merged_groups_without_a_difference_are_ordered_by_arrival() -> None:
+async def test_merged_groups_with_equal_names_are_ordered_by_arrival() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:

@@ -595,23 +595,23 @@ async def test_server_of_another_kind_is_refused(open_store: OpenStore) -> None:
 
 
 @pytest.fixture
-def secured(tmp_path: Path) -> Iterator[RedisServer]:
+def tls_server(tmp_path: Path) -> Iterator[RedisServer]:
     """Yield a TLS server for this test that requires client certificates of its CA."""
     files = Authority(tmp_path).make("DNS:localhost", file="server")
     with redis_server(tmp_path, files, "--tls-auth-clients", "yes") as server:
         yield server
 
 
-async def test_both_ends_verify_certificates(secured: RedisServer, open_store: OpenStore, tmp_path: Path) -> None:
+async def test_both_ends_verify_certificates(tls_server: RedisServer, open_store: OpenStore, tmp_path: Path) -> None:
     files = Authority(tmp_path, "clients").make("DNS:client", file="client")
-    stranger = open_store(secured.tls_url, tls_ca=secured.ca, timeout=0.3)
+    stranger = open_store(tls_server.tls_url, tls_ca=tls_server.ca, timeout=0.3)
     with pytest.raises(
         StoreUnavailableError,
         match=r"no store at rediss://localhost:\d+/0: .*if it requires certificates, pass tls_cert",
     ):
         await stranger.set("k", b"v")
     wrong = open_store(
-        secured.tls_url, tls_ca=secured.ca, tls_certificate=files.certificate, tls_key=files.key, timeout=0.3
+        tls_server.tls_url, tls_ca=tls_server.ca, tls_certificate=files.certificate, tls_key=files.key, timeout=0.3
     )
     with pytest.raises(
         StoreUnavailableError,

@@ -56,7 +56,7 @@ async def test_other_outcomes_do_not_wait_for_a_notice() -> None:
         await run_with_notice(finish(), math.inf)
 
 
-async def test_rank_gets_the_reason_from_a_store_that_closes_at_once() -> None:
+async def test_rank_receives_the_reason_before_the_store_closes() -> None:
     for _ in range(30):
         async with TCPStore("127.0.0.1", 0, is_master=True) as master, TCPStore("127.0.0.1", master.port) as store:
             joining = asyncio.ensure_future(new_group(store=store, rank=1, world_size=2, timeout=20))

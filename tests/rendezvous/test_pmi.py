@@ -173,7 +173,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("command", "answer", "message"), WRONG, ids=range(len(WRONG)))
-async def test_invalid_reply_raises_now_and_later(
+async def test_invalid_reply_raises_at_each_call(
     command: str, answer: str, message: str, stores: dict[str, PmiStore]
 ) -> None:
     async with PmiLauncher(2, {command: answer}) as launcher:
@@ -214,7 +214,7 @@ async def test_long_error_of_rank_0_is_truncated(stores: dict[str, PmiStore]) ->
         assert len(str(other)) > 200
 
 
-async def test_given_port_is_used(stores: dict[str, PmiStore]) -> None:
+async def test_pmi_store_uses_the_given_port(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         port = free_port()
         variables = launcher.environment(0) | {"AIOCOLL_PORT": str(port)}
@@ -225,7 +225,7 @@ async def test_given_port_is_used(stores: dict[str, PmiStore]) -> None:
         assert first.port == port
 
 
-async def test_key_from_elsewhere_is_not_published(stores: dict[str, PmiStore]) -> None:
+async def test_given_key_is_not_published(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(3) as launcher:
         first, one, other = await asyncio.gather(
             find_store(launcher, 0, OWN_KEY), find_store(launcher, 1, OWN_KEY), find_store(launcher, 2)

@@ -124,7 +124,7 @@ async def test_master_connects_to_its_own_store_at_any_address(monkeypatch: pyte
             assert await other.get("k") == b"v"
 
 
-async def test_unreachable_listener_is_explained_by_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loopback_only_listener_is_explained_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, store_resolve=NameServer("127.0.0.1").resolve)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None

@@ -205,7 +205,7 @@ async def test_record_over_the_limit_is_refused(path) -> None:
     await assert_refused(path, header + prefix + sized + bytes(100), rf"a record has {MAX_RECORD + 1} bytes, the limit")
 
 
-async def test_file_shorter_than_what_was_read_is_refused(path) -> None:
+async def test_file_truncated_after_a_read_is_refused(path) -> None:
     """A process that has read the lost records must not read or write any more."""
     whole = path.read_bytes()
     *_, third, end = record_ends(whole)
@@ -254,12 +254,12 @@ async def test_reader_of_a_half_replaced_tail_recovers(path, monkeypatch: pytest
     for old in range(record_ends(whole)[-2], len(torn)):
         mixed = [whole[:old] + torn[old:]]
 
-        def see(fd: int, nbytes: int, at: int, mixed: list[bytes] = mixed) -> bytes:
+        def read_mixture(fd: int, nbytes: int, at: int, mixed: list[bytes] = mixed) -> bytes:
             return mixed[0][at : at + nbytes] if at >= HEADER_SIZE and mixed else pread(fd, nbytes, at)
 
         async with FileStore(path) as reader:
             with monkeypatch.context() as patch, path.open("rb") as writer:
-                patch.setattr(os, "pread", see)
+                patch.setattr(os, "pread", read_mixture)
                 fcntl.flock(writer, fcntl.LOCK_EX)
                 assert await reader.get("b", 0) == b"b" * 10
             mixed.clear()

@@ -428,7 +428,7 @@ async def test_silent_clients_use_no_memory_for_tls():
     await server.aclose()
 
 
-async def test_connection_uses_one_of_several_made_certificates(monkeypatch):
+async def test_connection_succeeds_with_concurrently_made_certificates(monkeypatch):
     """Certificates made by several threads at the same time differ."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     monkeypatch.setattr(server._tls, "get", of_this_process.__wrapped__)

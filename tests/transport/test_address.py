@@ -126,7 +126,7 @@ async def test_reach_raises_blocking_error_for_a_full_backlog() -> None:
     address.remove_unix(name)
 
 
-async def test_reach_names_the_socket_that_is_connecting() -> None:
+async def test_reach_reports_the_connecting_socket() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connecting: list[int] = []
         loop, where = asyncio.get_running_loop(), listener.getsockname()

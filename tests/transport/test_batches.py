@@ -88,7 +88,7 @@ async def loop_iteration() -> None:
     await asyncio.sleep(0)
 
 
-async def test_64_small_frames_of_one_turn_leave_in_two_system_calls(kind: str) -> None:
+async def test_64_small_frames_of_one_iteration_leave_in_two_system_calls(kind: str) -> None:
     async with counted_ends(kind) as ends:
         ends.write(*[64] * 64)
         assert ends.calls == [HEADER_SIZE + 64], "the first frame was not sent alone, or the others were not batched"

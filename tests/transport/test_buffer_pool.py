@@ -134,7 +134,7 @@ async def test_link_that_ends_within_a_frame_returns_its_buffer() -> None:
             assert not pool.used
 
 
-async def test_buffers_of_a_burst_are_not_all_kept() -> None:
+async def test_pool_keeps_a_limited_number_of_buffers_after_a_burst() -> None:
     pool = CheckedPool()
     async with links_with_raw_ends(MOST + 4, pool) as links:
         for raw, link, _ in links:

@@ -47,7 +47,7 @@ async def opened(kind: str) -> list[ByteStream]:
     return await asyncio.gather(*opening)
 
 
-def striped(connections: Sequence[Sequence[ByteStream]]) -> list[StripedStream]:
+def striped_pair(connections: Sequence[Sequence[ByteStream]]) -> list[StripedStream]:
     """Return both ends of a stream over several connections."""
     ends = [StripedStream(asyncio.get_running_loop(), end) for end in connections[0]]
     for both in connections[1:]:
@@ -60,7 +60,7 @@ def striped(connections: Sequence[Sequence[ByteStream]]) -> list[StripedStream]:
 async def stream_ends(kind: str) -> AsyncIterator[tuple[ByteStream, ByteStream]]:
     ends: Sequence[ByteStream]
     if kind in STRIPED:
-        ends = striped([await opened(STRIPED[kind]) for _ in range(STRIPES)])
+        ends = striped_pair([await opened(STRIPED[kind]) for _ in range(STRIPES)])
     else:
         ends = await opened(kind)
     try:
@@ -70,7 +70,7 @@ async def stream_ends(kind: str) -> AsyncIterator[tuple[ByteStream, ByteStream]]
             end.close()
 
 
-def data(nbytes: int) -> bytes:
+def random_bytes(nbytes: int) -> bytes:
     return np.random.default_rng(1).integers(0, 256, nbytes, np.uint8).tobytes()
 
 
@@ -148,7 +148,7 @@ async def test_receive_without_data_raises_blocking_error(kind: str) -> None:
 
 @each_stream
 async def test_slow_reader_stops_the_sender_without_loss(kind: str) -> None:
-    message = data(1 << 20)
+    message = random_bytes(1 << 20)
     async with stream_ends(kind) as (near, far):
         sent = fill(near, message)
         assert 0 < sent < len(message)
@@ -160,8 +160,8 @@ async def test_slow_reader_stops_the_sender_without_loss(kind: str) -> None:
 
 @each_stream
 @pytest.mark.parametrize(("nbytes", "most"), [(3000, 1), (20_000, 100), (1 << 20, 1 << 18)])
-async def test_large_data_arrives_in_both_directions_at_once(kind: str, nbytes: int, most: int) -> None:
-    message = [data(nbytes)[:: 1 - 2 * end] for end in range(2)]
+async def test_large_data_is_sent_in_both_directions_at_once(kind: str, nbytes: int, most: int) -> None:
+    message = [random_bytes(nbytes)[:: 1 - 2 * end] for end in range(2)]
     chance = random.Random(1)
 
     def parts(rest: memoryview) -> list[memoryview]:
@@ -182,7 +182,7 @@ async def test_large_data_arrives_in_both_directions_at_once(kind: str, nbytes: 
 async def test_readable_callback_is_called_for_all_received_data(kind: str) -> None:
     """The data may be left in the stream by an earlier receive, or arrive during a pause in reading."""
     async with stream_ends(kind) as (near, far):
-        near.send(data(900))
+        near.send(random_bytes(900))
         reader = Reader(far, 10)
         await reader.wait_for(30)
         far.stop_reading()
@@ -192,11 +192,11 @@ async def test_readable_callback_is_called_for_all_received_data(kind: str) -> N
         assert reader.calls == calls
         near.shutdown()
         rest = Reader(far, 2 * SOME)
-        assert bytes(reader.received) + await rest.all() == data(900)
+        assert bytes(reader.received) + await rest.all() == random_bytes(900)
 
 
 @each_stream
-async def test_other_direction_continues_after_the_end_of_one(kind: str) -> None:
+async def test_stream_continues_in_one_direction_after_the_end_of_the_other(kind: str) -> None:
     async with stream_ends(kind) as (near, far):
         near.send(b"question")
         near.shutdown()
@@ -207,7 +207,7 @@ async def test_other_direction_continues_after_the_end_of_one(kind: str) -> None
 
 
 @each_stream
-async def test_close_ends_the_peer_and_runs_no_callback(kind: str) -> None:
+async def test_closed_stream_ends_its_peer_and_runs_no_callback(kind: str) -> None:
     async with stream_ends(kind) as (near, far):
         near.start_reading(lambda: pytest.fail("closed"))
         near.start_writing(lambda: pytest.fail("closed"))

@@ -76,7 +76,7 @@ class Gate:
         receive, reach = byte_stream.receive_message, address.reach
         self._receive = receive
 
-        async def reached(loop: Any, family: int, target: Any, **_: Any) -> socket.socket:
+        async def record_dialled(loop: Any, family: int, target: Any, **_: Any) -> socket.socket:
             sock = await reach(loop, family, target)
             task = asyncio.current_task()
             assert task is not None
@@ -89,14 +89,14 @@ class Gate:
         for rank in ranks:
             greet = rank.transport._greet
 
-            def greeted(sock: socket.socket, rank: Rank = rank, greet: Any = greet) -> None:
+            def record_accepted(sock: socket.socket, rank: Rank = rank, greet: Any = greet) -> None:
                 dialled_by = 1 - rank.transport.rank
                 if (dialled_by, False) not in self._of.values():
                     self._of[sock] = dialled_by, False
                 greet(sock)
 
-            monkeypatch.setattr(rank.transport._listeners, "_greet", greeted)
-        monkeypatch.setattr(address, "reach", reached)
+            monkeypatch.setattr(rank.transport._listeners, "_greet", record_accepted)
+        monkeypatch.setattr(address, "reach", record_dialled)
         monkeypatch.setattr(dial, "receive_message", self.receive)
         monkeypatch.setattr(transport, "receive_message", self.receive)
 
@@ -127,13 +127,13 @@ def orders() -> Iterator[tuple[int, ...]]:
 
 
 @asynccontextmanager
-async def gated(flavour: str) -> AsyncIterator[tuple[list[Rank], Gate]]:
+async def gated_ranks(flavour: str) -> AsyncIterator[tuple[list[Rank], Gate]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         async with started(2, flavour, handshake_timeout=3600.0) as ranks:
             yield ranks, Gate(monkeypatch, ranks)
 
 
-async def both_dial(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
+async def start_both_dials(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
     return [
         asyncio.get_running_loop().create_task(ranks[each].connect(ranks[1 - each]), name=str(each)) for each in (0, 1)
     ]
@@ -142,14 +142,14 @@ async def both_dial(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
 async def test_crossing_dials_make_one_link_in_every_message_order(flavour: str) -> None:
     for order in orders():
-        async with gated(flavour) as (ranks, gate):
-            dials = await both_dial(ranks)
+        async with gated_ranks(flavour) as (ranks, gate):
+            dials = await start_both_dials(ranks)
             for dialled_by in order:
                 await gate.let_through(dialled_by)
             made = await asyncio.gather(*dials)
             await settle(*ranks)
             assert [link is None for link in made].count(True) == 1, order
-            await talk(ranks)
+            await exchange_messages(ranks)
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
@@ -157,8 +157,8 @@ async def test_crossing_dials_make_one_link_in_every_message_order(flavour: str)
 async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavour: str) -> None:
     """The other dial stops after any number of its messages. Its link wins only if it has been promised."""
     for before in range(MESSAGES):
-        async with gated(flavour) as (ranks, gate):
-            dials = await both_dial(ranks)
+        async with gated_ranks(flavour) as (ranks, gate):
+            dials = await start_both_dials(ranks)
             for _ in range(before):
                 await gate.let_through(held)
             for _ in range(MESSAGES):
@@ -170,10 +170,10 @@ async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavou
             made = await asyncio.gather(*dials)
             await settle(*ranks)
             assert [link is None for link in made].count(True) == 1, before
-            await talk(ranks)
+            await exchange_messages(ranks)
 
 
-async def talk(ranks: list[Rank]) -> None:
+async def exchange_messages(ranks: list[Rank]) -> None:
     a, b = ranks
     (left,), (right,) = a.links, b.links
     send_number(left, 5)

@@ -93,7 +93,9 @@ class Wire:
         raise NotImplementedError
 
 
-def measured(rate: float, delay: float, *, room: int = 1 << 20, piece: int = PACKET, seconds: float = 1e9) -> Any:
+def measured_figures(
+    rate: float, delay: float, *, room: int = 1 << 20, piece: int = PACKET, seconds: float = 1e9
+) -> Any:
     """Return the measured figures of a link, and the number of bytes sent to measure it."""
 
     async def main() -> tuple[LinkFigures, int]:
@@ -115,24 +117,24 @@ def measured(rate: float, delay: float, *, room: int = 1 << 20, piece: int = PAC
 @pytest.mark.parametrize("room", [1 << 20, 5000], ids=["", "full"])
 def test_probe_measures_the_figures_of_the_link(rate: float, delay: float, room: int) -> None:
     """The round trip is measured with a request of 1 byte and a reply of 12 bytes."""
-    found, sent = measured(rate, delay, room=room)
+    found, sent = measured_figures(rate, delay, room=room)
     assert found.rtt == pytest.approx(2 * delay + 13 / rate)
     assert found.rate == pytest.approx(rate)
     assert sent == len(TRAINS) + sum(TRAINS) * PACKET
 
 
 def test_probe_of_an_instant_link_has_no_rate() -> None:
-    assert measured(float("inf"), 1e-3)[0] == LinkFigures(2e-3, 0.0)
+    assert measured_figures(float("inf"), 1e-3)[0] == LinkFigures(2e-3, 0.0)
 
 
 def test_probe_of_a_distant_host_sends_one_request() -> None:
-    found, sent = measured(1e6, 2.0, seconds=1.0)
+    found, sent = measured_figures(1e6, 2.0, seconds=1.0)
     assert found == LinkFigures(pytest.approx(4.0, rel=1e-4), 0.0)
     assert sent == 1
 
 
 def test_probe_sends_no_more_than_its_time_allows() -> None:
-    found, sent = measured(1e6, 0.2, seconds=1.0)
+    found, sent = measured_figures(1e6, 0.2, seconds=1.0)
     assert found.rate == pytest.approx(1e6)
     assert sent == 3 + sum(TRAINS[:3]) * PACKET
 

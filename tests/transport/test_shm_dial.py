@@ -264,7 +264,7 @@ async def test_dialler_cancelled_at_every_step_leaves_no_half_link() -> None:
     assert completed[-1]
 
 
-async def test_blocked_dialler_whose_time_ends_has_no_link() -> None:
+async def test_dialler_whose_timeout_expires_while_blocked_has_no_link() -> None:
     """The reply and the timeout reach the dialler in the same iteration of the loop; neither rank has a link."""
     ends = Ends()
     tasks = [asyncio.ensure_future(ends.propose()), asyncio.ensure_future(ends.accept())]
@@ -329,7 +329,7 @@ async def test_acceptor_cancelled_at_every_step_leaves_no_half_link() -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-async def test_closed_end_raises_an_error_at_the_other(silent: int) -> None:
+async def test_closed_socket_raises_an_error_at_the_peer(silent: int) -> None:
     ends = Ends()
     ends.socks[silent].close()
     with pytest.raises(ConnectionError) as raised:
@@ -540,7 +540,7 @@ async def test_malformed_offer_is_refused(offer: str) -> None:
         *((message(), [sealed_memory, each], ProtocolError) for each in DOORBELLS),
     ],
 )
-async def test_malformed_answer_is_refused(data: bytes, makers: list[Callable[[int], int]], expected: type) -> None:
+async def test_malformed_reply_is_refused(data: bytes, makers: list[Callable[[int], int]], expected: type) -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await wait_until_readable(ends.socks[1])

@@ -209,7 +209,7 @@ async def test_doorbell_polls_after_its_number_and_the_fence(pair: Pair) -> None
     assert events == [("look", 0), ("fence", 1), ("look", 1)]
 
 
-async def test_ringing_rank_is_awake_for_the_answer(pair: Pair) -> None:
+async def test_ringing_rank_stays_awake_for_the_reply(pair: Pair) -> None:
     pair.other.add(Link())
     await loop_iterations()
     assert not pair.other.awake
@@ -229,7 +229,7 @@ async def test_shared_core_is_known_after_both_ranks_polled(pair: Pair, monkeypa
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
-def test_core_is_that_of_this_thread() -> None:
+def test_core_returns_the_core_of_this_thread() -> None:
     allowed = os.sched_getaffinity(0)
     try:
         for number in allowed:

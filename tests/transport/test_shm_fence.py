@@ -79,7 +79,7 @@ def test_fences_are_unavailable_without_libatomic(error: Exception, monkeypatch:
     assert fences("aarch64") is None
 
 
-def test_this_machine_has_fences_without_a_store_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x86_machine_has_fences_without_a_store_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     known = fences()
     assert known is not None

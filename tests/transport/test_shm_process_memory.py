@@ -97,7 +97,7 @@ def test_process_with_a_reused_pid_is_not_read() -> None:
             read(memory, child.text, 11)
 
 
-def test_secret_word_in_the_own_memory_is_no_proof_of_a_read() -> None:
+def test_changed_secret_word_is_detected_for_any_word() -> None:
     """A word of zeros or ones is as valid as any other."""
     for word in (0, (1 << 64) - 1):
         held = ctypes.c_uint64(word)
@@ -206,7 +206,7 @@ YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 @root_only
 @pytest.mark.skipif(not YAMA.exists(), reason="this kernel has no Yama")
 @pytest.mark.skipif(YAMA.exists() and YAMA.read_text() != "1\n", reason="kernel.yama.ptrace_scope is not 1")
-def test_yama_allows_a_named_parents_children() -> None:
+def test_yama_allows_children_of_a_permitted_parent() -> None:
     with readable_child(SHOW) as silent, readable_child(f"permit(os.getppid())\n{SHOW}") as permitting:
         assert read_by_other_process(silent, DROP) == "PermissionError\n"
         assert read_by_other_process(permitting, DROP) == "what it has\n"

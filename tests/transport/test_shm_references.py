@@ -89,7 +89,7 @@ async def linked_ends(where: str, runtime: Runtime | None = None) -> AsyncIterat
             registered_memory(near).close()
 
 
-def known(nbytes: int) -> bytes:
+def known_bytes(nbytes: int) -> bytes:
     return (np.arange(nbytes) % 251).astype(np.uint8).tobytes()
 
 
@@ -109,8 +109,8 @@ async def test_reference_arrives_in_pieces_unless_it_is_routed(where: str, nbyte
         assert both.read == [], "the peer read before it polled"
         await until(lambda: both.read)
         assert both.read == [1]
-        assert b"".join(payload for _, payload in both.got.frames) == known(nbytes)
-        assert not placed or found == known(nbytes)
+        assert b"".join(payload for _, payload in both.got.frames) == known_bytes(nbytes)
+        assert not placed or found == known_bytes(nbytes)
         most = min(nbytes, 4 * SEGMENT) if placed else SEGMENT
         assert [header[7] for header in both.got.headers] == [most] * (nbytes // most) + [nbytes % most] * (
             nbytes % most > 0
@@ -139,7 +139,7 @@ async def test_frames_by_reference_keep_their_order(where: str) -> None:
         assert both.write(array, 4)
         both.near.write(*frame(5, b"after"))
         await both.got.frames_are(5)
-        expected = [b"before", known(100_000), b"between", known(100_000), b"after"]
+        expected = [b"before", known_bytes(100_000), b"between", known_bytes(100_000), b"after"]
         assert both.got.frames == list(enumerate(expected, 1))
 
 
@@ -219,7 +219,7 @@ async def test_reference_voided_during_its_read_is_not_delivered(where: str, pla
         assert both.write(array, 1, owner)
         both.near.write(*frame(2, b"next"))
         await both.got.until(lambda: both.got.frames[-1:] == [(2, b"next")] or both.got.losses)
-        assert both.got.frames == [(1, known(3 * SEGMENT)[:before])] * (not placed) + [(2, b"next")]
+        assert both.got.frames == [(1, known_bytes(3 * SEGMENT)[:before])] * (not placed) + [(2, b"next")]
         assert [header[4] for header in both.got.withdrawals] == [1]
         assert both.got.losses == []
 
@@ -237,7 +237,7 @@ async def test_void_of_a_read_reference_does_not_affect_later_ones(where: str) -
         assert [op for op, _ in both.got.frames] == list(range(1, 600))
 
 
-async def test_callback_ends_within_a_frame_after_its_time(where: str) -> None:
+async def test_callback_ends_within_a_frame_after_its_time_budget(where: str) -> None:
     milliseconds = itertools.count()
     slow = Runtime(asyncio.get_running_loop(), lambda: next(milliseconds) / 1000)
     async with linked_ends(where, slow) as both:
@@ -247,7 +247,7 @@ async def test_callback_ends_within_a_frame_after_its_time(where: str) -> None:
             both.far.poll()
             assert len(both.got.frames) == pieces
         await until(lambda: both.read)
-        assert b"".join(payload for _, payload in both.got.frames) == known(4 * SEGMENT)
+        assert b"".join(payload for _, payload in both.got.frames) == known_bytes(4 * SEGMENT)
 
 
 async def test_writer_knows_whether_its_reference_is_being_read(where: str) -> None:

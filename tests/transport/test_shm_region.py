@@ -321,12 +321,12 @@ def test_peer_can_read_memory_of_its_owner_and_not_write_it(own_region: OwnRegio
 def test_old_kernel_without_the_seal_shares_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     call = fcntl.fcntl
 
-    def old(fd: int, command: int, seals: int = 0) -> int:
+    def refuse_future_seal(fd: int, command: int, seals: int = 0) -> int:
         if seals & 16:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return call(fd, command, seals)
 
-    monkeypatch.setattr(fcntl, "fcntl", old)
+    monkeypatch.setattr(fcntl, "fcntl", refuse_future_seal)
     region = OwnRegion(NBYTES, (0, PAGE))
     region.memory[:5] = b"hello"
     seen = open_readable(os.dup(region.fd), NBYTES)

@@ -89,7 +89,7 @@ def test_full_ring_refuses_frames(nbytes: int) -> None:
 
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("nbytes", [9, 64, 65, 8192, SEGMENT // 3, SEGMENT - 1, SEGMENT])
-def test_full_area_refuses_frames(ranks: int, nbytes: int) -> None:
+def test_full_data_area_refuses_frames(ranks: int, nbytes: int) -> None:
     """The area takes every frame that fits. While a large one waits, small ones still pass."""
     ring = Ring(ranks)
     lines = -(-nbytes // LINE) * LINE
@@ -105,7 +105,7 @@ def test_full_area_refuses_frames(ranks: int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_area_wraps_around_at_every_place(ranks: int) -> None:
+def test_data_area_wraps_around_at_every_offset(ranks: int) -> None:
     """The reader stays half an area behind, so that frames wrap around at every offset."""
     ring = Ring(ranks)
     chance = random.Random(ranks)
@@ -121,7 +121,7 @@ def test_area_wraps_around_at_every_place(ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_frames_of_any_size_arrive_with_any_delay(ranks: int, seed: int) -> None:
+def test_frames_of_any_size_arrive_at_a_reader_with_any_delay(ranks: int, seed: int) -> None:
     ring = Ring(ranks, seed % 2)
     chance = random.Random(seed)
     refused = 0
@@ -137,7 +137,7 @@ def test_frames_of_any_size_arrive_with_any_delay(ranks: int, seed: int) -> None
     assert ring.put(SEGMENT), "an empty ring refused the largest frame"
 
 
-def test_stamp_is_written_last() -> None:
+def test_frame_stamp_is_written_last() -> None:
     """A machine with weak memory ordering also needs a fence before it."""
     ring = Ring(2)
     seen_words: list[int] = []

@@ -196,7 +196,7 @@ def test_lanes_do_not_share_slots(make_host: Callable[..., Host]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 9, 64, 1000])
-def test_parts_of_memory_do_not_overlap(ranks: int) -> None:
+def test_parts_of_the_memory_layouts_do_not_overlap(ranks: int) -> None:
     layout = OutboxLayout(ranks)
     for lane in layout.common, layout.lane:
         assert lane.lines % LINE == 0
@@ -410,7 +410,7 @@ class RecordedWords:
         self.words[index] = value
 
 
-def test_fence_separates_data_from_its_number(make_box: Callable[..., Box]) -> None:
+def test_fence_separates_a_post_from_its_number(make_box: Callable[..., Box]) -> None:
     events: list[str] = []
     box = make_box(Fences(lambda: events.append("fence"), lambda: None), ranks=3)
     readers = 2 if box.is_common else 1
@@ -468,7 +468,7 @@ def test_reader_without_a_link_blocks_no_slot(make_host: Callable[..., Host]) ->
 
 
 @pytest.mark.parametrize("step", range(12))
-def test_abandoned_reader_detects_it_before_it_uses_the_data(step: int, make_host: Callable[..., Host]) -> None:
+def test_abandoned_reader_detects_overwritten_data(step: int, make_host: Callable[..., Host]) -> None:
     """Its reader may stop at any instruction, and continue when the slot has other contents."""
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
@@ -620,7 +620,7 @@ def put(writer: ChunkQueueWriter, number: int, group: int = NEW, identity: int =
     return writer.put(identity, group, PRINT, memoryview(bytes([number]) * 16))
 
 
-def got(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | None:
+def take_chunk(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | None:
     if reader.look(identity, group) != PRINT:
         return None
     piece = reader.read(np.dtype("u1"), 16).copy()
@@ -640,8 +640,8 @@ def test_chunks_arrive_in_order_and_only_for_their_operation() -> None:
         assert reader.look(4, NEW) == -1
         assert reader.look(3, OLD) == -1
         for number in range(CHUNKS):
-            assert got(reader) == start + number
-        assert got(reader) is None
+            assert take_chunk(reader) == start + number
+        assert take_chunk(reader) is None
 
 
 def test_reader_wakes_a_waiting_writer() -> None:
@@ -678,10 +678,10 @@ def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes()
     reader.end(NEW)
     assert reader.reclaim() == (False, False)
     reader.release(NEW)
-    assert got(reader, OLD) == 1
+    assert take_chunk(reader, OLD) == 1
     assert reader.reclaim()[0]
     assert put(writer, 3, OLD)
-    assert got(reader, OLD) == 3
+    assert take_chunk(reader, OLD) == 3
     assert not reader._closed_groups
     reader.reclaim()
     assert not reader._last_chunks
@@ -694,13 +694,13 @@ def test_queue_of_a_failed_operation_waits_for_its_chunks() -> None:
     assert put(writer, 2, OLD)
     writer.leave(failed=True)
     assert not writer.take(4, NEW)
-    assert got(reader, OLD) == 1
+    assert take_chunk(reader, OLD) == 1
     assert not writer.take(4, NEW)
     reader.end(OLD)
     reader.reclaim()
     assert writer.take(4, NEW)
     assert put(writer, 3, NEW, 4)
-    assert got(reader, NEW, 4) == 3
+    assert take_chunk(reader, NEW, 4) == 3
 
 
 def test_queue_with_unread_chunks_goes_only_to_the_next_ordered_operation_of_the_group() -> None:
@@ -725,9 +725,9 @@ def test_queue_goes_to_any_operation_once_the_last_one_is_being_read() -> None:
         assert put(writer, 2, identity=identity)
         writer.leave(failed=False)
     for identity, number in ((3, 1), (3, 2)):
-        assert got(reader, identity=identity) == number
+        assert take_chunk(reader, identity=identity) == number
         assert not writer.take(9, OLD)
-    assert got(reader, identity=4) == 1
+    assert take_chunk(reader, identity=4) == 1
     assert writer.take(9, OLD)
 
 
@@ -743,4 +743,4 @@ def test_chunks_for_a_finished_group_are_freed_when_their_space_is_needed() -> N
     assert writer.take(4, NEW)
     assert put(writer, 2, NEW, 4)
     reader.reclaim()
-    assert got(reader, NEW, 4) == 2
+    assert take_chunk(reader, NEW, 4) == 2

@@ -367,7 +367,7 @@ async def test_connect_dials_if_the_proven_peer_fails(word: bytes) -> None:
         assert a.accepted == []
 
 
-async def test_higher_rank_keeps_its_promise() -> None:
+async def test_higher_rank_keeps_its_promised_link() -> None:
     """After its promise, it waits for the lower rank, even if its own dial is accepted."""
     async with started(2) as (a, b), stuck_dial(b, a) as (dial, served), stranger(b.card) as sock:
         _, verdict = await serve(served, 0, lambda peer: Status.OK)
@@ -470,7 +470,7 @@ async def test_duplicate_connection_is_refused() -> None:
         ({"kind": ConnKind.STORE}, Status.WRONG_KIND),
     ],
 )
-async def test_wrong_identity_is_refused_with_its_name(changes: dict, status: Status) -> None:
+async def test_wrong_identity_is_refused_with_a_named_status(changes: dict, status: Status) -> None:
     async with started(2) as (_, b):
         async with stranger(b.card) as sock:
             assert await prove_key(sock, make_client(**{"rank": 0, **changes})) is status
@@ -594,7 +594,7 @@ async def test_proven_client_on_another_host_has_keepalive(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("nbytes", [HELLO_SIZE, HELLO_SIZE - 1])
-async def test_timeout_never_wins_against_a_message_that_has_arrived(nbytes: int) -> None:
+async def test_timeout_does_not_discard_an_arrived_message(nbytes: int) -> None:
     """HELLO arrives while the loop is blocked, when earlier timers are due."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, runtime=runtime) as (_, b), stranger(b.card) as sock:
@@ -651,11 +651,11 @@ async def test_dial_reads_arrived_messages_when_its_timeout_expires(last: str, c
 async def test_failed_dial_ends_a_connection_inherited_by_a_forked_child() -> None:
     inherited: list[socket.socket] = []
 
-    async def opened(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
+    async def open_and_duplicate(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
         inherited.append(sock.dup())
         return await open_plain(loop, sock, dialled=dialled)
 
-    async with started(2, open_stream=opened) as (a, b), stuck_dial(a, b) as (dial, served):
+    async with started(2, open_stream=open_and_duplicate) as (a, b), stuck_dial(a, b) as (dial, served):
         await read(served, HELLO_SIZE)
         dial.cancel()
         await asyncio.wait([dial])
@@ -849,7 +849,7 @@ async def test_card_has_addresses_and_capabilities() -> None:
         assert c.card["reads"] == (can_read() is None)
 
 
-async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
+async def test_auto_transport_uses_unix_on_one_host_and_tcp_between_hosts() -> None:
     runtime = Runtime(asyncio.get_running_loop())
     options = [StreamOptions(host_id=host) for host in "aab"]
     ranks = [Rank(StreamTransport(runtime, rank, 3, "job", KEY, each)) for rank, each in enumerate(options)]

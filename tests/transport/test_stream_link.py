@@ -177,7 +177,7 @@ async def test_reset_is_reported_as_an_error() -> None:
         assert isinstance(sink.losses[0], ConnectionResetError)
 
 
-async def test_reset_after_the_own_end_is_reported_as_an_end() -> None:
+async def test_reset_after_finish_is_reported_as_an_end() -> None:
     async with link_with_raw_end("tcp") as (raw, link, sink):
         link.start()
         link.finish()
@@ -200,7 +200,7 @@ class ExhaustedClock(Runtime):
         return float(self.readings)
 
 
-async def test_poll_ends_after_its_time() -> None:
+async def test_poll_ends_after_its_time_budget() -> None:
     room = memoryview(bytearray(SEGMENT))
     async with link_with_raw_end("unix", ExhaustedClock(asyncio.get_running_loop())) as (raw, link, sink):
         sink.place = lambda header: room[: header[7]]

@@ -231,7 +231,7 @@ async def test_repeated_block_is_refused(block: int) -> None:
             ends.receive()
 
 
-async def test_writable_callback_is_for_the_connection_in_use() -> None:
+async def test_writable_callback_follows_the_connection_in_use() -> None:
     """The stream may switch connections: here another one has more room and takes the next blocks."""
     with Ends() as ends:
         calls = 0
