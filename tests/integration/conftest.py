@@ -22,7 +22,7 @@ KEY = b"of this test and no other"
 
 
 class Ranks:
-    """Starts `program.py` on each rank when called, and returns the printed results."""
+    """A callable that starts `program.py` on each rank, and returns the printed results."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._stack = stack

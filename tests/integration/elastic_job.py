@@ -134,7 +134,7 @@ class Worker:
 
 
 class Supervisor:
-    """Keeps the planned number of processes running, and kills some of them."""
+    """A supervisor that keeps the planned number of processes running, and kills some of them."""
 
     def __init__(self, plan: Plan, meeting: Meeting, stop: Path) -> None:
         self._plan = plan

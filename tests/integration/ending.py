@@ -1,4 +1,4 @@
-"""A rank that ends with pending works, in the way named by its first argument, and its peer, which is notified."""
+"""Two ranks: one ends with pending works, in the way that the first argument names, and its peer is notified."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def wait_in_collective(pg: aiocoll.ProcessGroup) -> None:
         await pg.recv_object(1)
         await pg.allreduce(np.ones(1_000_000))
     except aiocoll.GroupError as error:
-        # Between two calls, the notice arrives as the cause of an error of the second one.
+        # If the notice arrives between the two calls, the second call fails with it as the cause.
         first = error.__cause__ if isinstance(error, aiocoll.GroupRevokedError) else error
         assert isinstance(first, aiocoll.GroupError)
         print(type(first).__name__, getattr(first, "how", None), list(first.ranks))

@@ -1,4 +1,4 @@
-"""A rank that runs a recipe of the docs. Arguments: "meets", "joins" or "shrinks" (guide); the point of its death."""
+"""A rank that runs a recipe of the docs. Arguments: "meets", "joins" or "shrinks"; the point of its death."""
 
 from __future__ import annotations
 

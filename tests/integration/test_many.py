@@ -46,7 +46,7 @@ def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.soak
 @pytest.mark.parametrize("start", range(5))
 def test_hundred_and_twenty_eight_processes_form_a_group(start: int, tmp_path: Path) -> None:
-    """The event loops are blocked for seconds during the handshakes, but no rank may be lost for it."""
+    """The handshakes block the event loops for seconds, but no rank may be lost."""
     script = tmp_path / "script.py"
     script.write_text(SUM)
     command = [sys.executable, "-m", "aiocoll", "run", "-n", "128", str(script)]

@@ -16,7 +16,7 @@ CHUNK = 6
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
 async def test_mismatch_is_found_over_sockets(start: int) -> None:
-    """Run several groups at a time: mismatches without data need a stall report, and one by one take minutes."""
+    """Run several groups at a time, since the mismatches that need a stall report take minutes one by one."""
     transport = ("unix", "tcp", "shm")[start // CHUNK % 3]
     cases = TABLE[start : start + CHUNK]
     places = [PLACES[(start + index) % len(PLACES)] for index in range(len(cases))]

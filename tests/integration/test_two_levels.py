@@ -53,7 +53,7 @@ def matrix(world_size: int) -> list[Case]:
 
 
 class HostTraffic:
-    """Records the chosen algorithms of this process, and its data frames and payload bytes to other hosts."""
+    """A recorder of the algorithms that this process chooses, and of its data frames and bytes to other hosts."""
 
     def __init__(self, hosts: tuple[int, ...], rank: int) -> None:
         self.algorithm: str | None = None

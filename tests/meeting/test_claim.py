@@ -1,4 +1,4 @@
-"""Rank claims: the successor of a process that ended during the rendezvous, at each step, and live claimers."""
+"""Rank claims: a successor replaces a process that ended at any step of the rendezvous, but never a live one."""
 
 from __future__ import annotations
 

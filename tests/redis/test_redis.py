@@ -90,7 +90,7 @@ async def test_aclose_ends_waits_at_once(own_server: RedisServer, open_store: Op
     store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get("never")), asyncio.create_task(store.queue_pop("never"))]
     await until(lambda: own_server.listeners() == 1)
-    for _ in range(5):  # the waits receive the subscription, and read again
+    for _ in range(5):  # the waits receive the notice of their subscription, and read again
         await store.check([])
     async with asyncio.timeout(SOON):
         await store.aclose()

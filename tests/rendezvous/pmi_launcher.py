@@ -19,7 +19,7 @@ class PmiLauncher:
         wrong: Invalid replies to send, by the first word of the command.
 
     Attributes:
-        asked: The commands of each process, with their arguments.
+        commands: The commands of each process, with their arguments.
         entered: The number of barrier entries by all processes.
     """
 

@@ -47,7 +47,7 @@ class Recorder:
     [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / BURST), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
 )
 def test_tuning_uses_the_slowest_link_between_the_hosts(hosts: str, latency: float, beta: float) -> None:
-    """Latency adds to the software latency. No link is faster than loopback. An unmeasured link uses other figures."""
+    """Latency adds to the software latency. No link is faster than loopback. Unmeasured links count as the slowest."""
     assert LINKS.tune(TUNING, set(hosts)) == TUNING._replace(
         tcp=Machine(1e-4 + latency, 2e-5, beta, 3e-10), medium="tcp"
     )

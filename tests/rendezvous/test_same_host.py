@@ -136,7 +136,7 @@ def start_other_user(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("key", [KEY, None])
 async def test_rank_of_another_user_needs_a_key(key: bytes | None, port: int) -> None:
-    """A rootless container is such a rank. With the key it uses TCP; without a key both ranks fail at once."""
+    """A rootless container is an example. With the key the ranks use TCP; without a key both fail at once."""
     there = f"tcp://127.0.0.1:{port}"
     group = new_group(init_method=there, rank=0, world_size=2, timeout=30, options=GroupOptions(job_key=key))
     with start_other_user(str(port), "" if key is None else key.decode()) as other:

@@ -1,4 +1,4 @@
-"""A model of two ranks that share memory: one sends through a ring of one entry, and both park and ring doorbells.
+"""A model of two ranks that share memory: one sends through a ring of one entry, and both sleep and ring doorbells.
 
 Each step is one load or one store. Stores enter a buffer and leave it for the memory in order, at any later time.
 That is the memory model of x86-64 (TSO), which promises no more. A fence waits until the buffer is empty; a system
@@ -44,7 +44,7 @@ class Blocked(Exception):
 
 
 class Rank:
-    """A rank inside a step. A step accesses the memory once, and the state of its rank freely."""
+    """The state of a rank during a step, which makes at most one access to the shared memory."""
 
     def __init__(self, me: int, local: Local, memory: list[int], buffer: list[tuple[int, int]], case: Case) -> None:
         self.me = me
@@ -191,7 +191,7 @@ def reader(rank: Rank, step: str) -> list[str]:
     if step == "poll":
         return ["deliver"] if rank.load(STAMP) == local["next"] else [local.pop("polled then")]
     if step == "deliver":
-        # The receiver of a frame may reply at once, which ends the parking.
+        # The receiver of a frame may send a reply at once, which marks its rank as awake.
         local["then"] = "take"
         return ["take"] if local["awake"] or not rank.lively else ["take", "attend"]
     if step == "take":

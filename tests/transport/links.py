@@ -45,7 +45,7 @@ def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
 
 
 class Idle:
-    """The idle hooks of a loop without waiting operations."""
+    """The polling hooks of a loop on which no operation waits."""
 
     def look(self) -> bool:
         return False

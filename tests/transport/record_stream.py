@@ -119,7 +119,7 @@ class RecordStream:
         self._arm()
 
     def _move(self) -> None:
-        """Send and receive all that the socket takes and has, without blocking."""
+        """Send and receive as much as the socket allows without blocking."""
         try:
             while self._leaving:
                 del self._leaving[: self.sock.send(self._leaving)]

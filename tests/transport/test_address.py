@@ -145,7 +145,7 @@ async def test_reach_is_refused_by_a_port_without_a_listener() -> None:
 @linux_only
 async def test_reach_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     class SelfConnectingSocket(socket.socket):
-        """A socket whose end gets the very port that it dials, which the kernel may also choose."""
+        """A socket that is bound to the port that it dials, as the kernel may also choose."""
 
         def connect_ex(self, target: tuple[str, int]) -> int:
             self.bind(target)

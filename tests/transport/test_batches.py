@@ -1,4 +1,4 @@
-"""Batches of small frames: frames written in quick succession share a system call, a single frame is sent at once."""
+"""Batches of small frames: frames in quick succession share a system call, and a single frame leaves at once."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ async def test_crossing_dials_follow_promises_and_confirmations(rank: int, peer:
 
 
 class Gate:
-    """Holds each handshake message of two connections, one dialled by each rank, until `let_through` releases it.
+    """A gate for each handshake message of two connections, one dialled by each rank; `let_through` releases one.
 
     A connection is identified by the rank that dials it. Further connections of a rank are not held.
     """

@@ -1,4 +1,4 @@
-"""Negotiation of shared memory: both ranks share it, or both use the socket, whatever fails and whenever."""
+"""Negotiation of shared memory: both ranks share it, or both use the socket, whichever step fails."""
 
 from __future__ import annotations
 

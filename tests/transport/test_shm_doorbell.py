@@ -1,4 +1,4 @@
-"""Doorbells: no wake-up is lost in any order of events of a model, and the real one makes the same calls."""
+"""Doorbells: a model in which no order of events loses a wake-up, and the calls of the real doorbell."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ async def test_woken_rank_polls_all_links_and_sleeps_again(pair: Pair) -> None:
     async with asyncio.timeout(20):
         while pair.status in (number, number + 1):  # noqa: ASYNC110
             await asyncio.sleep(0)
-    # One poll per move, one that moves nothing, and one after the status has been published.
+    # Three polls that move something, one that moves nothing, and one after the status has been published.
     assert pair.link.polls - before == 3 + 1 + 1
     assert pair.take_rings() == 0
 

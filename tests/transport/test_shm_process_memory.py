@@ -33,7 +33,7 @@ IMPORTS = (
 
 
 class ReadableChild:
-    """A child process that shares the address of a text; it runs the statements `before` first."""
+    """A child process that prints the address of a text in its memory, after the statements `before`."""
 
     def __init__(self, before: str = "") -> None:
         code = (

@@ -203,7 +203,7 @@ async def test_voided_reference_is_not_delivered(where: str) -> None:
 
 @pytest.mark.parametrize("placed", [False, True])
 async def test_reference_voided_during_its_read_is_not_delivered(where: str, placed: bool) -> None:
-    """The void comes between the checks before and after the read of a piece: here in `route`."""
+    """The frame is voided in `route`, between the two checks around the read of a piece."""
     async with linked_ends(where) as both:
         array, owner = await both.array(3 * SEGMENT), object()
         found = bytearray(array.nbytes)

@@ -1,4 +1,4 @@
-"""Anonymous shared memory: reserved from the start, of fixed size, and writable by its owner only where required."""
+"""Anonymous shared memory: reserved from the start, of fixed size, and read-only for peers where required."""
 
 from __future__ import annotations
 

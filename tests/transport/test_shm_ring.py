@@ -138,7 +138,7 @@ def test_frames_of_any_size_arrive_at_a_reader_with_any_delay(ranks: int, seed: 
 
 
 def test_frame_stamp_is_written_last() -> None:
-    """A machine with weak memory ordering also needs a fence before it."""
+    """A machine with weak memory ordering also needs a fence before the stamp."""
     ring = Ring(2)
     seen_words: list[int] = []
     at = ring.direction.ring

@@ -48,7 +48,7 @@ class Stepwise:
 
 
 class Steps:
-    """Counts accesses to words, and runs a callback before a given one."""
+    """A counter of accesses to words, which runs a callback before a given one."""
 
     def __init__(self) -> None:
         self.until = -1
@@ -215,7 +215,7 @@ def test_parts_of_the_memory_layouts_do_not_overlap(ranks: int) -> None:
     for found, direction in zip(words, link.directions, strict=True):
         found |= {direction.writer_waiting, direction.taken, direction.chunk_writer_waiting, direction.chunks_taken}
         found |= {direction.pieces, *range(direction.lines // 8, direction.lines // 8 + CHUNKS * 8)}
-        assert len({word // 8 for word in found}) == 5 + CHUNKS, "each has a cache line of its own"
+        assert len({word // 8 for word in found}) == 5 + CHUNKS, "two words share a cache line"
         assert max(found) * 8 < direction.ring
         assert direction.data_end <= direction.chunks
         assert direction.chunks + CHUNKS * direction.chunk_nbytes <= direction.end

@@ -368,7 +368,7 @@ async def test_connect_dials_if_the_proven_peer_fails(word: bytes) -> None:
 
 
 async def test_higher_rank_keeps_its_promised_link() -> None:
-    """After its promise, it waits for the lower rank, even if its own dial is accepted."""
+    """After its promise, the higher rank waits for the lower one, even if its own dial is accepted."""
     async with started(2) as (a, b), stuck_dial(b, a) as (dial, served), stranger(b.card) as sock:
         _, verdict = await serve(served, 0, lambda peer: Status.OK)
         client = make_client(0)

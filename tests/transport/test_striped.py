@@ -167,7 +167,7 @@ async def test_blocks_are_delivered_in_order() -> None:
 
 
 async def test_block_received_early_can_be_read_in_parts() -> None:
-    """The loop calls the reader again for its rest, which a poller no longer reports."""
+    """The loop calls the reader again for the rest of the block, which a poller no longer reports."""
     with Ends() as ends:
         ends.send_block(1, 1, bytes(range(100)), announced=200)
         with pytest.raises(BlockingIOError):
