@@ -571,7 +571,7 @@ async def test_request_refused_by_the_server_is_explained(own_server: RedisServe
     assert await store.get("k") == b"v"
     own_server.tell("CONFIG", "SET", "maxmemory", "0")
     await store.set("k", b"w")
-    own_server.tell("SET", "aiocoll:other", "of somebody else")
+    own_server.tell("SET", "aiocoll:other", "another value")
     with pytest.raises(StoreError, match="WRONGTYPE"):
         await open_store(own_server.url, job="other").set("k", b"w")
 

@@ -147,10 +147,10 @@ async def test_fake_incoming_waits_until_the_group_closes() -> None:
 async def test_fake_group_closes_like_a_real_group() -> None:
     pg = await fake_group(0, 100)
     other_group = await fake_group(0, 100)
-    told = asyncio.ensure_future(pg.wait_revoked())
+    revoked = asyncio.ensure_future(pg.wait_revoked())
     await asyncio.sleep(0)
     pg.abort("enough")
-    assert "aborted by rank 0: enough" in str(await told)
+    assert "aborted by rank 0: enough" in str(await revoked)
     with pytest.raises(GroupRevokedError) as caught:
         pg.allreduce(1)
     assert isinstance(caught.value.__cause__, GroupError)

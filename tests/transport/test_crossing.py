@@ -57,8 +57,8 @@ async def test_crossing_dials_follow_promises_and_confirmations(rank: int, peer:
     links.live = True
     assert crossing.decide(key) is Status.DUPLICATE
     assert not crossing.may_confirm(key)
-    for nobody in (rank, -1, 7):
-        assert crossing.decide((nobody, ConnKind.DATA)) is Status.REFUSED
+    for missing in (rank, -1, 7):
+        assert crossing.decide((missing, ConnKind.DATA)) is Status.REFUSED
 
 
 class Gate:

@@ -289,8 +289,8 @@ async def test_simultaneous_dials_make_one_link(flavour: str) -> None:
 
         for number in range(1, 65):
             turns = [chance.randrange(chance.choice((1, 12))) for _ in range(2)]
-            own_uid, theirs = await asyncio.gather(dial(a, b, turns[0]), dial(b, a, turns[1]))
-            assert (own_uid is None) != (theirs is None)
+            link_a, link_b = await asyncio.gather(dial(a, b, turns[0]), dial(b, a, turns[1]))
+            assert (link_a is None) != (link_b is None)
             await settle(a, b)
             (left,), (right,) = a.links, b.links
             send_number(left, number)
