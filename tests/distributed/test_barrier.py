@@ -97,16 +97,16 @@ async def test_barrier_does_not_wait_for_collectives_of_other_groups(pg: Process
 
 @pytest.mark.ranks(2)
 async def test_barrier_raises_the_failure_of_an_earlier_collective(pg: ProcessGroup) -> None:
-    def fails(a: Any, b: Any, out: Any) -> None:
+    def fail(a: Any, b: Any, out: Any) -> None:
         raise ValueError("on purpose")
 
-    dist.all_reduce(np.ones(3), ReduceOp.custom(fails))
+    dist.all_reduce(np.ones(3), ReduceOp.custom(fail))
     with pytest.raises((aiocoll.GroupError, ValueError), match="on purpose"):
         await dist.barrier()
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_of_an_idle_group_is_that_of_the_group(pg: ProcessGroup) -> None:
+async def test_barrier_of_an_idle_group_is_the_process_group_barrier(pg: ProcessGroup) -> None:
     barrier = dist.barrier()
     assert (barrier.op, barrier.seq) == ("BARRIER", 1)
     await barrier
@@ -129,7 +129,7 @@ async def test_async_op_as_device_ids_is_refused(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_group_that_was_not_awaited_is_named(pg: ProcessGroup) -> None:
+async def test_group_that_was_not_awaited_is_refused(pg: ProcessGroup) -> None:
     made = dist.new_group([0])
     with pytest.raises(TypeError, match="group must be a ProcessGroup or None, not Work; await the call that makes"):
         dist.all_reduce(1, group=made)  # type: ignore[arg-type]

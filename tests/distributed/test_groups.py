@@ -1,4 +1,4 @@
-"""`aiocoll.distributed`: groups of some of the ranks, and global ranks as roots and peers in them."""
+"""`aiocoll.distributed`: groups of some ranks, and global ranks as roots and peers in these groups."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ WORLDS = (1, 2, 3, 4, 7)
 @pytest.mark.ranks(*WORLDS)
 async def test_new_group_supports_every_kind_of_call(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
-    everybody = await dist.new_group()
-    assert await dist.all_reduce(1, group=everybody) == p
+    all_ranks = await dist.new_group()
+    assert await dist.all_reduce(1, group=all_ranks) == p
     even = await dist.new_group(range(0, p, 2), timeout=timedelta(seconds=20), group_desc="even ranks")
     assert (even == OUTSIDE) is (r % 2 == 1)
     if r % 2 == 0:
         assert (even.timeout, even.group_desc) == (20.0, "even ranks")
         assert dist.get_process_group_ranks(even) == list(range(0, p, 2))
         assert await dist.all_reduce(r, group=even) == sum(range(0, p, 2))
-    # The order in which ranks are named is not theirs in the group.
+    # The order of `ranks` does not change the order in the group.
     backwards = await dist.new_group(list(range(p))[::-1])
     assert dist.get_rank(backwards) == r
     current, groups = await dist.new_subgroups_by_enumeration([[rank] for rank in range(p)])
@@ -51,7 +51,7 @@ async def test_subgroups_work_over_every_transport(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(5)
 async def test_global_ranks_are_roots_and_peers_of_a_group(pg: ProcessGroup) -> None:
-    """In the group of ranks 1, 2 and 4, rank 4 is rank 2."""
+    """In the group of the global ranks 1, 2 and 4, global rank 4 is group rank 2."""
     r = pg.rank()
     group = await dist.new_group([1, 2, 4])
     if r in (0, 3):
@@ -77,7 +77,7 @@ async def test_global_ranks_are_roots_and_peers_of_a_group(pg: ProcessGroup) -> 
         assert gathered is None or [each[0] for each in gathered] == [1, 2, 4]
         await dist.gather_object(r, gathered := [None] * 3 if r == 4 else None, group=group, **root)
         assert gathered in (None, [1, 2, 4])
-    # From 1 to 4, by either name of either.
+    # Rank 1 sends to rank 4, with global and with group ranks.
     if r == 1:
         await dist.send(np.ones(1), 4, group)
         await dist.send_object_list(["a"], 4, group)
@@ -92,7 +92,7 @@ async def test_global_ranks_are_roots_and_peers_of_a_group(pg: ProcessGroup) -> 
         await dist.batch_isend_irecv([operation])
     with pytest.raises(ValueError, match="src=3, a global rank, is not in group"):
         dist.broadcast(tensor, 3, group)
-    # By default rank 0 of the world is the root, which is not in the group.
+    # The default root is global rank 0, which is not in the group.
     with pytest.raises(ValueError, match="dst=0, a global rank, is not in group"):
         dist.gather(tensor, group=group)
 
@@ -121,7 +121,7 @@ async def test_only_members_get_a_group(pg: ProcessGroup) -> None:
             group = await dist.new_group([2, 1], timeout=20, use_local_synchronization=True, group_desc="upper")
             assert (group.size(), group.timeout, group.group_desc) == (2, 20.0, "upper")
             assert await dist.all_reduce(r, group=group) == 3
-    # Others need not call it; who does hears that it is not in it, and nobody's count is wrong.
+    # Other ranks may omit the call. If rank 0 makes it, it gets NON_GROUP_MEMBER, and the sequence numbers still agree.
     if r == 0:
         assert await dist.new_group([1, 2], use_local_synchronization=True) == OUTSIDE
     assert await dist.all_reduce(1, group=await dist.new_group()) == 3
@@ -175,7 +175,7 @@ async def test_shrunk_default_group_is_replaced_for_all_tasks(pg: ProcessGroup) 
             await world.wait_revoked()
             return
         await dist.shrink_group([excluded])
-    with aiocoll.process_group(pg):  # as in a task that was started before
+    with aiocoll.process_group(pg):  # a task that was started earlier has this context
         assert dist.get_world_size() == 2
         assert await dist.all_reduce(pg.rank()) == 0 + 2
 

@@ -1,4 +1,4 @@
-"""`aiocoll.distributed`: every function that moves data, with closed-form values, and what they refuse."""
+"""`aiocoll.distributed`: the closed-form results of all functions that move data, and their refused arguments."""
 
 from __future__ import annotations
 
@@ -31,75 +31,75 @@ def filled(value: float, count: int = 3) -> np.ndarray:
     return np.full(count, value, np.float32)
 
 
-def same(got: Any, expected: Any) -> None:
+def assert_equal_arrays(got: Any, expected: Any) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-# -- collectives: each case gets its rank r and the number of ranks p
+# -- collectives: each case gets its rank r and the world size p
 
 
 @case
 async def all_reduce(r: int, p: int) -> None:
     tensor = filled(r + 1)
     assert await dist.all_reduce(tensor) is tensor
-    same(tensor, filled(p * (p + 1) / 2))
+    assert_equal_arrays(tensor, filled(p * (p + 1) / 2))
     await dist.all_reduce(tensor := filled(r), dist.ReduceOp.MAX)
-    same(tensor, filled(p - 1))
+    assert_equal_arrays(tensor, filled(p - 1))
     assert await dist.all_reduce(r, op=dist.ReduceOp.MIN) == 0
     await dist.all_reduce(tensor := np.full(2, r + 1j, np.complex64))
-    same(tensor, np.full(2, p * (p - 1) / 2 + p * 1j, np.complex64))
+    assert_equal_arrays(tensor, np.full(2, p * (p - 1) / 2 + p * 1j, np.complex64))
 
 
 @case
 async def all_reduce_coalesced(r: int, p: int) -> None:
     tensors = [filled(r), np.full((2, 2), 2 * r, np.int64)]
     await dist.all_reduce_coalesced(tensors)
-    same(tensors[0], filled(p * (p - 1) / 2))
-    same(tensors[1], np.full((2, 2), p * (p - 1)))
+    assert_equal_arrays(tensors[0], filled(p * (p - 1) / 2))
+    assert_equal_arrays(tensors[1], np.full((2, 2), p * (p - 1)))
     await dist.all_reduce_coalesced(tensor := filled(r), dist.ReduceOp.MAX)
-    same(tensor, filled(p - 1))
+    assert_equal_arrays(tensor, filled(p - 1))
 
 
 @case
 async def coalesced(r: int, p: int) -> None:
-    """Include calls with a result of their own, which join a block like all others."""
+    """Make calls with their own kind of result, which join a block like other calls."""
     async with dist.coalescing_manager():
         works = [dist.all_reduce(r), dist.all_gather_object(objects := [None] * p, r)]
         assert await dist.broadcast_object_list(first := [r]) == [0]
         gathered = [[filled(-1)] for _ in range(p)]
         works += [dist.all_gather_coalesced(gathered, [filled(r)])]
         await asyncio.wait([works[-1].get_future()])
-        same([each[0][0] for each in gathered], np.arange(p))
+        assert_equal_arrays([each[0][0] for each in gathered], np.arange(p))
         if p > 1:
             requests = dist.batch_isend_irecv(
                 [dist.P2POp(dist.isend, filled(r), (r + 1) % p), dist.P2POp(dist.irecv, filled(0), (r - 1) % p)]
             )
-            same((await requests)[1], filled((r - 1) % p))
+            assert_equal_arrays((await requests)[1], filled((r - 1) % p))
             await dist.send(filled(r), (r + 1) % p, tag=9)
             works.append(dist.recv(into := filled(-1), (r - 1) % p, tag=9))
     assert all(work.is_success() for work in works)
     assert (first, objects, works[0].result()) == ([0], list(range(p)), p * (p - 1) // 2)
     if p > 1:
         assert works[-1].result() == (r - 1) % p
-        same(into, filled((r - 1) % p))
+        assert_equal_arrays(into, filled((r - 1) % p))
 
 
 @case
 async def reduce(r: int, p: int) -> None:
     root = p - 1
     await dist.reduce(tensor := filled(r), root)
-    same(tensor, filled(p * (p - 1) / 2 if r == root else r))
+    assert_equal_arrays(tensor, filled(p * (p - 1) / 2 if r == root else r))
     await dist.reduce(tensor := filled(2.0), op=dist.ReduceOp.PRODUCT, group_dst=0)
-    same(tensor, filled(2.0**p if r == 0 else 2.0))
+    assert_equal_arrays(tensor, filled(2.0**p if r == 0 else 2.0))
 
 
 @case
 async def broadcast(r: int, p: int) -> None:
     for src in range(p):
         await dist.broadcast(tensor := filled(r), src)
-        same(tensor, filled(src))
+        assert_equal_arrays(tensor, filled(src))
     await dist.broadcast(tensor := filled(r), group_src=p - 1)
-    same(tensor, filled(p - 1))
+    assert_equal_arrays(tensor, filled(p - 1))
 
 
 @case
@@ -115,9 +115,9 @@ async def all_gather(r: int, p: int) -> None:
     outputs = [np.zeros(rank, np.int64) for rank in range(p)]
     assert await dist.all_gather(outputs, np.full(r, r)) is outputs
     for rank, output in enumerate(outputs):
-        same(output, np.full(rank, rank))
+        assert_equal_arrays(output, np.full(rank, rank))
     await dist.all_gather_into_tensor(whole := np.zeros((p, 2)), np.full(2, r, np.float64))
-    same(whole, np.repeat(np.arange(p), 2).reshape(p, 2))
+    assert_equal_arrays(whole, np.repeat(np.arange(p), 2).reshape(p, 2))
 
 
 @case
@@ -125,8 +125,8 @@ async def all_gather_coalesced(r: int, p: int) -> None:
     outputs = [[np.zeros(2), np.zeros(3, np.int32)] for _ in range(p)]
     assert await dist.all_gather_coalesced(outputs, [np.full(2, r / 2), np.full(3, r, np.int32)]) is outputs
     for rank, (first, second) in enumerate(outputs):
-        same(first, np.full(2, rank / 2))
-        same(second, np.full(3, rank))
+        assert_equal_arrays(first, np.full(2, rank / 2))
+        assert_equal_arrays(second, np.full(3, rank))
     assert await dist.all_gather_coalesced([[] for _ in range(p)], []) == [[] for _ in range(p)]
 
 
@@ -138,11 +138,11 @@ async def gather(r: int, p: int) -> None:
     assert (got is None) is (outputs is None)
     if outputs is not None:
         for rank, output in enumerate(outputs):
-            same(output, filled(rank))
-    # By default at rank 0; [] is as good as None elsewhere.
+            assert_equal_arrays(output, filled(rank))
+    # The default root is rank 0. Other ranks may pass [] instead of None.
     await dist.gather(filled(r), outputs := [filled(0) for _ in range(p)] if r == 0 else [])
     for rank, output in enumerate(outputs):
-        same(output, filled(rank))
+        assert_equal_arrays(output, filled(rank))
 
 
 @case
@@ -151,22 +151,22 @@ async def scatter(r: int, p: int) -> None:
     inputs = [filled(10 + rank) for rank in range(p)]
     tensor = filled(0)
     assert await dist.scatter(tensor, inputs if r == root else None, root) is tensor
-    same(tensor, filled(10 + r))
+    assert_equal_arrays(tensor, filled(10 + r))
     await dist.scatter(tensor := filled(0), inputs if r == 0 else [])
-    same(tensor, filled(10 + r))
+    assert_equal_arrays(tensor, filled(10 + r))
     await dist.scatter(tensor := filled(0), inputs if r == root else [], group_src=root)
-    same(tensor, filled(10 + r))
+    assert_equal_arrays(tensor, filled(10 + r))
 
 
 @case
 async def reduce_scatter(r: int, p: int) -> None:
     inputs = [np.full(rank + 1, r + rank, np.int64) for rank in range(p)]
     await dist.reduce_scatter(output := np.zeros(r + 1, np.int64), inputs)
-    same(output, np.full(r + 1, p * (p - 1) // 2 + p * r))
+    assert_equal_arrays(output, np.full(r + 1, p * (p - 1) // 2 + p * r))
     await dist.reduce_scatter(output := np.zeros(r + 1, np.int64), inputs, dist.ReduceOp.MAX)
-    same(output, np.full(r + 1, p - 1 + r))
+    assert_equal_arrays(output, np.full(r + 1, p - 1 + r))
     await dist.reduce_scatter_tensor(output := filled(0, 2), np.arange(2 * p, dtype=np.float32))
-    same(output, p * np.arange(2 * r, 2 * r + 2))
+    assert_equal_arrays(output, p * np.arange(2 * r, 2 * r + 2))
 
 
 @case
@@ -175,20 +175,20 @@ async def all_to_all(r: int, p: int) -> None:
     outputs = [np.zeros(r, np.int16) for _ in range(p)]
     await dist.all_to_all(outputs, inputs)
     for rank, output in enumerate(outputs):
-        same(output, np.full(r, rank))
+        assert_equal_arrays(output, np.full(r, rank))
 
 
 @case
 async def all_to_all_single(r: int, p: int) -> None:
     await dist.all_to_all_single(output := np.zeros(p), np.arange(p) + 100.0 * r)
-    same(output, 100 * np.arange(p) + r)
+    assert_equal_arrays(output, 100 * np.arange(p) + r)
     await dist.all_to_all_single(output := np.zeros(p), np.arange(p) + 100.0 * r, [], [])
-    same(output, 100 * np.arange(p) + r)
+    assert_equal_arrays(output, 100 * np.arange(p) + r)
     # Rank r sends k + 1 rows to rank k.
     source = np.repeat(np.arange(p), np.arange(1, p + 1))
     await dist.all_to_all_single(output := np.zeros((p * (r + 1), 2)), np.stack([source, source + 0.5], 1), [r + 1] * p,
                                  list(range(1, p + 1)))  # fmt: skip
-    same(output, np.tile([r, r + 0.5], (p * (r + 1), 1)))
+    assert_equal_arrays(output, np.tile([r, r + 0.5], (p * (r + 1), 1)))
 
 
 # -- objects
@@ -226,15 +226,15 @@ async def send_and_recv(r: int, p: int) -> None:
     work = dist.isend(filled(r), following, tag=3)
     tensor = filled(-1)
     assert await dist.recv(tensor, before, tag=3) == before
-    same(tensor, filled(before))
+    assert_equal_arrays(tensor, filled(before))
     await work
     work = dist.send(filled(r + 100), group_dst=following)
     assert await dist.irecv(tensor, group_src=before) is tensor
-    same(tensor, filled(before + 100))
+    assert_equal_arrays(tensor, filled(before + 100))
     await work
     if r == 0:
-        seen = [await dist.recv(tensor) for _ in range(p - 1)]
-        assert sorted(seen) == list(range(1, p))
+        sources = [await dist.recv(tensor) for _ in range(p - 1)]
+        assert sorted(sources) == list(range(1, p))
     else:
         await dist.send(filled(r), 0)
 
@@ -269,10 +269,10 @@ async def batches(r: int, p: int) -> None:
     for work in dist.batch_isend_irecv(operations(tensor := filled(-1))):
         assert isinstance(work, Work)
         await work
-    same(tensor, filled(before))
+    assert_equal_arrays(tensor, filled(before))
     got = await dist.batch_isend_irecv(operations(tensor := filled(-1)))
     assert got[1] is tensor
-    same(got[3], filled(2 * following))
+    assert_equal_arrays(got[3], filled(2 * following))
 
 
 @pytest.mark.slow
@@ -287,11 +287,11 @@ async def test_functions_give_the_closed_form(pg: ProcessGroup, name: str) -> No
 async def test_functions_give_the_closed_form_over_every_transport(pg: ProcessGroup) -> None:
     for each in CASES.values():
         await each(pg.rank(), pg.size())
-        await dist.barrier()  # the messages of the next are not for this one
+        await dist.barrier()  # keeps the messages of different cases separate
 
 
 def test_functions_that_move_data_are_no_coroutines() -> None:
-    """They start at the call, so they cannot be coroutines; only what makes or ends a world is one."""
+    """They start at the call, so they cannot be coroutines. Only functions that make or end a world are."""
     coroutines = {name for name in dist.__all__ if inspect.iscoroutinefunction(getattr(dist, name))}
     assert coroutines == {"init_process_group", "destroy_process_group", "shrink_group"}
 
@@ -305,7 +305,7 @@ async def test_call_starts_before_it_is_awaited(pg: ProcessGroup) -> None:
     assert works[1].result() == [1]
 
 
-# -- what is refused, at the call
+# -- arguments that are refused at the call
 
 
 def refusals(pg: ProcessGroup) -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
@@ -332,7 +332,7 @@ def refusals(pg: ProcessGroup) -> dict[str, tuple[type[Exception], str, Callable
         "inputs": (TypeError, "input_tensor_list must", lambda: dist.all_gather_coalesced([[t], [t]], t)),
         "uneven lists": (ValueError, r"output_tensor_lists\[1\]", lambda: dist.all_gather_coalesced([[t], []], [t])),
         "complex maximum": ((TypeError, ValueError), "complex", lambda: dist.all_reduce(1j, dist.ReduceOp.MAX)),
-        "send to nobody": (ValueError, "give dst=", lambda: dist.isend(t)),
+        "no destination": (ValueError, "give dst=", lambda: dist.isend(t)),
         "tag": (ValueError, "tag=-1", lambda: dist.irecv(t, other, tag=-1)),
         "op of a batch": (ValueError, "op=", lambda: dist.P2POp(dist.all_reduce, t, other)),
         "peer of a batch": (ValueError, "peer=7", lambda: dist.P2POp(dist.isend, t, 7)),
@@ -357,7 +357,7 @@ async def test_functions_refuse_wrong_arguments(pg: ProcessGroup) -> None:
     for error, words, call in refusals(pg).values():
         with pytest.raises(error, match=words):
             call()
-    # Nothing was sent, and no number taken.
+    # The refused calls sent nothing, and took no sequence number.
     assert await dist.all_reduce(1) == 2
     assert not pg.pending()
 
@@ -370,7 +370,7 @@ async def test_batch_is_checked_before_any_member_starts(pg: ProcessGroup) -> No
         dist.batch_isend_irecv(wrong)
     assert not pg.pending()
     await dist.batch_isend_irecv([wrong[0], dist.P2POp(dist.irecv, tensor := filled(1), peer)])
-    same(tensor, filled(0))
+    assert_equal_arrays(tensor, filled(0))
 
 
 @pytest.mark.ranks(2)
@@ -383,9 +383,9 @@ async def test_tensor_lists_are_checked_before_the_gather(pg: ProcessGroup) -> N
 
 
 async def dry_run(r: int, p: int) -> None:
-    """Make every call; a dry run leaves arrays and lists as they are."""
+    """Make every call. A dry run leaves arrays and lists unchanged."""
     await dist.all_reduce(tensor := filled(r))
-    same(tensor, filled(r))
+    assert_equal_arrays(tensor, filled(r))
     other = (r + 1) % p
     assert await dist.broadcast_object_list(objects := ["stays", r], other) is objects
     assert objects == ["stays", r]
@@ -448,7 +448,7 @@ async def test_abandoned_receive_is_withdrawn(pg: ProcessGroup) -> None:
         await dist.barrier()
         tensor = filled(0)
         assert await dist.recv(tensor) == 1
-        same(tensor, filled(7))
+        assert_equal_arrays(tensor, filled(7))
     else:
         await dist.barrier()
         await dist.send(filled(7), 0)
@@ -511,8 +511,8 @@ async def test_rank_outside_the_group_does_nothing(pg: ProcessGroup) -> None:
         assert work.done()
         assert await work == (-1 if name in ("recv", "recv_object_list") else None)
     assert dist.get_rank(OUTSIDE) == dist.get_world_size(OUTSIDE) == -1
-    for about in (dist.get_backend, dist.get_backend_config):
+    for query in (dist.get_backend, dist.get_backend_config):
         with pytest.raises(ValueError, match="not in the given group"):
-            about(OUTSIDE)
+            query(OUTSIDE)
     await dist.destroy_process_group(OUTSIDE)
     assert dist.is_initialized()

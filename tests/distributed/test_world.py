@@ -1,4 +1,4 @@
-"""`aiocoll.distributed`: the default group, of the context or of the loop, and what is known about groups."""
+"""`aiocoll.distributed`: the default group of a context or a loop, and queries about groups."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..ports import free_port
 from ..ranks import run_ranks
 
 
-async def as_ranks(world_size: int, fn: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
-    """Run `fn(store, rank, *args)` as tasks of this loop that have no group yet."""
+async def run_as_ranks(world_size: int, fn: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
+    """Run `fn(store, rank, *args)` for each rank, in tasks of this loop without a group."""
     store = HashStore()
     try:
         return await asyncio.gather(*(fn(store, rank, *args) for rank in range(world_size)))
@@ -76,14 +76,14 @@ async def test_init_makes_and_destroy_ends_the_default_group() -> None:
         await dist.destroy_process_group(dist.group.WORLD)
         assert not dist.is_initialized()
 
-    await as_ranks(2, rank_of_two)
+    await run_as_ranks(2, rank_of_two)
     assert not dist.is_initialized()
 
 
 async def test_first_group_of_a_loop_serves_tasks_without_one() -> None:
     store = HashStore()
 
-    async def asks() -> tuple[bool, int]:
+    async def query_default_group() -> tuple[bool, int]:
         return dist.is_initialized(), dist.get_rank() if dist.is_initialized() else -1
 
     async def init(rank: int) -> ProcessGroup:
@@ -91,24 +91,24 @@ async def test_first_group_of_a_loop_serves_tasks_without_one() -> None:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
-    def task(made: Any) -> asyncio.Task[Any]:
-        return asyncio.create_task(made, context=contextvars.Context())
+    def task(coroutine: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(coroutine, context=contextvars.Context())
 
-    early = await task(asks())
+    early = await task(query_default_group())
     first, second = await asyncio.gather(task(init(0)), task(init(1)))
     assert early == (False, -1)
     owner = dist.group.WORLD
     assert owner in (first, second)
-    assert await task(asks()) == (True, owner.rank())
-    # A task that has one inherits it to those it starts.
+    assert await task(query_default_group()) == (True, owner.rank())
+    # A task passes its default group to the tasks that it starts.
     with aiocoll.process_group(second):
-        assert await asyncio.create_task(asks()) == (True, 1)
-        # One that was closed is not replaced by the loop's, which may be another rank's.
+        assert await asyncio.create_task(query_default_group()) == (True, 1)
+        # A closed group is not replaced by the first group of the loop, which may belong to another rank.
         if owner is first:
             await second.shutdown()
-            assert await asks() == (False, -1)
+            assert await query_default_group() == (False, -1)
     await asyncio.gather(first.shutdown(), second.shutdown())
-    assert await task(asks()) == (False, -1)
+    assert await task(query_default_group()) == (False, -1)
     await store.aclose()
 
 
@@ -128,27 +128,27 @@ def test_ended_loop_keeps_no_group() -> None:
     _first_groups.clear()
 
 
-def in_thread(call: Callable[[], Any]) -> Any:
-    """Call a function in a thread that inherits no context and runs no event loop."""
+def call_in_thread(call: Callable[[], Any]) -> Any:
+    """Call a function in a thread without a context and an event loop."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result(10)
 
 
-def seen() -> tuple[bool, int, int]:
+def query_numbers() -> tuple[bool, int, int]:
     return dist.is_initialized(), dist.get_rank(), dist.get_world_size()
 
 
 async def test_threads_see_the_default_group_of_the_only_rank() -> None:
     async with HashStore() as store:
-        assert not in_thread(dist.is_initialized)
+        assert not call_in_thread(dist.is_initialized)
         await dist.init_process_group(store=store, rank=0, world_size=1)
-        assert in_thread(seen) == (True, 0, 1)
+        assert call_in_thread(query_numbers) == (True, 0, 1)
         with pytest.raises(RuntimeError, match="belongs to another event loop"):
-            in_thread(lambda: dist.all_reduce(1))
+            call_in_thread(lambda: dist.all_reduce(1))
         await dist.destroy_process_group()
-        assert not in_thread(dist.is_initialized)
+        assert not call_in_thread(dist.is_initialized)
         with pytest.raises(ValueError, match="there is no default group here"):
-            in_thread(dist.get_rank)
+            call_in_thread(dist.get_rank)
 
 
 async def test_threads_see_the_group_that_replaced_the_default_group() -> None:
@@ -158,10 +158,10 @@ async def test_threads_see_the_group_that_replaced_the_default_group() -> None:
         if number == 0:
             await dist.shrink_group([1])
             assert dist.group.WORLD is not pg
-            assert in_thread(lambda: dist.group.WORLD) is dist.group.WORLD
+            assert call_in_thread(lambda: dist.group.WORLD) is dist.group.WORLD
         await dist.destroy_process_group()
 
-    await as_ranks(2, rank)
+    await run_as_ranks(2, rank)
 
 
 async def test_threads_of_a_process_with_several_ranks_get_a_named_error() -> None:
@@ -178,7 +178,7 @@ async def test_threads_of_a_process_with_several_ranks_get_a_named_error() -> No
         await dist.destroy_process_group()
         return inherited, given
 
-    assert await as_ranks(2, rank) == [(0, 0), (1, 1)]
+    assert await run_as_ranks(2, rank) == [(0, 0), (1, 1)]
 
 
 async def test_threads_with_a_loop_are_separate_ranks() -> None:
@@ -188,11 +188,11 @@ async def test_threads_with_a_loop_are_separate_ranks() -> None:
         async def other() -> tuple[bool, int]:
             return dist.is_initialized(), dist.get_rank() if dist.is_initialized() else -1
 
-        assert in_thread(lambda: asyncio.run(other())) == (False, -1)
+        assert call_in_thread(lambda: asyncio.run(other())) == (False, -1)
         await dist.destroy_process_group()
 
 
-async def test_init_refuses_what_new_group_refuses() -> None:
+async def test_init_refuses_the_same_arguments_as_new_group() -> None:
     with pytest.raises(ValueError, match="exclude each other"):
         await dist.init_process_group(init_method="env://", store=HashStore())
     with pytest.raises(ValueError, match=r"backend='gloo' is not known; .*, or leave backend out: only torch has"):
@@ -217,19 +217,19 @@ async def test_two_tasks_can_be_ranks_of_two_worlds() -> None:
         await dist.destroy_process_group()
         return got
 
-    one, two = await asyncio.gather(as_ranks(3, work, 3, 1), as_ranks(2, work, 2, 100))
+    one, two = await asyncio.gather(run_as_ranks(3, work, 3, 1), run_as_ranks(2, work, 2, 100))
     assert one == [[3 + 3 * turn for turn in range(5)]] * 3
     assert two == [[100 + 200 * turn for turn in range(5)]] * 2
 
 
 @pytest.mark.ranks(2)
-async def test_group_context_makes_it_the_default(pg: ProcessGroup) -> None:
+async def test_process_group_context_sets_the_default_group(pg: ProcessGroup) -> None:
     assert dist.group.WORLD is pg
     async with aiocoll.new_group(store=HashStore(), rank=0, world_size=1) as alone:
         with aiocoll.process_group(alone):
             assert dist.get_world_size() == 1
             assert await dist.all_reduce(5) == 5
-            # Its ranks are not those of the other world.
+            # The ranks of this group are separate from those of the other world.
             assert dist.get_world_size(pg) == 2
             assert await dist.all_reduce(1, group=pg) == 2
     assert dist.group.WORLD is pg
@@ -276,7 +276,7 @@ async def test_later_meeting_on_the_same_store_sees_no_keys_of_earlier_ones() ->
                 await pg.store.set("key", "value")
 
 
-async def test_dry_run_has_a_store_of_its_own() -> None:
+async def test_dry_run_has_its_own_store() -> None:
     await dist.init_process_group("fake", rank=3, world_size=8)
     assert dist.group.WORLD is not None
     await dist.group.WORLD.store.set("key", "value")
@@ -289,7 +289,7 @@ async def test_default_group_works_in_processes() -> None:
     assert await run_processes(2, init_from_the_environment) == [(0, 2, 0), (1, 2, 1)]
 
 
-async def meets_at_an_address_of_its_own(pg: ProcessGroup, port: int) -> Any:
+async def meet_at_own_address(pg: ProcessGroup, port: int) -> Any:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     with aiocoll.process_group(None):
         await dist.init_process_group(timeout=timedelta(seconds=20))
@@ -298,11 +298,11 @@ async def meets_at_an_address_of_its_own(pg: ProcessGroup, port: int) -> Any:
     return total
 
 
-async def test_program_that_sets_the_address_itself_meets_there() -> None:
-    assert await run_processes(2, meets_at_an_address_of_its_own, free_port()) == [2, 2]
+async def test_program_may_set_the_master_address_itself() -> None:
+    assert await run_processes(2, meet_at_own_address, free_port()) == [2, 2]
 
 
-# -- what is known about groups
+# -- queries about groups
 
 
 @pytest.mark.ranks(3)
@@ -340,7 +340,7 @@ def test_init_works_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dist.is_torchelastic_launched()
 
 
-async def test_backend_names_are_those_of_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_backend_names_match_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup) -> None:
         assert dist.get_backend() == dist.get_backend(pg) == dist.Backend.AIO
         assert dist.get_backend_config() == "cpu:aio,cuda:aio"
@@ -367,14 +367,14 @@ async def test_backend_names_are_those_of_the_groups(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["gloo", "mpi", "ucc", "xccl"])
 def test_registered_backends_of_other_libraries_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_there = getattr(dist, f"is_{name}_available")
-    assert is_there() is False
+    is_registered = getattr(dist, f"is_{name}_available")
+    assert is_registered() is False
     monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, name])
     monkeypatch.setitem(dist.Backend.backend_capability, name, ("cpu",))
-    assert is_there() is True
+    assert is_registered() is True
 
 
-async def test_debug_level_is_that_of_torch() -> None:
+async def test_debug_level_matches_torch() -> None:
     async def body(pg: ProcessGroup) -> dist.DebugLevel:
         return dist.get_debug_level()
 

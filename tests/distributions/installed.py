@@ -1,4 +1,4 @@
-"""Distributions on the path: their module, and the metadata that an installer would write."""
+"""Distributions in a folder of the import path, with the metadata that an installer writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = ("abacus", "rail", "shelf")
 
 
 def install(name: str, site: Path) -> None:
-    """Put a distribution of this folder into the folder `site`."""
+    """Install a distribution of this folder into the folder `site`."""
     project = tomllib.loads((HERE / name / "pyproject.toml").read_text())["project"]
     for module in (HERE / name).glob("*.py"):
         shutil.copy2(module, site)

@@ -1,4 +1,4 @@
-"""Three small distributions: a store with a command, a transport, and a device, found by their entry points alone."""
+"""Three small distributions, a store with a command, a transport, and a device, found by their entry points."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from aiocoll.testing.contracts import DeviceContract, OpenStore, StoreContract, 
 from .installed import NAMES, install
 
 ROOT = Path(__file__).parents[2]
-#: Runs the contracts as another distribution does.
+#: A test module that runs the contracts like another distribution does.
 CHECK = """
 import contextlib
 
@@ -73,7 +73,7 @@ class TestShelf(StoreContract):
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder on the path in which the distributions are installed."""
+    """Yield a folder on the import path in which the distributions are installed."""
     folder = tmp_path / "site"
     folder.mkdir()
     for name in NAMES:
@@ -82,15 +82,15 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("backend_list", "default_device_backend_map", "backend_capability"):
         monkeypatch.setattr(Backend, name, getattr(Backend, name).copy())
     monkeypatch.setattr(Backend, "BEADS", "beads", raising=False)
-    forget()
+    unregister_all()
     yield folder
-    forget()
+    unregister_all()
     for name in NAMES:
         sys.modules.pop(f"aiocoll_{name}", None)
 
 
-def forget() -> None:
-    """Unregister what the distributions provide."""
+def unregister_all() -> None:
+    """Unregister everything that the distributions provide."""
     for registry in (stores, transports, commands, adapters, devices):
         for name in NAMES:
             registry.unregister(name)
@@ -180,8 +180,8 @@ async def test_different_plugin_transports_refuse_each_other(tmp_path: Path) -> 
         assert "transport='rail' on some ranks, but not on rank 0: set the same transport on every rank" in str(error)
 
 
-class Carriers:
-    """A hook that collects what has carried the operations of a group."""
+class TransportHook:
+    """A hook that records the transports of the operations of a group."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -190,9 +190,9 @@ class Carriers:
         self.found.add(info.transport)  # type: ignore[attr-defined]
 
 
-async def carried(pg: ProcessGroup) -> set[str]:
-    """Return what has carried an allreduce."""
-    pg.add_hook(carriers := Carriers())
+async def carrying_transports(pg: ProcessGroup) -> set[str]:
+    """Return the transports that carried an allreduce."""
+    pg.add_hook(carriers := TransportHook())
     assert ((await pg.allreduce(np.ones(100_000))) == pg.size()).all()
     return carriers.found
 
@@ -204,10 +204,10 @@ async def test_auto_uses_a_registered_transport_between_hosts_only(hosts: str, c
         options = GroupOptions(host_id=hosts[number], job_key=b"k" * 32, bind="127.0.0.1")
         where = f"shelf://{tmp_path}/jobs"
         async with new_group(init_method=where, rank=number, world_size=2, timeout=20, options=options) as pg:
-            return await carried(pg)
+            return await carrying_transports(pg)
 
     assert "rail" in transports
-    # Each rank has an event loop of its own: those of one loop need no transport.
+    # Each rank has its own event loop, because ranks of one loop use no transport.
     found = await asyncio.gather(*(asyncio.to_thread(asyncio.run, rank(number)) for number in range(2)))
     assert found == [{carrier}] * 2
 
@@ -230,7 +230,7 @@ async def test_group_over_a_plugin_splits(tmp_path: Path) -> None:
 async def sum_until_killed(pg: ProcessGroup) -> list[int]:
     """Start two sums, of which rank 1 makes only the first; return the ranks that the error names."""
     first, *second = [pg.allreduce(np.ones(100_000), timeout=20) for _ in range(1 if pg.rank() == 1 else 2)]
-    with contextlib.suppress(PeerLostError):  # rank 1 may end before the others have its part
+    with contextlib.suppress(PeerLostError):  # rank 1 may end before the others receive its part
         assert (await first == pg.size()).all()
     if pg.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)

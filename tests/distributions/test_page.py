@@ -1,4 +1,4 @@
-"""The page about plugins: its package is the one that is tested, and its commands run."""
+"""The page about plugins: it shows the tested packages, and its commands run."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_page_shows_the_packages_that_are_tested() -> None:
     assert code("docs/plugins.md", "A device", 3).partition("\n\n\n")[2] in CHECK
 
 
-def test_commands_of_the_page_print_what_it_shows(tmp_path: Path) -> None:
+def test_commands_of_the_page_print_the_shown_output(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
     install("shelf", site)
     write({name: text for name, text in files("docs/plugins.md").items() if name != "aiocoll_shelf.py"}, tmp_path)
-    said = [shell(each, tmp_path, PYTHONPATH=f"{site}{os.pathsep}{ROOT}") for each in commands("docs/plugins.md")]
-    assert said[0].startswith(code("docs/plugins.md", "A store", 1, "text"))
-    assert "shelf     list the keys of a shelf" in said[0]
-    assert "aiocoll/1/card/0" in said[0]
-    assert " passed" in said[1]
-    assert "failed" not in said[1]
+    outputs = [shell(each, tmp_path, PYTHONPATH=f"{site}{os.pathsep}{ROOT}") for each in commands("docs/plugins.md")]
+    assert outputs[0].startswith(code("docs/plugins.md", "A store", 1, "text"))
+    assert "shelf     list the keys of a shelf" in outputs[0]
+    assert "aiocoll/1/card/0" in outputs[0]
+    assert " passed" in outputs[1]
+    assert "failed" not in outputs[1]
 
 
 def test_versions_of_the_page_are_those_of_the_registries() -> None:

@@ -1,4 +1,4 @@
-"""A worker of a web server: as much of ASGI and HTTP as the page on web services needs. Argument: module:app."""
+"""A worker of a web server: the part of ASGI and HTTP that docs/web-service.md needs. Argument: module:app."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from functools import partial
 from typing import Any
 
 
-async def answer(app: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def serve_request(app: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     method, path, _ = (await reader.readline()).decode().split()
     while (await reader.readline()).strip():
         pass
-    asked: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-    asked.put_nowait({"type": "http.request"})
-    said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    await app({"type": "http", "method": method, "path": path, "headers": []}, asked.get, said.put)
-    status, body = said.get_nowait()["status"], said.get_nowait()["body"]
+    requests: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    requests.put_nowait({"type": "http.request"})
+    responses: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    await app({"type": "http", "method": method, "path": path, "headers": []}, requests.get, responses.put)
+    status, body = responses.get_nowait()["status"], responses.get_nowait()["body"]
     writer.write(b"HTTP/1.1 %d .\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (status, len(body), body))
     await writer.drain()
     writer.close()
@@ -30,15 +30,15 @@ async def main() -> None:
     module, name = sys.argv[1].split(":")
     app = getattr(importlib.import_module(module), name)
     events: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-    said: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    responses: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     events.put_nowait({"type": "lifespan.startup"})
-    lifespan = asyncio.create_task(app({"type": "lifespan"}, events.get, said.put))
-    started = asyncio.create_task(said.get())
+    lifespan = asyncio.create_task(app({"type": "lifespan"}, events.get, responses.put))
+    started = asyncio.create_task(responses.get())
     await asyncio.wait([lifespan, started], return_when=asyncio.FIRST_COMPLETED)
     if lifespan.done():
         started.cancel()
         return lifespan.result()
-    server = await asyncio.start_server(partial(answer, app), "127.0.0.1", 0)
+    server = await asyncio.start_server(partial(serve_request, app), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await stop.wait()
     server.close()

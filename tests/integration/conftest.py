@@ -1,4 +1,4 @@
-"""Starts the ranks of `program.py` as a user's supervisor would, and sees to it that nothing is left."""
+"""Fixtures that start the ranks of `program.py` like a supervisor, and check that nothing is left."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("program.py"))
-#: Seconds after which a rank that has not ended has failed; none takes a tenth of it.
+#: Seconds after which an unfinished rank has failed. Each rank takes less than a tenth of it.
 LIMIT = 60
-#: Of all jobs of these tests.
+#: The job key of all these tests.
 KEY = b"of this test and no other"
 
 
 class Ranks:
-    """Call it to run `program.py` on each rank and get what the ranks printed."""
+    """A callable that starts `program.py` on each rank, and returns the printed results."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._stack = stack
@@ -42,7 +42,7 @@ class Ranks:
         }
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a process that this test ends at the latest."""
+        """Start a process, which ends with the test at the latest."""
         process = subprocess.Popen(
             [sys.executable, *command],
             env={**self.environment, **(env or {})},
@@ -51,7 +51,7 @@ class Ranks:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._stack.callback(_end, process)
+        self._stack.callback(_kill, process)
         return process
 
     def __call__(
@@ -64,9 +64,9 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         killed: Sequence[int] = (),
     ) -> list[Any]:
-        """Run the ranks; return the result of each, None for those `killed`.
+        """Run the ranks; return the result of each, and None for the `killed` ranks.
 
-        With `numbers`, rank and world size are on the command line, else in the environment only.
+        With `numbers`, rank and world size are on the command line, otherwise only in the environment.
         """
         processes = []
         for rank in range(world_size):
@@ -83,14 +83,14 @@ class Ranks:
             if rank in killed:
                 results.append(None)
                 continue
-            told = json.loads(out)
-            assert (told["rank"], told["size"]) == (rank, world_size)
-            results.append(told["result"])
+            outcome = json.loads(out)
+            assert (outcome["rank"], outcome["size"]) == (rank, world_size)
+            results.append(outcome["result"])
         assert not list(self.temporary.iterdir())
         return results
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate()
 

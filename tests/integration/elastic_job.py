@@ -1,7 +1,7 @@
-"""An elastic program, and a supervisor that kills its processes at random moments and starts others in their places.
+"""An elastic program, and a supervisor that kills its processes at random moments and starts newcomers.
 
-python -m tests.integration.elastic_job PLAN     the supervisor; prints what it has seen
-python -m tests.integration.elastic_job          a process of the program; its ticket comes on standard input
+python -m tests.integration.elastic_job PLAN     the supervisor; prints its counts
+python -m tests.integration.elastic_job          a process of the program; reads its ticket from standard input
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ import numpy as np
 import aiocoll
 from aiocoll import GroupError, Meeting, ReduceOp, Ticket
 
-#: Elements of the array that is reduced in each step, and of the one that is kept.
+#: Elements of the array that each step reduces, and of the array in the state.
 COUNT = 50_000
-#: Seconds after which whatever has not happened has failed; nothing takes half of it.
+#: Seconds after which an unfinished action has failed. Each action takes less than half of it.
 LIMIT = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class Plan:
-    """What the supervisor does.
+    """The parameters of a supervisor.
 
     Attributes:
-        size: number of ranks.
-        kills: how many processes it kills.
-        seed: of the moments and of the choice of victims.
-        host: where the meeting is.
-        hosts: what runs a command on each host; ranks are started on one after the other.
+        size: The number of ranks.
+        kills: The number of processes to kill.
+        seed: The seed of the moments and victims.
+        host: The host of the meeting.
+        hosts: For each host, the command prefix that runs a command there. The ranks take the hosts in turn.
     """
 
     size: int
@@ -55,35 +55,35 @@ class Plan:
 
 
 async def work(ticket: Ticket, stop: Path) -> None:
-    """Sum up the numbers of steps, until there is a file `stop`."""
+    """Add up the step numbers until the file `stop` exists."""
     state: dict[str, Any] = {"step": 0, "sum": 0, "array": np.zeros(COUNT)}
     async with aclosing(aiocoll.elastic(init_method=ticket, state=state, timeout=LIMIT)) as groups:
         async for pg in groups:
             check(state)
-            tell(size=pg.size(), rank=pg.rank())
+            print_json(size=pg.size(), rank=pg.rank())
             with suppress(GroupError):
                 stopping = False
                 while not stopping:
                     stopping = await step(pg, state, stop)
     check(state)
-    tell(steps=state["step"])
+    print_json(steps=state["step"])
 
 
 async def step(pg: aiocoll.ProcessGroup, state: dict[str, Any], stop: Path) -> bool:
-    """Take one step together; return whether it was the last one."""
+    """Take one step with all ranks; return whether it was the last one."""
     number, size = state["step"] + 1, pg.size()
     total = await pg.allreduce(number * (pg.rank() + 1))
     assert total == number * size * (size + 1) // 2
     array = np.full(COUNT, float(number))
     await pg.allreduce(array, ReduceOp.AVG)
-    last = await pg.allreduce(is_there(stop), ReduceOp.MAX)
+    last = await pg.allreduce(exists_as_int(stop), ReduceOp.MAX)
     state["step"] = number
     state["sum"] += number
     state["array"] += array
     return bool(last)
 
 
-def is_there(path: Path) -> int:
+def exists_as_int(path: Path) -> int:
     return int(path.exists())
 
 
@@ -93,7 +93,7 @@ def check(state: dict[str, Any]) -> None:
     assert (state["array"] == total).all()
 
 
-def tell(**what: Any) -> None:
+def print_json(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
@@ -101,69 +101,69 @@ def tell(**what: Any) -> None:
 
 
 class Worker:
-    """One process of the program.
+    """A process of the program.
 
     Attributes:
-        host: its index.
-        started: when it was.
-        told: what it has told last.
-        killed: whether it was.
+        host: The index of its host.
+        started: The time of its start.
+        report: Its latest report.
+        killed: Whether the supervisor has killed it.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, host: int) -> None:
         self.host = host
         self.started = time.monotonic()
-        self.told: dict[str, Any] = {}
+        self.report: dict[str, Any] = {}
         self.killed = False
         self._process = process
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._process.kill()
         self.killed = True
 
-    async def listen(self, news: asyncio.Event) -> None:
-        """Take note of what it tells, until it ends."""
+    async def record_reports(self, changed: asyncio.Event) -> None:
+        """Keep the latest report of the process until it ends."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         async for line in self._process.stdout:
-            self.told = json.loads(line)
-            news.set()
+            self.report = json.loads(line)
+            changed.set()
         error = (await self._process.stderr.read()).decode()
         assert (await self._process.wait(), error) == (-signal.SIGKILL if self.killed else 0, ""), error
 
 
 class Supervisor:
-    """Keeps as many processes running as the plan says, and kills some of them."""
+    """A supervisor that keeps the planned number of processes running, and kills some of them."""
 
     def __init__(self, plan: Plan, meeting: Meeting, stop: Path) -> None:
         self._plan = plan
         self._meeting = meeting
         self._stop = stop
         self._random = random.Random(plan.seed)
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._workers: list[Worker] = []
-        self._listening: list[asyncio.Task[None]] = []
+        self._recording: list[asyncio.Task[None]] = []
         self._recoveries: list[float] = []
         self._zero = self._double = 0
 
     async def run(self) -> dict[str, Any]:
-        """Carry out the plan; return what has been seen."""
+        """Carry out the plan; return the counts and recovery times."""
         plan = self._plan
         for rank in range(plan.size):
             await self._start(self._meeting.ticket(rank), rank % len(plan.hosts))
-        await self._whole()
+        await self._wait_for_full_group()
         killed = 0
         while killed < plan.kills:
             killed += await self._kill(min(2 if killed % 5 == 3 else 1, plan.kills - killed), killed % 3 == 0)
-            if killed % 4:  # else the next one comes while this one is mended
+            if killed % 4:  # otherwise the next kill comes during the recovery
                 began = self._workers[-1].started
-                await self._whole()
+                await self._wait_for_full_group()
                 self._recoveries.append(time.monotonic() - began)
-        await self._whole()
+        await self._wait_for_full_group()
         self._stop.touch()
-        await asyncio.gather(*self._listening)
-        ended = [worker.told["steps"] for worker in self._workers if not worker.killed]
+        await asyncio.gather(*self._recording)
+        ended = [worker.report["steps"] for worker in self._workers if not worker.killed]
         assert len(ended) == plan.size
         assert len(set(ended)) == 1
         return {
@@ -186,58 +186,58 @@ class Supervisor:
         process.stdin.close()
         worker = Worker(process, host)
         self._workers.append(worker)
-        self._listening.append(asyncio.create_task(worker.listen(self._news)))
+        self._recording.append(asyncio.create_task(worker.record_reports(self._changed)))
 
-    def _living(self) -> list[Worker]:
+    def _live_workers(self) -> list[Worker]:
         return [worker for worker in self._workers if not worker.killed]
 
-    async def _whole(self) -> None:
+    async def _wait_for_full_group(self) -> None:
         """Wait until all processes are in a group of the full size."""
         async with asyncio.timeout(LIMIT):
-            while any(worker.told.get("size") != self._plan.size for worker in self._living()):
-                for task in self._listening:
+            while any(worker.report.get("size") != self._plan.size for worker in self._live_workers()):
+                for task in self._recording:
                     if task.done():
                         await task
-                waiting = [asyncio.ensure_future(self._news.wait()), *(t for t in self._listening if not t.done())]
+                waiting = [asyncio.ensure_future(self._changed.wait()), *(t for t in self._recording if not t.done())]
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 waiting[0].cancel()
-                self._news.clear()
+                self._changed.clear()
 
     async def _kill(self, count: int, zero: bool) -> int:
-        """Kill so many processes at a random moment; each host keeps one that has been in a group."""
+        """Kill `count` processes at a random moment; on each host one process that has been in a group survives."""
         await asyncio.sleep(self._random.uniform(0, 0.3))
-        living = self._living()
-        kept = {host: self._random.choice(self._members(host)) for host in {worker.host for worker in living}}
-        first = [worker for worker in living if zero and worker.told.get("rank") == 0]
+        live = self._live_workers()
+        kept = {host: self._random.choice(self._members(host)) for host in {worker.host for worker in live}}
+        first = [worker for worker in live if zero and worker.report.get("rank") == 0]
         if first and kept[first[0].host] is first[0]:
             others = [worker for worker in self._members(first[0].host) if worker is not first[0]]
             kept[first[0].host] = self._random.choice(others or first)
-        candidates = [worker for worker in living if worker not in kept.values()]
+        candidates = [worker for worker in live if worker not in kept.values()]
         self._random.shuffle(candidates)
         victims = sorted(candidates, key=lambda worker: worker not in first)[:count]
         for victim in victims:
-            self._zero += victim.told.get("rank") == 0
+            self._zero += victim.report.get("rank") == 0
             victim.kill()
         self._double += len(victims) == 2
-        for worker in self._living():
-            worker.told.pop("size", None)
+        for worker in self._live_workers():
+            worker.report.pop("size", None)
         for victim in victims:
             await self._start(self._meeting.newcomer(), victim.host)
         return len(victims)
 
     def _members(self, host: int) -> list[Worker]:
-        return [worker for worker in self._living() if worker.host == host and "rank" in worker.told]
+        return [worker for worker in self._live_workers() if worker.host == host and "rank" in worker.report]
 
     async def close(self) -> None:
-        """End all that has not ended."""
-        for worker in self._living():
+        """Kill all remaining processes."""
+        for worker in self._live_workers():
             with suppress(ProcessLookupError):
                 worker.kill()
-        await asyncio.gather(*self._listening, return_exceptions=True)
+        await asyncio.gather(*self._recording, return_exceptions=True)
 
 
 async def supervise(plan: Plan) -> dict[str, Any]:
-    """Run the program and kill its processes; return what has been seen."""
+    """Run the program and kill its processes; return the counts and recovery times."""
     with tempfile.TemporaryDirectory() as folder:
         async with Meeting(plan.size, host=plan.host) as meeting:
             supervisor = Supervisor(plan, meeting, Path(folder, "stop"))
@@ -249,7 +249,7 @@ async def supervise(plan: Plan) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        tell(**asyncio.run(supervise(Plan(**json.loads(sys.argv[1])))))
+        print_json(**asyncio.run(supervise(Plan(**json.loads(sys.argv[1])))))
     else:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # none outlives its supervisor
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no process outlives its supervisor
         asyncio.run(work(*pickle.load(sys.stdin.buffer)))

@@ -1,4 +1,4 @@
-"""A rank that ends with works pending, in the way its first argument names; the other one hears of it."""
+"""Two ranks: one ends with pending works, in the way that the first argument names, and its peer is notified."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import numpy as np
 import aiocoll
 
 HOW, METHOD, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3])
-#: Seconds that a collective may take which the other rank never calls: leaving the group waits for it.
+#: The timeout of a collective that the other rank never calls. Leaving the group waits for it.
 TIMEOUT = 0.1
-# On a busy machine it is right to warn that a rank is slow. What these tests look for would be an error.
+# On a busy machine, a warning about a slow rank is correct. These tests look for errors.
 logging.getLogger("aiocoll").setLevel(logging.ERROR)
 
 
 def interrupt(times: int = 1) -> None:
-    """Be interrupted from the next turn of the loop on, as by the Ctrl-C of an impatient user."""
+    """Send SIGINT to this process from the next loop iteration on, like an impatient user's Ctrl-C."""
     loop = asyncio.get_running_loop()
     for delay in range(times):
         loop.call_later(delay * 0.001, os.kill, os.getpid(), signal.SIGINT)
 
 
-async def stay(pg: aiocoll.ProcessGroup) -> None:
-    """Be in a collective when the other rank ends."""
+async def wait_in_collective(pg: aiocoll.ProcessGroup) -> None:
+    """Wait in a collective while the other rank ends."""
     try:
         await pg.recv_object(1)
         await pg.allreduce(np.ones(1_000_000))
     except aiocoll.GroupError as error:
-        # Between the two calls it hears of it at the second one, with the cause.
+        # If the notice arrives between the two calls, the second call fails with it as the cause.
         first = error.__cause__ if isinstance(error, aiocoll.GroupRevokedError) else error
         assert isinstance(first, aiocoll.GroupError)
         print(type(first).__name__, getattr(first, "how", None), list(first.ranks))
 
 
-async def end(pg: aiocoll.ProcessGroup) -> list[Any]:
-    """Leave works behind: awaited by others, by nobody, and those that only an iterator waits for."""
+async def leave_works_pending(pg: aiocoll.ProcessGroup) -> list[Any]:
+    """Return pending works: awaited by other tasks, by no task, or only by an iterator."""
     works = [
         pg.barrier(key="awaited"),
         pg.barrier(key="not awaited"),
@@ -59,7 +59,7 @@ async def end(pg: aiocoll.ProcessGroup) -> list[Any]:
     await pg.send_object("go", 0)
     match HOW:
         case "leave":
-            # Begun when nothing else is to be done in time.
+            # Start this barrier last, so that no other call uses up its timeout.
             works.append(pg.barrier(key="awaited as well", timeout=TIMEOUT))
             waiting.append(asyncio.gather(works[-1].join(), return_exceptions=True))
         case "interrupt":
@@ -80,7 +80,7 @@ async def main() -> None:
         interrupt()
     kept: Any = None
     async with aiocoll.new_group(init_method=METHOD, rank=RANK, world_size=2) as pg:
-        kept = await (end if RANK else stay)(pg)
+        kept = await (leave_works_pending if RANK else wait_in_collective)(pg)
     del kept
 
 

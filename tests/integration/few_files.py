@@ -1,4 +1,4 @@
-"""Two ranks of one process that meet, may then open no file more, and call everything; prints the errors as JSON."""
+"""Two ranks of one process that meet, lose the right to open files, and make every call; prints the errors as JSON."""
 
 from __future__ import annotations
 
@@ -16,73 +16,75 @@ import numpy as np
 
 import aiocoll
 
-#: It brings much of NumPy along that is else loaded later.
+#: SciPy loads parts of NumPy that would otherwise be loaded later.
 sparse: Any = importlib.import_module("scipy.sparse") if "sparse" in sys.argv else None
 
 
-def open_no_more() -> None:
-    """Let this process open no file more: the lowest free number is what it would get next."""
+def forbid_new_files() -> None:
+    """Forbid new files: set the limit to the lowest free descriptor, which the next file would take."""
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def calls(pg: aiocoll.ProcessGroup) -> dict[str, Callable[[], Awaitable[Any]]]:
-    other, here, many = 1 - pg.rank(), np.ones(8), np.ones((2, 8))
+    other, array, rows = 1 - pg.rank(), np.ones(8), np.ones((2, 8))
 
-    async def coalesced() -> None:
+    async def coalesce() -> None:
         async with pg.coalescing():
             pg.allreduce(np.ones(4))
             pg.allreduce(np.ones(5, "f4"))
 
-    async def sent(send: Callable[[], Awaitable[Any]], receive: Callable[[], Awaitable[Any]]) -> None:
+    async def send_and_receive(send: Callable[[], Awaitable[Any]], receive: Callable[[], Awaitable[Any]]) -> None:
         work = send()
         await receive()
         await work
 
     return {
-        "allreduce": lambda: pg.allreduce(here),
+        "allreduce": lambda: pg.allreduce(array),
         "large": lambda: pg.allreduce(np.ones(1 << 18)),
         "half": lambda: pg.allreduce(np.ones(9, "f2")),
         "buffer": lambda: pg.allreduce(bytearray(16)),
-        "custom": lambda: pg.allreduce(here, aiocoll.ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))),
-        "broadcast": lambda: pg.broadcast(here, 0),
-        "allgather": lambda: pg.allgather(list(many), here),
-        "alltoall": lambda: pg.alltoall(list(np.empty((2, 8))), list(many)),
-        "reduce_scatter": lambda: pg.reduce_scatter(np.empty(8), list(many)),
+        "custom": lambda: pg.allreduce(array, aiocoll.ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))),
+        "broadcast": lambda: pg.broadcast(array, 0),
+        "allgather": lambda: pg.allgather(list(rows), array),
+        "alltoall": lambda: pg.alltoall(list(np.empty((2, 8))), list(rows)),
+        "reduce_scatter": lambda: pg.reduce_scatter(np.empty(8), list(rows)),
         "barrier": pg.barrier,
         "monitored_barrier": pg.monitored_barrier,
-        "coalesced": coalesced,
-        "messages": lambda: sent(lambda: pg.send(here, other), lambda: pg.recv(np.empty(8), other)),
+        "coalesced": coalesce,
+        "messages": lambda: send_and_receive(lambda: pg.send(array, other), lambda: pg.recv(np.empty(8), other)),
         "empty": lambda: pg.empty(8, "f4"),
         "split": lambda: pg.split_group([[0], [1]]),
-        "object messages": lambda: sent(lambda: pg.send_object({1: 2}, other), lambda: pg.recv_object(other)),
+        "object messages": lambda: send_and_receive(
+            lambda: pg.send_object({1: 2}, other), lambda: pg.recv_object(other)
+        ),
         "objects": lambda: pg.allgather_object({"a": 1}),
         **({"sparse": lambda: pg.allreduce(sparse.coo_array(np.eye(3)))} if sparse else {}),
     }
 
 
-async def rank(number: int, store: aiocoll.HashStore, told: dict[str, str]) -> None:
+async def rank(number: int, store: aiocoll.HashStore, errors: dict[str, str]) -> None:
     options = aiocoll.GroupOptions(transport=sys.argv[1], job_key=bytes(32))
     async with await aiocoll.new_group(store=store, rank=number, world_size=2, options=options) as pg:
         await pg.barrier()
         if number == 0:
-            open_no_more()
+            forbid_new_files()
         await pg.barrier()
         for name, call in calls(pg).items():
             try:
                 await call()
             except aiocoll.errors.AiocollError as error:
-                told[f"{name} {number}"] = f"{type(error).__name__}: {error}"
+                errors[f"{name} {number}"] = f"{type(error).__name__}: {error}"
             except Exception as error:
-                told[f"{name} {number}"] = "raw: " + "".join(traceback.format_exception(error))
+                errors[f"{name} {number}"] = "raw: " + "".join(traceback.format_exception(error))
 
 
 async def main() -> None:
-    told: dict[str, str] = {}
+    errors: dict[str, str] = {}
     store = aiocoll.HashStore()
-    await asyncio.gather(*(rank(number, store, told) for number in range(2)))
-    print(json.dumps(told))
+    await asyncio.gather(*(rank(number, store, errors) for number in range(2)))
+    print(json.dumps(errors))
 
 
 asyncio.run(main())

@@ -1,4 +1,4 @@
-"""A rank that runs a recipe of the docs. Arguments: meets, joins, or shrinks (as the guide does); where it dies."""
+"""A rank that runs a recipe of the docs. Arguments: "meets", "joins" or "shrinks"; the point of its death."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import aiocoll
 from tests.pages import code, execute
 
 WORLD_SIZE, STEPS = 4, 40
-#: After how many steps the first rank dies.
+#: The number of steps after which the first rank dies.
 HALF = 20
 
-_, way, death = sys.argv
+_, mode, death = sys.argv
 
 
 def die() -> None:
@@ -26,7 +26,7 @@ def die() -> None:
 
 
 async def step(pg: Any, state: dict[str, int]) -> None:
-    """Count the ranks; `WORLD_SIZE` of them take part in every step."""
+    """Count the ranks; every step has `WORLD_SIZE` of them."""
     if death == "step" and state["step"] == HALF:
         die()
     count = await pg.allreduce(1)
@@ -38,28 +38,28 @@ _shrink, _grow = aiocoll.ProcessGroup.shrink, aiocoll.ProcessGroup.grow
 
 
 async def shrink(pg: aiocoll.ProcessGroup) -> aiocoll.ProcessGroup:
-    """Shrink the group, unless this rank dies before that or in it."""
+    """Shrink the group, unless this rank dies before or during the call."""
     if death == "shrink":
         die()
     shrinking = asyncio.ensure_future(_shrink(pg))
     if death == "shrinking":
-        await asyncio.sleep(0)  # it has told the others
+        await asyncio.sleep(0)  # sends the request to the other ranks
         die()
     return await shrinking
 
 
-def asked(pg: aiocoll.ProcessGroup) -> int:
-    """How often the ranks have told each other for how many newcomers they wait."""
+def newcomer_exchanges(pg: aiocoll.ProcessGroup) -> int:
+    """Return the number of exchanges in which the ranks compared their numbers of newcomers."""
     return sum(each.calls for each in pg.stats().operations if each.op == "ALLGATHER_OBJECT")
 
 
 async def grow(pg: aiocoll.ProcessGroup, n: int) -> aiocoll.ProcessGroup:
-    """Let the group grow, unless this rank dies while it waits for newcomers, or as soon as they have come."""
-    before = asked(pg)
+    """Grow the group, unless this rank dies while it waits for newcomers or right after their arrival."""
+    before = newcomer_exchanges(pg)
     growing = asyncio.ensure_future(_grow(pg, n))
     if death == "growing":
-        # Rank 0 asks the store for newcomers next, the others ask rank 0 who has come.
-        while asked(pg) == before or (pg.rank() and not pg.pending()):  # noqa: ASYNC110
+        # Next, rank 0 requests newcomers from the store, and the other ranks wait for the reply of rank 0.
+        while newcomer_exchanges(pg) == before or (pg.rank() and not pg.pending()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         die()
     grown = await growing
@@ -68,26 +68,26 @@ async def grow(pg: aiocoll.ProcessGroup, n: int) -> aiocoll.ProcessGroup:
     return grown
 
 
-async def going_on() -> dict[str, int]:
+async def run_reliability_recipe() -> dict[str, int]:
     last: dict[str, int] = {}
 
-    async def noting(pg: Any, state: dict[str, int]) -> None:
+    async def step_and_record(pg: Any, state: dict[str, int]) -> None:
         await step(pg, state)
         last.update(state)
 
     recipe = code("docs/reliability.md", "Going on")
-    names = await execute(recipe, aiocoll=aiocoll, WORLD_SIZE=WORLD_SIZE, STEPS=STEPS, step=noting)
+    names = await execute(recipe, aiocoll=aiocoll, WORLD_SIZE=WORLD_SIZE, STEPS=STEPS, step=step_and_record)
     while True:
         try:
-            await names["main"](way == "joins")
+            await names["main"](mode == "joins")
         except aiocoll.RendezvousError:
-            if way != "joins":
+            if mode != "joins":
                 raise
         else:
             return last
 
 
-async def shrinking() -> dict[str, int]:
+async def run_guide_recipe() -> dict[str, int]:
     sums = []
 
     def gradient(number: int) -> Any:
@@ -105,4 +105,4 @@ async def shrinking() -> dict[str, int]:
 
 if __name__ == "__main__":
     aiocoll.ProcessGroup.shrink, aiocoll.ProcessGroup.grow = shrink, grow  # type: ignore[method-assign,assignment]
-    print(json.dumps(asyncio.run(shrinking() if way == "shrinks" else going_on())))
+    print(json.dumps(asyncio.run(run_guide_recipe() if mode == "shrinks" else run_reliability_recipe())))

@@ -1,4 +1,4 @@
-"""Launchers that others have written: where they are, and a Slurm of two nodes that are both this machine."""
+"""Launchers of other projects: MPI launchers, and a Slurm cluster of two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import NamedTuple, Self
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
-#: Seconds after which what has not ended has failed; nothing takes a third of it.
+#: Seconds after which an unfinished action has failed. Each action takes less than a third of it.
 LIMIT = 60
-#: Between two looks at what other programs do.
-_LOOK = 0.05
-#: In the environment of all that a test starts.
+#: Seconds between two polls of other programs.
+_POLL_SECONDS = 0.05
+#: An environment variable in all processes that a test starts.
 _MARK = "STARTED_BY_TEST"
-#: Open MPI refuses to run as root otherwise; in a container there may be nobody else.
+#: Variables that permit Open MPI to run as root. A container may have no other user.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 _CONFIGURATION = """
 ClusterName=test
@@ -53,8 +53,8 @@ PartitionName=test Nodes={host},zzzz1 Default=YES OverSubscribe=YES
 """
 
 
-class Ended(NamedTuple):
-    """What a launcher has left."""
+class LauncherResult(NamedTuple):
+    """The result of a launcher: exit code, sorted lines of output, and standard error."""
 
     code: int
     out: list[str]
@@ -62,29 +62,29 @@ class Ended(NamedTuple):
 
 
 def mpiexec(name: str) -> str | None:
-    """Return the launcher of an MPI library, of the environment that `.ci/run` or the benchmark has made for it."""
+    """Return the `mpiexec` of an MPI library from the environment that `.ci/run` or the benchmark has created."""
     places = [ROOT / f".venv-{name}/bin/mpiexec", ROOT / f"bench/.venvs/{name}/bin/mpiexec"]
     return next((str(path) for path in places if path.exists()), None)
 
 
-def why_no_slurm() -> str | None:
-    """Say why there can be no Slurm here; None if there can."""
+def reason_without_slurm() -> str | None:
+    """Return the reason why Slurm cannot run here; None if it can."""
     if os.geteuid() != 0:
-        return "needs root, as whom slurmd starts ranks"
+        return "needs root: slurmd starts ranks as root"
     missing = [each for each in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(each) is None]
     return f"needs {', '.join(missing)}: apt-get install slurm-wlm munge" if missing else None
 
 
 def start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Start a launcher, whose ranks are Python's of this test; `left_behind` finds what it leaves."""
+    """Start a launcher whose ranks run this Python. `running_processes` finds its remaining processes."""
     # Debug mode reports slow callbacks, and these tests expect silence.
-    # What a rank prints is one piece, which no other's gets into.
+    # Without PYTHONUNBUFFERED a rank prints in one piece, which other ranks cannot interrupt.
     hidden = ("AIOCOLL_", "PYTHONASYNCIODEBUG", "PYTHONUNBUFFERED", "SLURM_", "PMI", "OMPI_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    ours = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", _MARK: str(os.getpid())}
+    own_variables = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", _MARK: str(os.getpid())}
     return subprocess.Popen(
         command,
-        env=kept | AS_ROOT | ours | env,
+        env=kept | AS_ROOT | own_variables | env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -92,40 +92,40 @@ def start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
     )
 
 
-def run(command: list[str], env: Mapping[str, str]) -> Ended:
-    """Run a launcher to its end; nothing that it has started is left then."""
+def run(command: list[str], env: Mapping[str, str]) -> LauncherResult:
+    """Run a launcher to its end, and wait until all its processes have ended."""
     with start(command, env) as process:
         try:
             out, err = process.communicate(timeout=LIMIT)
         finally:
             process.kill()
-    ended = Ended(process.returncode, sorted(out.splitlines()), err)
+    ended = LauncherResult(process.returncode, sorted(out.splitlines()), err)
     deadline = time.monotonic() + LIMIT
-    while left := left_behind():  # a launcher need not wait for those it has killed
+    while left := running_processes():  # a launcher may not wait for processes that it has killed
         assert time.monotonic() < deadline, (left, ended)
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
     return ended
 
 
-def left_behind() -> list[str]:
-    """Return the commands of processes that a test has started, and that still run."""
+def running_processes() -> list[str]:
+    """Return the commands of running processes that a test has started."""
     mark, found = f"{_MARK}={os.getpid()}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:  # it has ended meanwhile, or is somebody else's
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return found
 
 
 class Slurm:
-    """A controller and the daemons of two nodes, on the loopback; a context manager.
+    """A Slurm controller with the daemons of two nodes on loopback, as a context manager.
 
-    The first node has the name of this machine, which is known here; rank 0 runs there, since lists are sorted.
+    The first node has the name of this machine, which resolves here. Node lists are sorted, so rank 0 runs there.
 
     Args:
-        folder: where all of it keeps its files.
+        folder: The folder for all files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -158,7 +158,7 @@ class Slurm:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def srun(self, *arguments: str, script: str, given: tuple[str, ...] = (), **env: str) -> Ended:
+    def srun(self, *arguments: str, script: str, given: tuple[str, ...] = (), **env: str) -> LauncherResult:
         """Run a Python program on both nodes."""
         command = ["srun", "--quiet", "--nodes=2", *arguments, sys.executable, script, *given]
         return run(command, self.env | env)
@@ -169,22 +169,22 @@ class Slurm:
         process = subprocess.Popen(
             command, env=os.environ | self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder
         )
-        self._stack.callback(_end, process)
+        self._stack.callback(_terminate, process)
 
     def _wait(self) -> None:
-        """Wait until both nodes can take work."""
+        """Wait until both nodes are idle."""
         deadline = time.monotonic() + LIMIT
         idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
         while True:
-            told = subprocess.run(idle, env=os.environ | self.env, capture_output=True, text=True, check=False)
-            if told.stdout.strip() == "2":
+            listed = subprocess.run(idle, env=os.environ | self.env, capture_output=True, text=True, check=False)
+            if listed.stdout.strip() == "2":
                 return
-            said = "".join(log.read_text(errors="replace")[-2000:] for log in self._folder.glob("*.log"))
-            assert time.monotonic() < deadline, f"{told.stderr}{said}"
-            time.sleep(_LOOK)
+            logs = "".join(log.read_text(errors="replace")[-2000:] for log in self._folder.glob("*.log"))
+            assert time.monotonic() < deadline, f"{listed.stderr}{logs}"
+            time.sleep(_POLL_SECONDS)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(LIMIT)

@@ -1,4 +1,4 @@
-"""Ranks of which one is lost, in the way that the argument names; the others tell what they have seen."""
+"""Ranks of which one is lost in the way named by the argument; the others print the reported loss."""
 
 from __future__ import annotations
 

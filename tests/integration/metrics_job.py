@@ -1,4 +1,4 @@
-"""A rank of a job in prometheus_client's multiprocess mode: rank 1 is killed, and a newcomer goes on in its place."""
+"""A rank of a job in the multiprocess mode of prometheus_client: rank 1 is killed, and a newcomer replaces it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STEPS, KILLED_AFTER = 8, 3
 
 
 def allreduces(directory: str | None = None) -> dict[tuple[str, str], float]:
-    """Return how many allreduces a scrape shows as completed, by group and rank."""
+    """Return the completed allreduces in a scrape, by group and rank."""
     families: list[Any] = []
-    with contextlib.suppress(struct.error):  # another process has just created a file, which is still empty
+    with contextlib.suppress(struct.error):  # another process may have just created a file, which is still empty
         families += MultiProcessCollector(None, directory).collect()
     return {
         (sample.labels["group"], sample.labels["rank"]): sample.value
@@ -34,13 +34,13 @@ def allreduces(directory: str | None = None) -> dict[tuple[str, str], float]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what processes write once a second."""
-    while not condition():  # noqa: ASYNC110 (other processes do it)
+    """Wait until `condition` is true; processes write their metrics once a second."""
+    while not condition():  # noqa: ASYNC110 (other processes change the condition)
         await asyncio.sleep(0.01)
 
 
-def processes() -> set[int]:
-    """Return the processes whose gauges a scrape shows."""
+def gauge_processes() -> set[int]:
+    """Return the processes whose gauges are in a scrape."""
     return {int(path.stem.rpartition("_")[2]) for path in Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).glob("gauge_*")}
 
 
@@ -55,8 +55,8 @@ async def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 await pg.allreduce(1)
                 state["step"] += 1
-            living = set(await pg.allgather_object(os.getpid()))
-            await until(lambda living=living: processes() == living)
+            live = set(await pg.allgather_object(os.getpid()))
+            await until(lambda live=live: gauge_processes() == live)
             await pg.barrier()
     collector.close()
 

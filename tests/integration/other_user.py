@@ -1,6 +1,6 @@
-"""A user without rights who attacks the ranks of a job, for `test_other_user`. The argument says where they are.
+"""An unprivileged user that attacks the ranks of a job, for `test_other_user`. The argument describes the ranks.
 
-A line of JSON tells what came of each attempt; then new connections are held, until there is a line of input.
+It prints a line of JSON with the outcome of each attempt. Then it holds its connections until it reads a line.
 """
 
 from __future__ import annotations
@@ -21,43 +21,46 @@ from typing import Any
 from aiocoll.security.handshake import CHALLENGE_SIZE, ClientHandshake, ConnKind, Identity, job_id
 
 NOBODY = 65534
-#: Connections to each listener: more than there are places for those who have not proven the key.
+#: Connections to each listener: more than a listener admits unproven.
 MANY = 300
-#: Seconds in which a listener that closes a connection has done so.
+#: Seconds within which a listener closes a refused connection.
 SOON = 10.0
-#: Numbers of <asm/unistd.h> and <sys/ptrace.h>.
+#: Constants of <asm/unistd.h> and <sys/ptrace.h>.
 PIDFD_GETFD, PTRACE_ATTACH = 438, 16
 
-held: list[socket.socket] = []
+held_connections: list[socket.socket] = []
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def came_of(attempt: Callable[[], object]) -> str:
-    """Try; return the name of the error, or what there was to be had."""
+def outcome(attempt: Callable[[], object]) -> str:
+    """Make an attempt; return the name of its error, or its result."""
     try:
         return f"got {attempt()!r}"
     except OSError as error:
         return errno.errorcode[error.errno or 0]
 
 
-def checked(result: int) -> int:
-    """Return what a call of the C library returned, unless it failed."""
+def checked_result(result: int) -> int:
+    """Return the result of a C library call; raise OSError if the call failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return result
 
 
-def processes(pid: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Read from a rank, and stop it."""
+def process_attempts(pid: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield attempts to read the memory of a rank, to stop it, or to change its limits."""
     for name in ("environ", "mem", "maps", "auxv", "syscall"):
         yield name, lambda name=name: Path(f"/proc/{pid}/{name}").read_bytes()[:50]
     for name in ("fd", "map_files"):
         yield name, lambda name=name: os.listdir(f"/proc/{pid}/{name}")
     yield "descriptors", lambda: [os.stat(f"/proc/{pid}/fd/{fd}") for fd in range(3, 40)]
-    yield "pidfd_getfd", lambda: checked(libc.syscall(PIDFD_GETFD, os.pidfd_open(pid), 3, 0))
-    yield "ptrace", lambda: checked(libc.ptrace(PTRACE_ATTACH, pid, 0, 0))
-    yield "process_vm_readv", lambda: checked(libc.process_vm_readv(pid, ctypes.byref(space()), 1, space(), 1, 0))
+    yield "pidfd_getfd", lambda: checked_result(libc.syscall(PIDFD_GETFD, os.pidfd_open(pid), 3, 0))
+    yield "ptrace", lambda: checked_result(libc.ptrace(PTRACE_ATTACH, pid, 0, 0))
+    yield (
+        "process_vm_readv",
+        lambda: checked_result(libc.process_vm_readv(pid, ctypes.byref(iovec()), 1, iovec(), 1, 0)),
+    )
     for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR2, signal.SIGINT):
         yield number.name, lambda number=number: os.kill(pid, number)
     yield "pidfd", lambda: signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGKILL)
@@ -67,13 +70,13 @@ def processes(pid: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "oom", lambda: Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
 
 
-def space() -> Any:
+def iovec() -> Any:
     """Return a struct iovec."""
     return (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.create_string_buffer(8)), 8)
 
 
-def files(folder: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Read and replace what lies in a folder in which everybody may make files, such as /tmp."""
+def file_attempts(folder: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield attempts to read and replace the files of a folder that all users may write, such as /tmp."""
     for name in os.listdir(folder):
         path = Path(folder, name)
         yield f"{name} read", path.read_bytes
@@ -93,66 +96,66 @@ def replace(path: Path) -> None:
         own.unlink()
 
 
-def listeners(addresses: list[Any]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Bind the addresses of ranks, and talk to them."""
+def listener_attempts(addresses: list[Any]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield attempts to bind the addresses of ranks, and to connect to them."""
     for address in addresses:
         yield f"bind {address}", lambda address=address: bind(address)
         yield f"hold {address}", lambda address=address: hold(address)
         yield f"join {address}", lambda address=address: join(address)
 
 
-def opened(address: Any) -> socket.socket:
+def new_socket(address: Any) -> socket.socket:
     sock = socket.socket(socket.AF_INET if isinstance(address, list) else socket.AF_UNIX)
     sock.settimeout(SOON)
     return sock
 
 
-def target(address: Any) -> Any:
+def socket_address(address: Any) -> Any:
     return tuple(address) if isinstance(address, list) else "\0" + address[1:]
 
 
 def bind(address: Any) -> None:
-    with opened(address) as sock:
+    with new_socket(address) as sock:
         if isinstance(address, list):
             for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
                 sock.setsockopt(socket.SOL_SOCKET, option, 1)
-        sock.bind(target(address))
+        sock.bind(socket_address(address))
         sock.listen()
 
 
 def hold(address: Any) -> str:
-    """Fill the queue and all places, with connections that say nothing."""
+    """Fill the queue and all places of a listener with silent connections."""
     for _ in range(MANY):
-        held.append(opened(address))
-        held[-1].connect(target(address))
+        held_connections.append(new_socket(address))
+        held_connections[-1].connect(socket_address(address))
     return "connections"
 
 
 def join(address: Any) -> str:
-    """Do a handshake without the key, for each purpose; return all that was heard."""
-    heard = set()
+    """Do a handshake without the key for each purpose; return the received replies."""
+    replies = set()
     for kind in ConnKind:
-        with opened(address) as sock:
+        with new_socket(address) as sock:
             try:
-                sock.connect(target(address))
+                sock.connect(socket_address(address))
                 client = ClientHandshake(Identity(job_id(""), 0, 1, 2, kind), None, os.urandom)
                 sock.send(client.hello())
                 challenge = sock.recv(CHALLENGE_SIZE, socket.MSG_WAITALL)
                 if challenge:
                     sock.send(client.prove(challenge))
-                    heard.add(sock.recv(1 << 16).strip(b"\0"))
-            except (ConnectionResetError, BrokenPipeError):  # others came after it, or it is not let in at all
+                    replies.add(sock.recv(1 << 16).strip(b"\0"))
+            except (ConnectionResetError, BrokenPipeError):  # dropped for another client, or refused
                 pass
-    return repr(heard - {b""})
+    return repr(replies - {b""})
 
 
 def main(pids: list[int], folder: str, addresses: list[Any]) -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    found = {f"{pid} {name}": came_of(attempt) for pid in pids for name, attempt in processes(pid)}
-    found |= {name: came_of(attempt) for name, attempt in files(folder)}
-    found |= {name: came_of(attempt) for name, attempt in listeners(addresses)}
+    found = {f"{pid} {name}": outcome(attempt) for pid in pids for name, attempt in process_attempts(pid)}
+    found |= {name: outcome(attempt) for name, attempt in file_attempts(folder)}
+    found |= {name: outcome(attempt) for name, attempt in listener_attempts(addresses)}
     print(json.dumps(found), flush=True)
     sys.stdin.readline()
 

@@ -1,7 +1,7 @@
-"""A rank whose last peer does not read what it has posted. Arguments: what happens to the last rank; the port.
+"""A rank of a job whose last rank does not read its posts. Arguments: the fate of the last rank; address, rank, size.
 
-It is stopped for a while, killed, or leaves. All but the last rank print as JSON whether their calls were right, and
-how often their outboxes took a contribution for several readers.
+The last rank is stopped for a while, is killed, or leaves. All other ranks print as JSON whether their results were
+correct, and the number of contributions in their outboxes for several readers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tests.internals import comm_of
 _, what, address, rank, world_size = sys.argv
 RANK, WORLD = int(rank), int(world_size)
 LAST = WORLD - 1
-#: Calls: more than there are slots.
+#: The number of calls: more than an outbox has slots.
 CALLS = 300
-#: As many, but done before a rank that is stopped meanwhile is lost.
+#: More calls than slots, but few enough to finish before the stopped rank counts as lost.
 CALLS_WHILE_STOPPED = 150
 
 
-def used(pg: Any) -> int:
+def common_posts(pg: Any) -> int:
     shared = next(channel.shared for channel in comm_of(pg).channels if channel.shared is not None)
     return sum(shared.common_writer.posted)
 
 
 async def reduce_all(pg: Any, times: int) -> bool:
-    """Whether all sums are right."""
+    """Reduce arrays of different lengths; return whether all sums are right."""
     right = True
     for number in range(times):
         tensor = np.full(1 + number % 1000, float(number))
@@ -43,8 +43,8 @@ async def reduce_all(pg: Any, times: int) -> bool:
 
 
 async def stop(pg: Any) -> None:
-    """Stop the last rank before it reads: the others fill all slots, and finish calls in a group of their own."""
-    some = await pg.split_group(list(range(LAST)))
+    """Stop the last rank before it reads: the others fill all slots, and finish calls in their own group."""
+    survivors = await pg.split_group(list(range(LAST)))
     pid = int(await pg.broadcast_object(os.getpid() if RANK == LAST else None, LAST))
     await pg.barrier()
     if RANK == 0:
@@ -55,18 +55,18 @@ async def stop(pg: Any) -> None:
     for number in range(CALLS):
         tensor = np.full(1 + number % 1000, float(number))
         works.append((number, tensor, pg.allreduce(tensor)))
-    right = await reduce_all(some, CALLS_WHILE_STOPPED)
+    right = await reduce_all(survivors, CALLS_WHILE_STOPPED)
     early = not all(work.done() for _, _, work in works)
-    await some.barrier()
+    await survivors.barrier()
     if RANK == 0:
         os.kill(pid, signal.SIGCONT)
     for number, tensor, work in works:
         await work
         right = right and bool((tensor == number * WORLD).all())
-    before = used(pg)
-    right = right and await reduce_all(some, CALLS)
-    print(json.dumps([right, early, used(pg) - before]))
-    await some.shutdown()
+    before = common_posts(pg)
+    right = right and await reduce_all(survivors, CALLS)
+    print(json.dumps([right, early, common_posts(pg) - before]))
+    await survivors.shutdown()
 
 
 async def die(pg: Any) -> None:
@@ -75,26 +75,26 @@ async def die(pg: Any) -> None:
         await pg.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        await pg.barrier()  # of which a rank may hear later than of the death
+        await pg.barrier()  # may complete although the rank has died
         await reduce_all(pg, CALLS)
     except aiocoll.PeerLostError as error:
         lost = error.ranks
-    except aiocoll.GroupRevokedError as error:  # it has learnt of the death between two calls
+    except aiocoll.GroupRevokedError as error:  # the death was reported between two calls
         lost = error.__cause__.ranks
     group = await pg.shrink()
-    before = used(group)
+    before = common_posts(group)
     right = await reduce_all(group, CALLS)
-    print(json.dumps([right, list(lost) == [LAST], used(group) - before]))
+    print(json.dumps([right, list(lost) == [LAST], common_posts(group) - before]))
     await group.shutdown()
 
 
 async def leave(pg: Any) -> None:
-    """Leave with the last rank right after its post: the others still read the post."""
+    """Leave with the last rank right after its posts: the others still read them."""
     if RANK == LAST:
         for number in range(CALLS):
             await pg.broadcast(np.full(4, float(number)), LAST)
         return print(json.dumps(True))
-    await asyncio.sleep(0.5)  # so that it has left
+    await asyncio.sleep(0.5)  # lets the last rank leave first
     right = True
     for number in range(CALLS):
         tensor = np.zeros(4)

@@ -1,4 +1,4 @@
-"""A rank as a user would start one: meet the others, make every call, end. Arguments: what to do, its rendezvous."""
+"""A rank as a user would start one: it meets the others, makes calls and ends. Arguments: action, rendezvous."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ import numpy as np
 import aiocoll
 from tests.testing.every import every_call
 
-#: Bytes of an allreduce that takes many turns of the loop on every transport.
+#: Bytes of an allreduce that takes many loop iterations on every transport.
 LARGE = 8 * 1024 * 1024
-#: Times the ranks meet and part in one run of `meet`.
+#: The number of meetings in one run of the action "meet".
 MEETINGS = 8
 
 
-def held() -> tuple[set[str], list[str]]:
-    """Return the files and threads of this process."""
+def open_files_and_threads() -> tuple[set[str], list[str]]:
+    """Return the open files and the threads of this process."""
     fds = Path("/proc/self/fd")
     files = {f"{fd} {os.readlink(fds / fd)}" for fd in os.listdir(fds) if (fds / fd).is_symlink()}
     return files, [thread.name for thread in threading.enumerate()]
 
 
-async def every(pg: aiocoll.ProcessGroup) -> Any:
-    """Make every call, in a second group of the same ranks too."""
-    async with aiocoll.new_group(**where()) as second:
+async def make_every_call(pg: aiocoll.ProcessGroup) -> Any:
+    """Make every call, also in a second group of the same ranks."""
+    async with aiocoll.new_group(**rendezvous_arguments()) as second:
         counts = await every_call(second, (1, 1000))
     return counts + await every_call(pg, (17, 70_000))
 
 
-def bequeath(seconds: str) -> subprocess.Popen[bytes]:
-    """Start a child that holds all connections of this process, so that they do not break when it dies."""
+def start_heir(seconds: str) -> subprocess.Popen[bytes]:
+    """Start a child that keeps all connections of this process open after the death of the process."""
     fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
     silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(["sleep", seconds], pass_fds=[fd for fd in fds if fd > 2], **silent)
 
 
-async def large(pg: aiocoll.ProcessGroup) -> Any:
-    """Return an array; with `EMPTY` one that its right neighbour has mapped."""
+async def large_array(pg: aiocoll.ProcessGroup) -> Any:
+    """Return a large array; with `EMPTY` in the environment, an array that the right neighbour has mapped."""
     array = np.ones(LARGE // 8)
     if "EMPTY" in os.environ:
         array = await pg.empty(LARGE // 8, np.float64)
@@ -58,52 +58,52 @@ async def large(pg: aiocoll.ProcessGroup) -> Any:
     return array
 
 
-async def lose(pg: aiocoll.ProcessGroup) -> Any:
-    """Rank `VICTIM` dies in the middle of an allreduce."""
-    array = await large(pg)
+async def lose_rank(pg: aiocoll.ProcessGroup) -> Any:
+    """Kill rank `VICTIM` in the middle of an allreduce; return how the call failed on the other ranks."""
+    array = await large_array(pg)
     if pg.rank() == int(os.environ["VICTIM"]):
-        await all_others(pg)
+        await wait_for_all_others(pg)
         pg.allreduce(array)
-        heir = bequeath(os.environ["HEIR"]) if "HEIR" in os.environ else None  # noqa: F841 - it warns when forgotten
+        heir = start_heir(os.environ["HEIR"]) if "HEIR" in os.environ else None  # noqa: F841 - Popen warns when it is deleted
         os.kill(os.getpid(), signal.SIGKILL)
-    return await failure(pg, array)
+    return await failed_calls(pg, array)
 
 
-async def leave(pg: aiocoll.ProcessGroup) -> Any:
-    """Rank `VICTIM` goes home early."""
+async def leave_early(pg: aiocoll.ProcessGroup) -> Any:
+    """Let rank `VICTIM` leave early; return how the allreduce of the other ranks failed."""
     if pg.rank() == int(os.environ["VICTIM"]):
-        await all_others(pg)
+        await wait_for_all_others(pg)
         return "left"
-    return await failure(pg, np.ones(LARGE // 8))
+    return await failed_calls(pg, np.ones(LARGE // 8))
 
 
-async def all_others(pg: aiocoll.ProcessGroup) -> None:
-    """Wait until they have entered the allreduce."""
+async def wait_for_all_others(pg: aiocoll.ProcessGroup) -> None:
+    """Wait until all other ranks have entered the allreduce."""
     for _ in range(pg.size() - 1):
         await pg.recv_object()
 
 
-async def failure(pg: aiocoll.ProcessGroup, array: Any) -> Any:
-    """Enter an allreduce; return how it failed, and how the next call did."""
+async def failed_calls(pg: aiocoll.ProcessGroup, array: Any) -> Any:
+    """Enter an allreduce; return how it failed, and how the next call failed."""
     work = pg.allreduce(array)
     await pg.send_object("entered", int(os.environ["VICTIM"]))
     try:
         await work
     except aiocoll.PeerLostError as error:
-        told = [type(error).__name__, error.how, list(error.ranks), str(error)]
+        report = [type(error).__name__, error.how, list(error.ranks), str(error)]
     try:
         pg.barrier()
     except aiocoll.GroupRevokedError as error:
-        return [*told, type(error.__cause__).__name__]
-    return told
+        return [*report, type(error.__cause__).__name__]
+    return report
 
 
 async def recover(pg: aiocoll.ProcessGroup) -> Any:
-    """Lose rank `VICTIM`, go on without it, then with a newcomer; return how long it took to go on."""
+    """Lose rank `VICTIM`, continue without it, then with a newcomer; return the seconds until the shrunk group."""
     if pg.rank() == int(os.environ["VICTIM"]):
-        return await lose(pg)
-    array = await large(pg)
-    await failure(pg, array)
+        return await lose_rank(pg)
+    array = await large_array(pg)
+    await failed_calls(pg, array)
     start = time.perf_counter()
     async with await pg.shrink() as small:
         took = time.perf_counter() - start
@@ -116,26 +116,26 @@ async def recover(pg: aiocoll.ProcessGroup) -> Any:
             return [took, await check(grown)]
 
 
-async def alone(pg: aiocoll.ProcessGroup) -> Any:
-    """Lose rank `VICTIM`; return how, and how many go on at once."""
+async def continue_alone(pg: aiocoll.ProcessGroup) -> Any:
+    """Lose rank `VICTIM`; return the kind of the loss, the size of the next group, and the seconds until it."""
     if pg.rank() == int(os.environ["VICTIM"]):
-        return await lose(pg)
-    _, how, *_ = await failure(pg, await large(pg))
+        return await lose_rank(pg)
+    _, how, *_ = await failed_calls(pg, await large_array(pg))
     start = time.perf_counter()
     async with await pg.shrink() as small:
         return how, await check(small), time.perf_counter() - start
 
 
 async def lose_growing(pg: aiocoll.ProcessGroup) -> Any:
-    """Rank `VICTIM` dies while the group waits for newcomers; return when and how the others hear of it."""
+    """Kill rank `VICTIM` while the group waits for newcomers; return when and how the others were notified."""
     growing = asyncio.ensure_future(pg.grow(1))
     if pg.rank() == int(os.environ["VICTIM"]):
-        # Rank 0 has told all others how many are to come, and the others wait to hear where.
+        # Rank 0 has sent the number of newcomers, and the other ranks wait for their addresses.
         while not any(each.op == "BROADCAST_OBJECT" for each in pg.pending()) and pg.rank():  # noqa: ASYNC110
             await asyncio.sleep(0)
         for rank in {*range(pg.size())} - {pg.rank()}:
             await pg.send_object("about to die", rank)
-        await all_others(pg)
+        await wait_for_all_others(pg)
         os.kill(os.getpid(), signal.SIGKILL)
     victim = int(os.environ["VICTIM"])
     await pg.recv_object(victim)
@@ -144,13 +144,13 @@ async def lose_growing(pg: aiocoll.ProcessGroup) -> Any:
     try:
         await growing
     except aiocoll.PeerLostError as error:
-        told = [time.perf_counter() - start, error.how, list(error.ranks)]
+        report = [time.perf_counter() - start, error.how, list(error.ranks)]
     async with await pg.shrink() as small:
-        return [*told, await check(small)]
+        return [*report, await check(small)]
 
 
-async def replace(pg: aiocoll.ProcessGroup) -> Any:
-    """Rank `VICTIM` is stopped and excluded, and a newcomer takes its place; return what each rank sees of it."""
+async def replace_rank(pg: aiocoll.ProcessGroup) -> Any:
+    """Stop and exclude rank `VICTIM`, and replace it by a newcomer; return the size of the group, or the errors."""
     victim = int(os.environ["VICTIM"])
     if pg.rank() != victim:
         await pg.recv_object(victim)
@@ -167,20 +167,20 @@ async def replace(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def join(pg: aiocoll.ProcessGroup) -> Any:
-    """Take the place of a rank that was lost."""
+    """Check the group as the newcomer that replaces a lost rank."""
     return await check(pg)
 
 
 async def check(pg: aiocoll.ProcessGroup) -> int:
-    """Return the number of ranks, if every one of them adds what it should."""
+    """Return the number of ranks; fail unless the sum of all ranks is right."""
     tensor = np.full(LARGE // 8, 2.0 ** pg.rank())
     await pg.allreduce(tensor)
     assert (tensor == 2.0 ** pg.size() - 1).all()
     return pg.size()
 
 
-def where() -> dict[str, Any]:
-    """Return what the command line says about the rendezvous."""
+def rendezvous_arguments() -> dict[str, Any]:
+    """Return the rendezvous arguments of the command line."""
     _, _, method, *numbers = sys.argv
     if sys.argv[1] == "join":
         return {"init_method": method, "join": True}
@@ -188,37 +188,37 @@ def where() -> dict[str, Any]:
 
 
 async def meet(pg: aiocoll.ProcessGroup) -> Any:
-    """Do no more than meet."""
+    """Meet, and make one call."""
     return await pg.allreduce(1)
 
 
 async def main() -> Any:
-    what = {
-        "every": every,
-        "lose": lose,
+    action = {
+        "every": make_every_call,
+        "lose": lose_rank,
         "lose_growing": lose_growing,
-        "leave": leave,
+        "leave": leave_early,
         "meet": meet,
         "recover": recover,
-        "alone": alone,
+        "alone": continue_alone,
         "join": join,
-        "replace": replace,
+        "replace": replace_rank,
     }[sys.argv[1]]
-    for _ in range(MEETINGS if what is meet else 1):
-        async with aiocoll.new_group(**where()) as pg:
-            result = await what(pg)
+    for _ in range(MEETINGS if action is meet else 1):
+        async with aiocoll.new_group(**rendezvous_arguments()) as pg:
+            result = await action(pg)
     left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert not left, left
     return {"rank": pg.rank(), "size": pg.size(), "result": result}
 
 
 if __name__ == "__main__":
-    before = held()
+    before = open_files_and_threads()
     outcome = asyncio.run(main())
     if "EMPTY" in os.environ:
-        gc.collect()  # the error of the call that failed, and with it the array
-    files, threads = held()
+        gc.collect()  # frees the error of the failed call, which refers to the array
+    files, threads = open_files_and_threads()
     assert files <= before[0], files - before[0]
     assert threads == before[1]
-    # In one piece: the ranks may share their output.
+    # Write one piece, because the ranks may share their output.
     os.write(1, json.dumps(outcome).encode() + b"\n")

@@ -1,6 +1,6 @@
-"""A rank of two that another user attacks, for `test_other_user`. The argument says in JSON how it meets the other.
+"""A rank of two that another user attacks, for `test_other_user`. The argument is a JSON description of the rank.
 
-It tells where it listens, works until rank 0 is given a line, meets the other once more, and tells the last sum.
+It prints its listener address, works until rank 0 reads a line, meets the other rank again, and prints the last sum.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from aiocoll import GroupOptions, ProcessGroup, TCPStore, new_group
 from tests.internals import comm_of
 
 
-def tell(what: Any) -> None:
+def print_json(what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-async def work(pg: ProcessGroup, given: asyncio.Task[str] | None) -> float:
+async def work(pg: ProcessGroup, stop_line: asyncio.Task[str] | None) -> float:
     while True:
         for count in (1, 100_000):
             array = await pg.allreduce(np.full(count, pg.rank() + 1.0))
             assert (array == 3).all()
         assert await pg.allgather_object(pg.rank()) == [0, 1]
-        if await pg.broadcast(np.array(given is not None and given.done()), 0):
+        if await pg.broadcast(np.array(stop_line is not None and stop_line.done()), 0):
             return float(array[-1])
         await asyncio.sleep(0.005)
 
 
 async def main(rank: int, method: str, transport: Any, folder: str) -> None:
     options = GroupOptions(transport=transport)
-    given = asyncio.create_task(asyncio.to_thread(sys.stdin.readline)) if rank == 0 else None
+    stop_line = asyncio.create_task(asyncio.to_thread(sys.stdin.readline)) if rank == 0 else None
     async with AsyncExitStack() as stack:
-        place: dict[str, Any] = {"init_method": method}
+        rendezvous: dict[str, Any] = {"init_method": method}
         if method.startswith("unix:"):
-            # One for both meetings: who is early for the second would find the one that rank 0 is about to close.
-            place = {"store": await stack.enter_async_context(TCPStore(method, 0, is_master=rank == 0))}
+            # One store for both meetings: a rank that is early for the second one must not find a store about to close.
+            rendezvous = {"store": await stack.enter_async_context(TCPStore(method, 0, is_master=rank == 0))}
         for first in (True, False):
-            async with new_group(**place, rank=rank, world_size=2, timeout=30, options=options) as pg:
+            async with new_group(**rendezvous, rank=rank, world_size=2, timeout=30, options=options) as pg:
                 if first:
                     pg.recorder.dump_json(f"{folder}/dump.{rank}")
                     card = comm_of(pg).endpoint.cards[rank]
-                    tell(card["unix"] or card["tcp"])
-                total = await work(pg, given)
-    tell(total)
+                    print_json(card["unix"] or card["tcp"])
+                total = await work(pg, stop_line)
+    print_json(total)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Blocked, stopped, cut off: a rank that does not answer is named; it counts as dead only if it is as good as that.
+"""Blocked, stopped and unreachable ranks: all are reported, and only those that cannot continue are declared dead.
 
-Ranks that pretend to be on different hosts cannot look at each other's processes, and exchange heartbeats.
+Ranks that pretend to be on different hosts cannot inspect the process of a peer, so they exchange heartbeats.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from aiocoll.testing import run_processes
 from ..internals import comm_of
 from ..ranks import until
 
-#: Seconds by which a timeout may be late: the contract's second for whatever is to be noticed.
+#: Seconds by which a timeout may be late (contract).
 LATE = 1.0
-#: Seconds after which every survivor has heard of a stopped or unreachable rank (contract).
+#: Seconds within which every survivor must be notified of a stopped or unreachable rank (contract).
 LOST_WITHIN = 6.0
 
 
-class Log(logging.Handler):
-    """What the library has warned of in this process."""
+class WarningLog(logging.Handler):
+    """The warnings of the library in this process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.said: list[str] = []
-        self.anything = asyncio.Event()
+        self.messages: list[str] = []
+        self.changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-        self._loop.call_soon_threadsafe(self.anything.set)
+        self.messages.append(record.getMessage())
+        self._loop.call_soon_threadsafe(self.changed.set)
 
 
 @contextmanager
-def logged() -> Iterator[Log]:
-    logger, log = logging.getLogger("aiocoll"), Log()
+def warning_log() -> Iterator[WarningLog]:
+    logger, log = logging.getLogger("aiocoll"), WarningLog()
     logger.addHandler(log)
     try:
         yield log
@@ -67,13 +67,13 @@ def block(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def hog(seconds: float) -> None:
-    """Hold the GIL for that long: nothing here is bytecode, between which it would change hands."""
+def hold_gil(seconds: float) -> None:
+    """Hold the GIL for some seconds: no bytecode runs meanwhile, so the interpreter cannot switch threads."""
     all(map((time.monotonic() + seconds).__gt__, iter(time.monotonic, None)))
 
 
-async def apart(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-    """Run `fn` on a group of the same ranks, of which 0 is on one host and all others on another."""
+async def run_on_two_hosts(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    """Run `fn` on a group of the same ranks, where rank 0 is on one host and all others are on another."""
     options = GroupOptions(host_id="ab"[pg.rank() > 0], bind="127.0.0.1", job_key="of this test and no other")
     async with FileStore(str(path), pg.size()) as store:
         async with new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner:
@@ -84,30 +84,30 @@ async def apart(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]],
             await inner.barrier()
             result = await fn(inner, *args)
         watchdogs = [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
-        assert len(watchdogs) == 1, "the other group's is there, and no more"
+        assert len(watchdogs) == 1, "a watchdog of the closed group still runs"
     return result
 
 
-async def busy(pg: ProcessGroup, victim: int, how: str, seconds: float) -> tuple[float, list[str]]:
-    """All wait for a rank that is busy; return what it came to and what was logged."""
-    with logged() as log:
+async def wait_for_busy_rank(pg: ProcessGroup, victim: int, how: str, seconds: float) -> tuple[float, list[str]]:
+    """Let all ranks wait for a busy rank; return the result of their call, and the warnings."""
+    with warning_log() as log:
         await pg.barrier()
         if pg.rank() == victim:
-            {"block": block, "hog": hog}[how](seconds)
+            {"block": block, "hog": hold_gil}[how](seconds)
         total = await pg.allreduce(float(pg.rank()))
         assert isinstance(total, float)
         await pg.barrier()
-        # The thread that warns of this process may need a moment after the fault is over.
-        await log.anything.wait()
-    return total, log.said
+        # The thread that warns about this process may need a moment after the end of the fault.
+        await log.changed.wait()
+    return total, log.messages
 
 
-async def stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, float, list[str]]:
-    """Stop a rank for a while; return the outcome of an operation that needs it, its duration, and the log."""
+async def reduce_while_stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, float, list[str]]:
+    """Stop a rank for a while; return the outcome of an operation that needs it, its duration, and the warnings."""
     pids = await pg.allgather_object(os.getpid())
     loop = asyncio.get_running_loop()
     started = loop.time()
-    with logged() as log:
+    with warning_log() as log:
         if pg.rank() == victim:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif pg.rank() == (victim + 1) % pg.size():
@@ -118,19 +118,19 @@ async def stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, f
         except PeerLostError as error:
             outcome = f"{error.how} {error.ranks}"
         took = loop.time() - started
-        # Whoever is to let it go on must not end before.
+        # The rank that continues the victim must not end before.
         await asyncio.sleep(max(0.0, seconds + 0.1 - took))
-    return outcome, took, log.said
+    return outcome, took, log.messages
 
 
 def check_busy(
     results: list[tuple[float, list[str]]], victim: int, seen: str, place: str | None, endpoints: int = 1
 ) -> None:
-    """Nothing has failed; everybody else has warned of the victim once, and the victim of itself."""
-    for rank, (total, said) in enumerate(results):
+    """Check the sums, and that each rank has warned about the victim once, and the victim about itself."""
+    for rank, (total, messages) in enumerate(results):
         assert total == sum(range(len(results)))
-        text = said[0]
-        assert len(said) == 1 or (rank == victim and len(said) == endpoints)
+        text = messages[0]
+        assert len(messages) == 1 or (rank == victim and len(messages) == endpoints)
         if rank != victim:
             slow = rf"rank {rank}: rank {victim} is slow: it has not answered for [1-9]\.\d s{re.escape(seen)}"
             assert re.search(slow, text)
@@ -153,14 +153,14 @@ def check_lost(results: list[tuple[str, float, list[str]]], victim: int, how: st
 
 @pytest.mark.slow
 async def test_blocked_loop_is_reported_slow_not_dead() -> None:
-    """The lowest rank, which is asked first who is missing, and another."""
-    both = await asyncio.gather(*(run_processes(3, busy, victim, "block", 3.0) for victim in (0, 2)))
+    """The victim is rank 0, which is the coordinator, or another rank."""
+    both = await asyncio.gather(*(run_processes(3, wait_for_busy_rank, victim, "block", 3.0) for victim in (0, 2)))
     for victim, results in zip((0, 2), both, strict=True):
         check_busy(results, victim, ", its process is alive (sleeping)", "block")
 
 
-async def without_watchdog(pg: ProcessGroup, path: Path, victim: int) -> tuple[str, str, float]:
-    """Make another group, in which the watchdog of one rank cannot start; return the error and the seconds it took."""
+async def join_without_watchdog(pg: ProcessGroup, path: Path, victim: int) -> tuple[str, str, float]:
+    """Make a group in which the watchdog of one rank cannot start; return the error and the seconds until it."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -185,7 +185,7 @@ async def without_watchdog(pg: ProcessGroup, path: Path, victim: int) -> tuple[s
 
 @pytest.mark.parametrize("victim", [0, 2])
 async def test_watchdog_that_cannot_start_fails_the_group_at_once_on_every_rank(tmp_path: Path, victim: int) -> None:
-    results = await run_processes(3, without_watchdog, tmp_path / "store", victim)
+    results = await run_processes(3, join_without_watchdog, tmp_path / "store", victim)
     cause = f"rank {victim} cannot start its watchdog thread (can't start new thread); allow this user or container"
     for rank, (error, text, seconds) in enumerate(results):
         assert error in ("RendezvousError", "PeerLostError", "GroupRevokedError")
@@ -194,8 +194,8 @@ async def test_watchdog_that_cannot_start_fails_the_group_at_once_on_every_rank(
         assert seconds < 5.0
 
 
-async def late(pg: ProcessGroup, victim: int, timeout: float) -> tuple[Any, float]:
-    """One rank blocks its loop until the others have given up, the last stays away; return how they did, and when."""
+async def time_out_on_blocked_rank(pg: ProcessGroup, victim: int, timeout: float) -> tuple[Any, float]:
+    """Block the loop of `victim` past the timeout, without the last rank; return the errors and their times."""
     await pg.barrier()
     if pg.rank() == victim:
         block(timeout + 1)
@@ -211,7 +211,7 @@ async def late(pg: ProcessGroup, victim: int, timeout: float) -> tuple[Any, floa
 
 @pytest.mark.slow
 async def test_timeout_names_a_blocked_coordinator() -> None:
-    results = await run_processes(4, late, 0, 0.4)
+    results = await run_processes(4, time_out_on_blocked_rank, 0, 0.4)
     for error, took in results[1:]:
         assert error.ranks == (0, 3)
         assert re.search(r"it waits for rank 0 \(which has not answered for \d\.\d+ s", str(error))
@@ -221,39 +221,40 @@ async def test_timeout_names_a_blocked_coordinator() -> None:
 
 @pytest.mark.slow
 async def test_call_that_holds_the_gil_is_reported_slow_not_dead(tmp_path: Path) -> None:
-    here, there = await asyncio.gather(
-        run_processes(2, busy, 1, "hog", 3.0), run_processes(3, apart, tmp_path / "store", busy, 0, "hog", 3.0)
+    one_host, two_hosts = await asyncio.gather(
+        run_processes(2, wait_for_busy_rank, 1, "hog", 3.0),
+        run_processes(3, run_on_two_hosts, tmp_path / "store", wait_for_busy_rank, 0, "hog", 3.0),
     )
-    check_busy(here, 1, ", its process is alive (running)", None)
-    check_busy(there, 0, "", None, 2)
+    check_busy(one_host, 1, ", its process is alive (running)", None)
+    check_busy(two_hosts, 0, "", None, 2)
 
 
 @pytest.mark.slow
 async def test_rank_stopped_for_two_seconds_continues() -> None:
-    both = await asyncio.gather(*(run_processes(3, stopped, victim, 2.0) for victim in (0, 1)))
+    both = await asyncio.gather(*(run_processes(3, reduce_while_stopped, victim, 2.0) for victim in (0, 1)))
     for victim, results in zip((0, 1), both, strict=True):
-        for rank, (outcome, _, said) in enumerate(results):
+        for rank, (outcome, _, messages) in enumerate(results):
             assert outcome == "right"
             if rank != victim:
-                (text,) = said
+                (text,) = messages
                 slow = rf"rank {rank}: rank {victim} is slow: it has not answered for 1\.\d s, its process is alive "
                 assert re.search(slow + re.escape("(stopped)"), text)
 
 
 @pytest.mark.slow
 async def test_rank_that_stays_stopped_is_lost() -> None:
-    both = await asyncio.gather(*(run_processes(3, stopped, victim, LOST_WITHIN) for victim in (0, 1)))
+    both = await asyncio.gather(*(run_processes(3, reduce_while_stopped, victim, LOST_WITHIN) for victim in (0, 1)))
     for victim, results in zip((0, 1), both, strict=True):
         check_lost(results, victim, "stopped")
 
 
 @pytest.mark.slow
-async def test_silent_host_is_dead_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
-    """All blocked or stopped for longer than a heartbeat may be silent."""
+async def test_silent_host_is_declared_dead_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
+    """Ranks are blocked or stopped for longer than a heartbeat may be missing."""
     cut = await asyncio.gather(
-        run_processes(3, apart, tmp_path / "a", stopped, 0, LOST_WITHIN),
-        run_processes(3, apart, tmp_path / "b", stopped, 2, LOST_WITHIN),
-        run_processes(2, apart, tmp_path / "c", busy, 1, "block", LOST_WITHIN),
+        run_processes(3, run_on_two_hosts, tmp_path / "a", reduce_while_stopped, 0, LOST_WITHIN),
+        run_processes(3, run_on_two_hosts, tmp_path / "b", reduce_while_stopped, 2, LOST_WITHIN),
+        run_processes(2, run_on_two_hosts, tmp_path / "c", wait_for_busy_rank, 1, "block", LOST_WITHIN),
     )
     check_lost(cut[0], 0, "unreachable")
     check_lost(cut[1], 2, "unreachable")
@@ -263,12 +264,14 @@ async def test_silent_host_is_dead_and_a_blocked_loop_is_not(tmp_path: Path) -> 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", range(4))
 async def test_rank_blocked_for_ten_seconds_is_not_dead(victim: int, tmp_path: Path) -> None:
-    check_busy(await run_processes(4, busy, victim, "block", 10.0), victim, ", its process is alive", "block")
-    check_lost(await run_processes(4, stopped, victim, 10.0), victim, "stopped")
-    there = await run_processes(4, apart, tmp_path / "a", busy, victim, "block", 10.0)
-    check_busy(there, victim, "", "block", 2)
-    there = await run_processes(4, apart, tmp_path / "b", stopped, victim, 10.0)
-    for rank, (outcome, took, _) in enumerate(there):
+    check_busy(
+        await run_processes(4, wait_for_busy_rank, victim, "block", 10.0), victim, ", its process is alive", "block"
+    )
+    check_lost(await run_processes(4, reduce_while_stopped, victim, 10.0), victim, "stopped")
+    two_hosts = await run_processes(4, run_on_two_hosts, tmp_path / "a", wait_for_busy_rank, victim, "block", 10.0)
+    check_busy(two_hosts, victim, "", "block", 2)
+    two_hosts = await run_processes(4, run_on_two_hosts, tmp_path / "b", reduce_while_stopped, victim, 10.0)
+    for rank, (outcome, took, _) in enumerate(two_hosts):
         if rank != victim:
             assert outcome in (f"stopped ({victim},)", f"unreachable ({victim},)")
             assert took <= LOST_WITHIN

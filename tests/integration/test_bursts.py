@@ -1,4 +1,4 @@
-"""Many small operations at once, whose frames leave together, between real processes."""
+"""Bursts of small operations between processes: their frames leave in batches."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import aiocoll
 from aiocoll import GroupOptions
 from aiocoll.testing import run_processes
 
-#: More frames than a batch takes, and more of their bytes than a link takes unasked.
+#: More frames than a batch takes, and more bytes than a link sends eagerly.
 COUNT = 1200
 
 
-async def bursts(pg: aiocoll.ProcessGroup) -> None:
-    """Start everything before anything is awaited, by calls of one task and by tasks."""
+async def run_bursts(pg: aiocoll.ProcessGroup) -> None:
+    """Start many operations before the first await, by calls of one task and by many tasks."""
     ranks, total = pg.size(), pg.size() * (pg.size() - 1) / 2
     arrays = [np.full(1 + 8 * (number % 128), float(pg.rank() + number)) for number in range(COUNT)]
     works = [pg.allreduce(array) for array in arrays]
     for number, work in enumerate(works):
         assert (await work == total + ranks * number).all()
 
-    async def one(number: int) -> float:
+    async def reduce_one(number: int) -> float:
         return await pg.allreduce(float(pg.rank() * number), key=str(number))
 
-    # Each rank's tasks run in another order.
+    # On each rank, the tasks start in another order.
     numbers = np.roll(np.arange(200), 50 * pg.rank()).tolist()
-    assert await asyncio.gather(*map(one, numbers)) == [total * number for number in numbers]
+    assert await asyncio.gather(*map(reduce_one, numbers)) == [total * number for number in numbers]
 
     right, left = (pg.rank() + 1) % ranks, (pg.rank() - 1) % ranks
     received = [pg.recv(np.empty(3), left, tag=tag) for tag in range(300)]
@@ -45,11 +45,11 @@ async def bursts(pg: aiocoll.ProcessGroup) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), (3, "unix")])
 def test_burst_of_operations_gives_the_right_results(world_size: int, transport: Literal["unix", "tcp"]) -> None:
-    asyncio.run(run_processes(world_size, bursts, options=GroupOptions(transport=transport)))
+    asyncio.run(run_processes(world_size, run_bursts, options=GroupOptions(transport=transport)))
 
 
 async def send_and_block(pg: aiocoll.ProcessGroup, path: str) -> None:
-    """Rank 0 ends its awaits, then blocks its loop until rank 1 has got everything."""
+    """Block the loop of rank 0 after its awaited sends, until rank 1 has received everything."""
     await pg.allreduce(0.0)
     if pg.rank() == 0:
         for number in range(5):

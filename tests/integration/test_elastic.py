@@ -1,4 +1,4 @@
-"""Processes of an elastic program are killed at random moments, rank 0 and two at once among them."""
+"""An elastic program whose processes are killed at random moments, also rank 0 and two at once."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.integration.elastic_job import Plan, supervise
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_elastic_job_survives_kills(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kill(Plan(size, kills=6), tmp_path, monkeypatch)
+    run_with_kills(Plan(size, kills=6), tmp_path, monkeypatch)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4, 7])
 def test_elastic_job_survives_200_kills(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kill(Plan(size, kills=200), tmp_path, monkeypatch)
+    run_with_kills(Plan(size, kills=200), tmp_path, monkeypatch)
 
 
-def kill(plan: Plan, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_with_kills(plan: Plan, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.delenv("PYTHONASYNCIODEBUG", raising=False)
-    seen = asyncio.run(supervise(plan))
-    assert (seen["kills"], seen["of rank 0"] > 0, seen["two at once"] > 0) == (plan.kills, True, plan.size > 2)
+    counts = asyncio.run(supervise(plan))
+    assert (counts["kills"], counts["of rank 0"] > 0, counts["two at once"] > 0) == (plan.kills, True, plan.size > 2)
     assert not list(temporary.iterdir())
     assert not list(Path("/dev/shm").glob("aiocoll*"))

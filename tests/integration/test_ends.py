@@ -1,4 +1,4 @@
-"""A program that ends in the middle of things: quietly on its own side, with a named error on the other."""
+"""Programs that end with pending calls: their rank is quiet, and the other rank gets a named error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .conftest import LIMIT, Ranks
 ENDING = str(Path(__file__).with_name("ending.py"))
 UNCLOSED = str(Path(__file__).with_name("unclosed.py"))
 
-#: What rank 1 exits with, and the last word on its stderr.
+#: The exit code of rank 1, and the last line of its standard error.
 ENDS = {
     "raise": (3, ""),
     "interrupt": (-2, "KeyboardInterrupt"),
@@ -28,7 +28,7 @@ def test_ending_rank_is_quiet_and_its_peer_is_notified(how: str, ranks: Ranks, p
     (out, err), (_, last) = [process.communicate(timeout=LIMIT) for process in processes]
     code, words = ENDS[how]
     assert processes[1].returncode == code
-    check(last, words)
+    check_stderr(last, words)
     assert (processes[0].returncode, err) == (0, "")
     assert out in ("GroupError None [1]\n", "PeerLostError left [1]\n"), out
 
@@ -46,11 +46,11 @@ def test_interrupted_rendezvous_is_quiet(ranks: Ranks, port: int) -> None:
     process = ranks.start(ENDING, "interrupt rendezvous", f"tcp://127.0.0.1:{port}", "0")
     _, last = process.communicate(timeout=LIMIT)
     assert process.returncode == -2
-    check(last, "KeyboardInterrupt")
+    check_stderr(last, "KeyboardInterrupt")
 
 
-def check(stderr: str, words: str) -> None:
-    """One traceback of the program's own, and nothing about what it left behind."""
+def check_stderr(stderr: str, words: str) -> None:
+    """Check that the last line is `words`, and that nothing is reported about pending calls."""
     assert stderr.strip().rpartition("\n")[2] == words
     for noise in ("ignored", "never retrieved", "destroyed", "nobody looked", "Warning"):
         assert noise not in stderr, stderr
@@ -60,7 +60,7 @@ def check(stderr: str, words: str) -> None:
 def test_loops_that_end_with_open_groups_leave_no_descriptor_and_no_thread(
     transport: str, ranks: Ranks, port: int
 ) -> None:
-    """Of two processes, which have watchdogs and share memory."""
+    """The two processes have watchdogs and share memory."""
     env = {"AIOCOLL_TRANSPORT": transport, "PYTHONWARNINGS": "always::ResourceWarning"}
     processes = [ranks.start(UNCLOSED, f"tcp://127.0.0.1:{port}", str(rank), env=env) for rank in range(2)]
     for rank, process in enumerate(processes):

@@ -1,4 +1,4 @@
-"""A process that may open no file more: what was loaded goes on, and what was not fails by name."""
+"""A process that cannot open files: loaded calls work, and others fail with a named error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PROGRAM = str(Path(__file__).with_name("few_files.py"))
 @pytest.mark.parametrize("given", [["tcp"], ["unix"], ["shm"], ["tcp", "sparse"]], ids=" ".join)
 def test_calls_work_without_a_free_descriptor(given: list[str]) -> None:
     done = subprocess.run([sys.executable, PROGRAM, *given], capture_output=True, text=True, timeout=60, check=True)
-    told = json.loads(done.stdout)
-    later = {"object messages": "objects", "objects": "objects", "sparse": "sparse arrays"}
+    errors = json.loads(done.stdout)
+    needed_by = {"object messages": "objects", "objects": "objects", "sparse": "sparse arrays"}
     if "sparse" not in given:
-        del later["sparse"]
-    assert told.keys() == {f"{call} {rank}" for call in later for rank in range(2)}
-    for call, error in told.items():
-        what = later[call[:-2]]
+        del needed_by["sparse"]
+    assert errors.keys() == {f"{call} {rank}" for call in needed_by for rank in range(2)}
+    for call, error in errors.items():
+        what = needed_by[call[:-2]]
         assert error.startswith(
             f"BackendUnavailableError: cannot load the modules that {what} need: [Errno 24] Too many open files"
         )

@@ -1,4 +1,4 @@
-"""The recipes of the docs for going on, as they stand there: two ranks die, one of them while the recipe is at work."""
+"""The recovery recipes of the docs: two ranks die, the second one during the recovery from the first death."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_recovery_recipe_survives_a_death_during_recovery(ranks: Ranks, de
             for rank in range(4)
         ]
         newcomers = []
-        if death == "grown":  # it dies after the first of them has come
+        if death == "grown":  # the second rank dies after the first newcomer has joined
             newcomers.append(ranks.start(PROGRAM, "joins", "never", env=env))
         for rank in (3, second):
             processes[rank].wait(LIMIT)
@@ -48,7 +48,7 @@ async def test_recovery_recipe_survives_a_death_during_recovery(ranks: Ranks, de
             assert err == ""
             assert process.returncode == (-9 if rank in deaths else 0)
             if rank not in deaths:
-                # Every step was made once, by a whole group.
+                # A whole group has made every step exactly once.
                 assert json.loads(out) == {"step": 40, "total": 160}
     finally:
         await server.aclose()

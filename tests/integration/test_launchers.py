@@ -1,4 +1,4 @@
-"""README's program and one that loses a rank, under launchers that others have written."""
+"""The program of the README, and one that loses a rank, under launchers of other projects."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import pytest
 
 from tests.pages import code
 
-from .launchers import Ended, Slurm, mpiexec, run, why_no_slurm
+from .launchers import LauncherResult, Slurm, mpiexec, reason_without_slurm, run
 
 pytestmark = pytest.mark.slow
 
 LOST = str(Path(__file__).with_name("lost_rank.py"))
 SUM = "[6. 6. 6.] ['rank 0', 'rank 1', 'rank 2']"
-#: What survivors tell.
-SEEN = ["0 killed 1", "2 killed 1"]
-Launch = Callable[..., Ended]
+#: The output of the surviving ranks.
+SURVIVOR_LINES = ["0 killed 1", "2 killed 1"]
+Launch = Callable[..., LauncherResult]
 
 
 @pytest.fixture
 def hello(tmp_path: Path) -> str:
-    """README's program, as it is."""
+    """Return the path of the unchanged program of the README."""
     (tmp_path / "hello.py").write_text(code("README.md", "Twelve lines"))
     return str(tmp_path / "hello.py")
 
@@ -36,7 +36,7 @@ def launcher(name: str, *options: str) -> Launch:
     if program is None:
         pytest.skip(f"needs {name}: python3 -m venv .venv-{name} && .venv-{name}/bin/pip install {name}")
 
-    def launch(*command: str, more: tuple[str, ...] = (), **env: str) -> Ended:
+    def launch(*command: str, more: tuple[str, ...] = (), **env: str) -> LauncherResult:
         return run([program, *options, *more, "-n", "3", sys.executable, *command], env)
 
     return launch
@@ -54,7 +54,7 @@ def openmpi() -> Launch:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    if reason := why_no_slurm():
+    if reason := reason_without_slurm():
         pytest.skip(reason)
     with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
@@ -67,43 +67,43 @@ def key(tmp_path: Path) -> str:
     return str(tmp_path / "job.key")
 
 
-# -- they meet
+# -- rendezvous
 
 
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_torchrun_starts_the_program(hello: str, tmp_path: Path) -> None:
-    """With its store on the loopback, not at the name of this machine; a Python of its own would print in pieces."""
+    """The store is on loopback, and not at the host name. `--no-python` lets each rank print in one piece."""
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--no-python"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", *options, sys.executable, hello]
-    env = {"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}  # torch warns
+    # torch itself warns.
+    env = {"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}
     done = run(command, env)
     assert (done.code, done.out) == (0, [SUM] * 3), done.err
-    assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # the socket is gone
+    assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # no socket is left
 
 
 def test_mpich_starts_the_program(mpich: Launch, hello: str) -> None:
-    assert mpich(hello) == Ended(0, [SUM] * 3, "")
+    assert mpich(hello) == LauncherResult(0, [SUM] * 3, "")
 
 
 def test_openmpi_starts_the_program(openmpi: Launch, hello: str, tmp_path: Path) -> None:
-    assert openmpi(hello, XDG_RUNTIME_DIR=str(tmp_path)) == Ended(0, [SUM] * 3, "")
-    assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # the socket is gone
+    assert openmpi(hello, XDG_RUNTIME_DIR=str(tmp_path)) == LauncherResult(0, [SUM] * 3, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # no socket is left
 
 
 def test_slurm_with_pmi_starts_the_program(slurm: Slurm, hello: str) -> None:
-    """Two nodes, and nothing but the launcher's own store."""
-    assert slurm.srun("--mpi=pmi2", "-n3", script=hello, AIOCOLL_BIND="127.0.0.1") == Ended(0, [SUM] * 3, "")
+    """The two nodes have no store but that of the launcher."""
+    assert slurm.srun("--mpi=pmi2", "-n3", script=hello, AIOCOLL_BIND="127.0.0.1") == LauncherResult(0, [SUM] * 3, "")
 
 
 def test_slurm_without_pmi_starts_the_program(slurm: Slurm, hello: str, key: str) -> None:
-    assert slurm.srun("--mpi=none", "-n3", script=hello, AIOCOLL_JOB_KEY_FILE=key) == Ended(0, [SUM] * 3, "")
+    assert slurm.srun("--mpi=none", "-n3", script=hello, AIOCOLL_JOB_KEY_FILE=key) == LauncherResult(0, [SUM] * 3, "")
 
 
 def test_slurm_on_one_node_needs_no_key(slurm: Slurm, hello: str, tmp_path: Path) -> None:
-    """Which needs no key."""
     done = slurm.srun("--nodes=1", "-n3", script=hello, XDG_RUNTIME_DIR=str(tmp_path))
-    assert done == Ended(0, [SUM] * 3, "")
+    assert done == LauncherResult(0, [SUM] * 3, "")
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]
 
 
@@ -124,24 +124,24 @@ def test_slurm_host_lists_are_expanded_like_slurm(slurm: Slurm) -> None:
         assert SLURM.address(variables | {"SLURM_STEP_NODELIST": nodes}).host == first
 
 
-# -- they lose a rank
+# -- lost ranks
 
 
 def test_mpich_reports_a_failed_rank(mpich: Launch) -> None:
     done = mpich(LOST, "failed")
-    assert (done.code, done.out) == (3, SEEN), done.err
+    assert (done.code, done.out) == (3, SURVIVOR_LINES), done.err
 
 
 def test_mpich_ends_all_ranks_if_one_is_killed(mpich: Launch) -> None:
-    """Its mpiexec does, at once; nothing is left behind."""
+    """Its mpiexec ends them at once, and no process is left."""
     assert mpich(LOST, "killed").code == 9
 
 
 def test_openmpi_reports_a_killed_rank(openmpi: Launch, tmp_path: Path) -> None:
-    """It ends the others, unless it is told not to."""
+    """Its mpiexec ends the other ranks, unless `--enable-recovery` is set."""
     assert openmpi(LOST, "killed", XDG_RUNTIME_DIR=str(tmp_path)).code == 137
     done = openmpi(LOST, "killed", more=("--enable-recovery",), XDG_RUNTIME_DIR=str(tmp_path))
-    assert done.out == SEEN, done.err
+    assert done.out == SURVIVOR_LINES, done.err
 
 
 @pytest.mark.parametrize("pmi", ["pmi2", "none"])
@@ -149,12 +149,14 @@ def test_slurm_reports_a_killed_rank(slurm: Slurm, key: str, pmi: str) -> None:
     done = slurm.srun(
         f"--mpi={pmi}", "-n3", script=LOST, given=("killed",), AIOCOLL_JOB_KEY_FILE=key, AIOCOLL_BIND="127.0.0.1"
     )
-    assert (done.code, done.out) == (137, SEEN), done.err
+    assert (done.code, done.out) == (137, SURVIVOR_LINES), done.err
 
 
-@pytest.mark.parametrize("by", ["mpich", "slurm"])
-def test_rank_that_never_joins_is_waited_for_until_the_timeout(by: str, request: pytest.FixtureRequest) -> None:
-    if by == "mpich":
+@pytest.mark.parametrize("launcher_name", ["mpich", "slurm"])
+def test_rank_that_never_joins_is_waited_for_until_the_timeout(
+    launcher_name: str, request: pytest.FixtureRequest
+) -> None:
+    if launcher_name == "mpich":
         done = request.getfixturevalue("mpich")(LOST, "absent")
     else:
         done = request.getfixturevalue("slurm").srun("--mpi=pmi2", "-n3", script=LOST, given=("absent",))

@@ -1,4 +1,4 @@
-"""A rank is lost in the middle of an allreduce: all others learn which."""
+"""A rank is lost in the middle of an allreduce: all other ranks report it by number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "transport"),  # the hub, which hosts the store too, and another
+    ("victim", "transport"),  # rank 0 is the hub and hosts the store; rank 2 does neither
     [
         (0, "unix"),
         (0, "shm"),
@@ -32,7 +32,7 @@ def test_killed_rank_is_reported_by_all_others(ranks: Ranks, port: int, victim: 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_killed_rank_with_memory_in_use_is_reported(ranks: Ranks, port: int, victim: int) -> None:
-    """It stays as it is until they give it back."""
+    """The other ranks still map memory of the killed rank, which stays valid until they unmap it."""
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "shm", "EMPTY": "1"}
     results = ranks("lose", f"tcp://127.0.0.1:{port}", 3, env=env, killed=[victim])
     for rank in {0, 1, 2} - {victim}:

@@ -1,4 +1,4 @@
-"""More processes than cores, and so many ranks in one that opening their links takes it seconds."""
+"""More processes than cores, and a process with so many ranks that opening their links takes seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.testing import run_processes
 from tests.ranks import over
 from tests.testing.every import every_call
 
-#: A program that forms a group, and prints the sum of the ranks' numbers, counted from one.
+#: A program that forms a group and prints the sum of all rank numbers, counted from 1.
 SUM = """
 import asyncio
 import numpy as np
@@ -29,7 +29,7 @@ async def main():
 
 asyncio.run(main())
 """
-#: Seconds for one start of 128 processes: with two cores that others use as well it takes some minutes.
+#: Seconds for one start of 128 processes, which takes minutes on two shared cores.
 LIMIT = 1800
 
 
@@ -46,7 +46,7 @@ def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.soak
 @pytest.mark.parametrize("start", range(5))
 def test_hundred_and_twenty_eight_processes_form_a_group(start: int, tmp_path: Path) -> None:
-    """Their event loops are blocked for seconds during the handshakes, and no rank is lost for that."""
+    """The handshakes block the event loops for seconds, but no rank may be lost."""
     script = tmp_path / "script.py"
     script.write_text(SUM)
     command = [sys.executable, "-m", "aiocoll", "run", "-n", "128", str(script)]
@@ -54,7 +54,7 @@ def test_hundred_and_twenty_eight_processes_form_a_group(start: int, tmp_path: P
         try:
             out, err = launcher.communicate(timeout=LIMIT)
         finally:
-            launcher.terminate()  # nothing, once it has ended
+            launcher.terminate()  # does nothing if it has ended
     assert launcher.returncode == 0, err
     assert [line.split()[-1] for line in out.splitlines()] == ["8256.0"] * 128, err
 

@@ -1,4 +1,4 @@
-"""Metrics of several processes on a host, as docs/metrics.md exports them."""
+"""Metrics of several processes on one host, exported as docs/metrics.md shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ports import free_ports
 
 PAGE = "docs/metrics.md"
 
-#: The program of the page in each rank, which then asks all of them.
+#: Appended to the program of the page: each rank then scrapes all ranks.
 PROGRAM = """
 import asyncio, urllib.request
 import aiocoll
@@ -41,7 +41,7 @@ def test_rank_has_its_own_metrics_port(ranks: Ranks, tmp_path: Path) -> None:
     run(ranks, "-n", "2", str(program))
 
 
-def test_scrape_has_all_processes_and_a_replacement_continues(ranks: Ranks, tmp_path: Path) -> None:
+def test_scrape_has_all_processes_and_the_counts_of_a_replacement(ranks: Ranks, tmp_path: Path) -> None:
     (command,) = commands(PAGE)
     assert command == "PROMETHEUS_MULTIPROC_DIR=$(mktemp -d) aiocoll run -n 2 program.py\n"
     directory = tmp_path / "metrics"

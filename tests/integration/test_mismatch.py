@@ -1,4 +1,4 @@
-"""Ranks that disagree, over sockets and shared memory: all know within a second, on a machine that is not busy."""
+"""Mismatches over sockets and shared memory: all ranks report them within a second on an idle machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from ..engine.test_mismatch import DELAYS, P2P_TABLE, PLACES, TABLE, Case, check, counting, disagree, misfit
 from ..ranks import LINKS, run_ranks
 
-#: Cases that run at the same time.
+#: The number of cases that run at the same time.
 CHUNK = 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
 async def test_mismatch_is_found_over_sockets(start: int) -> None:
-    """Several groups at a time: what no data tells takes a report, and waiting for them one by one takes minutes."""
+    """Run several groups at a time, since the mismatches that need a stall report take minutes one by one."""
     transport = ("unix", "tcp", "shm")[start // CHUNK % 3]
     cases = TABLE[start : start + CHUNK]
     places = [PLACES[(start + index) % len(PLACES)] for index in range(len(cases))]
@@ -24,8 +24,8 @@ async def test_mismatch_is_found_over_sockets(start: int) -> None:
         run_ranks(world_size, disagree, case, odd, DELAYS["together"], transport=transport)
         for case, (world_size, odd) in zip(cases, places, strict=True)
     ]
-    for case, (world_size, odd), told in zip(cases, places, await asyncio.gather(*runs), strict=True):
-        check(case, odd, world_size, told)
+    for case, (world_size, odd), reports in zip(cases, places, await asyncio.gather(*runs), strict=True):
+        check(case, odd, world_size, reports)
 
 
 @pytest.mark.parametrize("transport", LINKS)

@@ -1,4 +1,4 @@
-"""Ranks of one host in process namespaces of their own, as in containers that share a network."""
+"""Ranks of one host in separate process namespaces, like containers that share a network."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.integration.test_recovery import result
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
-#: Seconds: a death that is proven is not waited for (2.5 s without a proof).
+#: Seconds within which a proven death is reported. Without a proof it takes 2.5 s.
 AT_ONCE = 2.0
 
 pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root makes process namespaces"),
-    pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare, of util-linux, is not installed"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can create process namespaces"),
+    pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare (util-linux) is not installed"),
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux has process namespaces"),
 ]
 
@@ -28,9 +28,9 @@ pytestmark = [
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_death_in_another_process_namespace_is_detected(ranks: Ranks, port: int, victim: int) -> None:
-    """Neither sees the other in /proc; the socket between them tells of the process."""
+    """Neither rank sees the other in /proc. The socket between them identifies the process."""
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "unix"}
-    # A process that is the first of its namespace does not die of its own signals.
+    # The first process of a namespace ignores its own signals, so the rank runs in a child of a shell.
     inside = ["-c", "import os, sys; os.execvp('unshare', sys.argv[1:])", "unshare", "--pid", "--fork", "--kill-child"]
     command = [*inside, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, PROGRAM, "alone", f"tcp://127.0.0.1:{port}"]
     processes = [ranks.start(*command, str(rank), "2", env=env) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""The same bits on ranks whose NumPy uses different SIMD levels, as on hosts of different processors."""
+"""Reductions of NaNs on ranks whose NumPy uses different SIMD levels, as on hosts with different processors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .conftest import LIMIT, Ranks
 PROGRAM = str(Path(__file__).with_name("nans.py"))
 
 
-def levels() -> str:
-    """Return the SIMD levels above the baseline that NumPy uses here."""
+def simd_levels() -> str:
+    """Return the SIMD levels above the baseline that NumPy uses on this machine."""
     umath = pytest.importorskip("numpy._core._multiarray_umath")
     used = [name for name in umath.__cpu_dispatch__ if umath.__cpu_features__[name]]
     if not used:
@@ -25,9 +25,9 @@ def levels() -> str:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_on_different_simd_levels_get_the_same_bits(size: int, transport: str, ranks: Ranks, port: int) -> None:
-    """One rank has the baseline only. Its loops make other NaNs, so every element is reduced on one rank."""
+    """Rank 1 uses the baseline only, and makes other NaNs. So one rank must reduce each element for all ranks."""
     env = {"AIOCOLL_TRANSPORT": transport}
-    lower = {**env, "NPY_DISABLE_CPU_FEATURES": levels()}
+    lower = {**env, "NPY_DISABLE_CPU_FEATURES": simd_levels()}
     processes = [
         ranks.start(PROGRAM, f"tcp://127.0.0.1:{port}", str(rank), str(size), env=lower if rank == 1 else env)
         for rank in range(size)

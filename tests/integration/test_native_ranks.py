@@ -1,4 +1,4 @@
-"""Jobs of processes some of which run natively: they work together, and have the results of pure jobs."""
+"""Jobs in which some processes run natively: they work together, and get the results of pure Python jobs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from aiocoll.testing import run_processes
 from ..internals import is_native, native_of, wrapped
 from ..native.cases import DTYPES, cases, counts
 
-#: Which ranks run natively, as the first letter tells: N, or P for pure.
+#: One letter per rank: N for native, P for pure Python.
 JOBS = ("NP", "PN", "NN", "NPN", "PNNP")
 
 
 def jobs(fast: int) -> list[Any]:
-    """Return jobs, of which all but some are for `make test-all`: to start processes takes seconds."""
+    """Return the jobs as parameters. Starting processes takes seconds, so only the first `fast` jobs are fast tests."""
     return [pytest.param(job, marks=[pytest.mark.slow] * (place >= fast)) for place, job in enumerate(JOBS)]
 
 
@@ -39,7 +39,7 @@ def _accelerator() -> None:
 
 @pytest.fixture
 def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that lets the processes of a job run as its letters tell."""
+    """Return a function that selects the implementation of each process of a job by its letter."""
 
     def choose(job: str) -> None:
         def environment(original: Any, rank: int, *args: Any) -> dict[str, str]:
@@ -50,8 +50,8 @@ def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
     return choose
 
 
-async def digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int, int, int]:
-    """Make all small collectives on some dtypes; return whether this rank is native, and a digest of the results."""
+async def result_digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int, int, int]:
+    """Make all small collectives; return whether the rank is native, a digest, and the numbers of calls."""
     digest = native = number = 0
     await pg.allgather(None, np.zeros(1))
     with np.errstate(all="ignore"):
@@ -72,28 +72,28 @@ async def test_mixed_processes_give_the_results_of_pure_ones(job: str, set_job: 
     size, start = len(job), JOBS.index(job)
     places = list(range(start, len(DTYPES), len(JOBS)))
     set_job(job)
-    mixed = await run_processes(size, digests, places, options=SHM)
+    mixed = await run_processes(size, result_digests, places, options=SHM)
     set_job("P" * size)
-    pure = await run_processes(size, digests, places, options=SHM)
+    pure = await run_processes(size, result_digests, places, options=SHM)
     assert [each[0] for each in mixed] == [letter == "N" for letter in job]
     assert [each[1] for each in mixed] == [each[1] for each in pure]
-    for (is_so, _, native, number), letter in zip(mixed, job, strict=True):
-        assert is_so is (letter == "N")
-        # What finds no slot, or comes from a rank that found none, is Python's.
-        assert native > number / 2 if is_so else native == 0
+    for (runs_natively, _, native, number), letter in zip(mixed, job, strict=True):
+        assert runs_natively is (letter == "N")
+        # A call without a free slot on this or another rank is carried out in Python.
+        assert native > number / 2 if runs_natively else native == 0
 
 
-async def in_flight(pg: ProcessGroup) -> int:
-    """Have many calls in flight, some with keys, and await them in another order; return how many calls were native.
+async def complete_calls_in_flight(pg: ProcessGroup) -> int:
+    """Await many calls in flight in another order, some with keys; return the number of native calls.
 
-    Which of those in flight are native depends on timing: frames of a pure rank that finds no slot may arrive first.
+    The number depends on timing: frames of a pure rank without a free slot may arrive first.
     """
     rng = np.random.default_rng(pg.rank())
     keys = [f"key {number}" for number in rng.permutation(100)]
     native = 0
     for turn in range(5):
         await pg.barrier()
-        # Nothing else is in flight, so only the rank itself decides how it is carried out.
+        # With no other call in flight, only this rank decides how it carries out the call.
         alone = pg.allreduce(np.ones(3))
         await alone
         native += is_native(alone)
@@ -112,7 +112,7 @@ async def in_flight(pg: ProcessGroup) -> int:
 @pytest.mark.parametrize("job", jobs(1))
 async def test_mixed_processes_support_many_calls_in_flight(job: str, set_job: Any) -> None:
     set_job(job)
-    native = await run_processes(len(job), in_flight, options=SHM)
+    native = await run_processes(len(job), complete_calls_in_flight, options=SHM)
     assert [each > 0 for each in native] == [letter == "N" for letter in job]
 
 
@@ -124,7 +124,7 @@ async def disagree(pg: ProcessGroup) -> str:
     work = pg.allreduce(np.ones(3)) if pg.rank() != 1 else pg.broadcast(np.ones(3), 0)
     with pytest.raises(CollectiveMismatchError) as raised:
         await work
-    assert loop.time() - start < 1.5  # of one, on a machine that does other things
+    assert loop.time() - start < 1.5  # the contract is 1 s on an idle machine
     return str(raised.value)
 
 
@@ -136,7 +136,7 @@ async def test_mixed_processes_report_mismatches(job: str, set_job: Any) -> None
         assert "BROADCAST" in text
 
 
-async def lose(pg: ProcessGroup) -> str:
+async def lose_rank(pg: ProcessGroup) -> str:
     await pg.allreduce(np.ones(3))
     await pg.barrier()
     if pg.rank() == 1:
@@ -151,14 +151,16 @@ async def lose(pg: ProcessGroup) -> str:
 @pytest.mark.parametrize("job", jobs(2))
 async def test_mixed_processes_report_a_killed_rank(job: str, set_job: Any) -> None:
     set_job(job)
-    results = await run_processes(len(job), lose, options=SHM, expect_death={1: signal.SIGKILL}, allow_unretrieved=True)
+    results = await run_processes(
+        len(job), lose_rank, options=SHM, expect_death={1: signal.SIGKILL}, allow_unretrieved=True
+    )
     for rank, text in enumerate(results):
         if rank != 1:
             assert "rank 1" in text
 
 
-async def other_task_beside_polls(pg: ProcessGroup) -> tuple[int, float, int]:
-    """Make calls whose awaits poll on rank 0, since rank 1 is late; return the turns of another task."""
+async def count_turns_of_other_task(pg: ProcessGroup) -> tuple[int, float, int]:
+    """Make calls whose awaits poll on rank 0, because rank 1 is late; return the iterations of another task."""
     turns = 0
 
     async def count() -> None:
@@ -183,7 +185,7 @@ async def other_task_beside_polls(pg: ProcessGroup) -> tuple[int, float, int]:
 
 
 async def test_calls_that_end_while_an_await_polls_let_other_tasks_run() -> None:
-    """A loop that is never idle has a turn every half a millisecond at the latest."""
-    for turns, took, native in await run_processes(2, other_task_beside_polls, options=SHM):
+    """A loop that is never idle completes an iteration at least every 500 µs."""
+    for turns, took, native in await run_processes(2, count_turns_of_other_task, options=SHM):
         assert native > 2000
         assert turns > took / 500e-6 / 4, took

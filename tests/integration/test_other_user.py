@@ -1,4 +1,4 @@
-"""Another user of the machine can neither join, nor read, nor stop a job that has a key or talks over unix sockets."""
+"""Attacks of another user, which cannot join, read or stop a job with a key or over unix sockets."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ pytestmark = [
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """Return a sticky folder: every user may create files there, and remove only their own."""
-    made = tempfile.mkdtemp(dir="/tmp")
-    os.chmod(made, 0o1777)
-    yield made
-    shutil.rmtree(made)
+    """Yield a sticky folder: every user may create files there, and remove only their own files."""
+    path = tempfile.mkdtemp(dir="/tmp")
+    os.chmod(path, 0o1777)
+    yield path
+    shutil.rmtree(path)
 
 
 def key_in(folder: str) -> str:
@@ -43,7 +43,7 @@ def key_in(folder: str) -> str:
 
 
 class Program:
-    """A process that prints lines of JSON and goes on when it is given one."""
+    """A process that prints lines of JSON, and continues when it gets a line."""
 
     def __init__(self, stack: ExitStack, name: str, env: dict[str, str], *prefix: str, **given: Any) -> None:
         command = [*prefix, sys.executable, str(HERE / f"{name}.py"), json.dumps(given)]
@@ -55,20 +55,20 @@ class Program:
         stack.callback(self._process.kill)
         self.pid = self._process.pid
 
-    async def told(self) -> Any:
+    async def next_json(self) -> Any:
         assert self._process.stdout is not None
         async with asyncio.timeout(60):
             line = await asyncio.to_thread(self._process.stdout.readline)
-        assert line, (await self.end())[1]
+        assert line, (await self.finish())[1]
         return json.loads(line)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         assert self._process.stdin is not None
         print(file=self._process.stdin, flush=True)
 
-    async def end(self) -> tuple[int, str]:
-        _, complaints = await asyncio.to_thread(self._process.communicate, timeout=60)
-        return self._process.returncode, complaints
+    async def finish(self) -> tuple[int, str]:
+        _, errors = await asyncio.to_thread(self._process.communicate, timeout=60)
+        return self._process.returncode, errors
 
 
 @pytest.mark.parametrize("prefix", [[], ["unshare", "-U"]], ids=["", "users without numbers"])
@@ -79,9 +79,9 @@ class Program:
 async def test_other_user_cannot_join_read_or_stop_a_job(
     method: str, transport: str, prefix: list[str], folder: str, port: int
 ) -> None:
-    """All attempts are made while ranks work; then these meet again, while connections are held.
+    """The attacker makes all attempts while the ranks work. Then the ranks meet again while it holds connections.
 
-    In a user namespace in which neither user has a number, both are 65534 to the ranks.
+    In a user namespace without mapped users, both users have the number 65534 for the ranks.
     """
     if prefix and await asyncio.to_thread(subprocess.call, [*prefix, "true"]):
         pytest.skip("no user namespaces")
@@ -91,15 +91,15 @@ async def test_other_user_cannot_join_read_or_stop_a_job(
     with ExitStack() as stack:
         place = {"method": method, "transport": transport, "folder": folder}
         ranks = [Program(stack, "rank_attacked", env, *prefix, rank=rank, **place) for rank in range(2)]
-        addresses = [await rank.told() for rank in ranks] + [store] * (store is not None)
+        addresses = [await rank.next_json() for rank in ranks] + [store] * (store is not None)
         pids = [rank.pid for rank in ranks]
         attacker = Program(stack, "other_user", {}, pids=pids, folder=folder, addresses=addresses)
-        found = await attacker.told()
-        ranks[0].go_on()
-        assert [await rank.told() for rank in ranks] == [3.0, 3.0]
-        assert [await rank.end() for rank in ranks] == [(0, "")] * 2
-        attacker.go_on()
-        assert await attacker.end() == (0, "")
+        found = await attacker.next_json()
+        ranks[0].resume()
+        assert [await rank.next_json() for rank in ranks] == [3.0, 3.0]
+        assert [await rank.finish() for rank in ranks] == [(0, "")] * 2
+        attacker.resume()
+        assert await attacker.finish() == (0, "")
         assert not [name for name in os.listdir("/dev/shm") if "aiocoll" in name]
     for address in addresses:
         assert found.pop(f"bind {address}") == "EADDRINUSE"

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, one of which does not read what the others have posted for it."""
+"""Ranks in separate processes, one of which does not read the posts of the others."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 JOB = str(Path(__file__).with_name("outboxes_job.py"))
 WORLD = 4
-#: Calls of each rank, as in the job, of which a few go in frames while links are opened or a rank is late.
+#: The calls of each rank in the job. Some use frames, while links open or a rank is late.
 CALLS = 300
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None or sys.platform != "linux",
-    reason="only root makes process namespaces, with unshare, on Linux",
+    reason="needs root, unshare and Linux for process namespaces",
 )
 
 
 def run(ranks: Ranks, port: int, what: str, *before: str) -> list[list[object]]:
-    """Return what each rank but the last has printed: whether all was right, the second answer, and used slots."""
+    """Return the printed results of all ranks but the last: whether sums are right, a second result, used slots."""
     command = [*before, JOB] if not before else [*before, sys.executable, JOB]
     processes = [ranks.start(*command, what, f"tcp://127.0.0.1:{port}", str(rank), str(WORLD)) for rank in range(WORLD)]
-    told = []
+    results = []
     for rank, process in enumerate(processes):
         out, err = process.communicate(timeout=LIMIT)
         killed = what == "die" and rank == WORLD - 1
         assert process.returncode == (-9 if killed else 0), err
         if rank < WORLD - 1:
-            told.append(json.loads(out))
-    return told
+            results.append(json.loads(out))
+    return results
 
 
 @pytest.mark.slow
 def test_stopped_reader_makes_another_group_use_frames_without_waiting(ranks: Ranks, port: int) -> None:
     for right, early, used in run(ranks, port, "stop"):
         assert right
-        assert early, "the other group did not wait for the rank that was stopped"
+        assert early, "the other group waited for the stopped rank"
         assert isinstance(used, int)
-        assert used > CALLS // 2, "the slots are free again"
+        assert used > CALLS // 2, "the slots were not freed"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A rank is killed; the others go on without it, then with another process in its place."""
+"""A rank is killed: the others continue without it, and then with a newcomer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tests.integration.conftest import KEY, LIMIT, PROGRAM
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
-#: What a rank that goes on after a stop may say before it ends: if the stop took over a second, and its thread that
-#: notices has had a turn.
-STOOD_STILL = (
+#: The warning that a continued rank may log, if it was stopped for over a second and its watchdog ran again before
+#: the end.
+STALL_WARNING = (
     r"(rank 1: for about \d+\.\d s no other thread of this process could run \(it used \d\.\d s of CPU time\): "
     r"it was stopped, or one call held the GIL\n)?"
 )
-#: Seconds within which the ranks of a group must have made a new one (contract).
+#: Seconds within which the ranks of a group must have made a new group (contract).
 SHRUNK = 2.0
-#: Seconds within which all others must have heard that a rank was killed (contract).
+#: Seconds within which all others must be notified of a killed rank (contract).
 LOST = 1.0
 
 
 @pytest.fixture
 async def store(ranks: Ranks) -> AsyncIterator[dict[str, str]]:
-    """Host the store as a launcher does; return where it is, for the environment of the ranks."""
+    """Host the store like a launcher; yield its address as environment variables for the ranks."""
     server = StoreServer(key=KEY)
     host, port = server.start()
     yield {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher"}
@@ -46,10 +46,10 @@ def test_killed_rank_is_replaced_and_the_others_continue(
     env = {**store, "VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport, "WORLD_SIZE": "4"}
     processes = [ranks.start(PROGRAM, "recover", "env://", env={**env, "RANK": str(rank)}) for rank in range(4)]
     processes.append(ranks.start(PROGRAM, "join", "env://", env=env))
-    told = [result(process, -9 if number == victim else 0) for number, process in enumerate(processes)]
-    assert told.pop() == {"rank": 3, "size": 4, "result": 4}
+    outcomes = [result(process, -9 if number == victim else 0) for number, process in enumerate(processes)]
+    assert outcomes.pop() == {"rank": 3, "size": 4, "result": 4}
     for rank in {0, 1, 2, 3} - {victim}:
-        took, size = told[rank]["result"]
+        took, size = outcomes[rank]["result"]
         assert size == 4
         assert took <= SHRUNK
     assert not list(ranks.temporary.iterdir())
@@ -79,15 +79,15 @@ def test_death_of_the_store_host_while_newcomers_are_waited_for_ends_grow(ranks:
 
 
 @pytest.mark.slow
-def test_replaced_rank_learns_of_its_exclusion_when_it_continues(ranks: Ranks, store: dict[str, str]) -> None:
+def test_replaced_rank_is_notified_of_its_exclusion_when_it_continues(ranks: Ranks, store: dict[str, str]) -> None:
     env = {**store, "VICTIM": "1", "WORLD_SIZE": "3"}
     processes = [ranks.start(PROGRAM, "replace", "env://", env={**env, "RANK": str(rank)}) for rank in range(3)]
     processes.append(ranks.start(PROGRAM, "join", "env://", env=env))
     stopped = processes.pop(1)
     assert [result(process)["result"] for process in processes] == [3, 3, 3]
     stopped.send_signal(signal.SIGCONT)
-    cause, refusal = result(stopped, says=STOOD_STILL)["result"]
-    # The others told it what they did before and after they agreed, over different links: either may come first.
+    cause, refusal = result(stopped, expected_stderr=STALL_WARNING)["result"]
+    # The notices before and after the agreement use different links, so either may arrive first.
     assert cause in {
         "ranks 0, 2 of group 'world:0' continued as a new group",
         *(f"group 'world:0' was replaced: rank {rank} called shrink()" for rank in (0, 2)),
@@ -96,9 +96,9 @@ def test_replaced_rank_learns_of_its_exclusion_when_it_continues(ranks: Ranks, s
     assert not list(ranks.temporary.iterdir())
 
 
-def result(process: subprocess.Popen[str], code: int = 0, says: str = "") -> Any:
-    """Wait for a rank to end, which may have said what `says` matches; return what it printed."""
+def result(process: subprocess.Popen[str], code: int = 0, expected_stderr: str = "") -> Any:
+    """Wait for a rank to end; return its printed result. Its standard error must match `expected_stderr`."""
     out, err = process.communicate(timeout=LIMIT)
-    assert re.fullmatch(says, err), err
+    assert re.fullmatch(expected_stderr, err), err
     assert process.returncode == code
     return json.loads(out) if out else None

@@ -1,4 +1,4 @@
-"""Real processes that meet on a Redis server: with ranks and without, while the group shrinks and grows."""
+"""Processes that meet on a Redis server, with given or assigned ranks, and shrink and grow their group."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.redis_server import RedisServer, redis_server
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
-#: What `every` returns: the number of counts it was tried with.
+#: The result of the action "every": the number of element counts of its calls.
 COUNTS = 4
 
-#: A rank with a store of its own. Arguments: the URL of the server, world size, rank if it has one.
+#: A rank with its own store. Arguments: the URL of the server, the world size, and the rank unless it is assigned.
 OWN_STORE = """
 import asyncio, sys, aiocoll
 
@@ -67,12 +67,12 @@ def test_ranks_meet_on_redis_over_tls_with_a_password(ranks: Ranks, tmp_path: Pa
 
 @pytest.mark.slow
 def test_ranks_without_numbers_are_assigned_on_redis(ranks: Ranks, server: RedisServer) -> None:
-    """Each has a store of its own, and waits there when the server loses its data."""
+    """Each process has its own store, whose reads fail when the server loses its data."""
     processes = [ranks.start("-c", OWN_STORE, server.url, "4") for _ in range(4)]
-    assert sorted(said(process) for process in processes) == ["[0, 1, 2, 3]"] * 4
+    assert sorted(next_line(process) for process in processes) == ["[0, 1, 2, 3]"] * 4
     server.tell("FLUSHALL")
     for process in processes:
-        assert "has lost the entries of this job" in said(process)
+        assert "has lost the entries of this job" in next_line(process)
         out, err = process.communicate(timeout=LIMIT)
         assert (out, err, process.returncode) == ("", "", 0)
 
@@ -83,7 +83,7 @@ def test_ranks_wait_for_a_late_redis_server(ranks: Ranks, server: RedisServer) -
     processes = [ranks.start("-c", OWN_STORE, server.url, "2", str(rank)) for rank in range(2)]
     server.start()
     for process in processes:
-        assert said(process) == "[0, 1]"
+        assert next_line(process) == "[0, 1]"
     server.tell("FLUSHALL")
     for process in processes:
         assert process.communicate(timeout=LIMIT)[1] == ""
@@ -95,19 +95,19 @@ def test_lost_rank_is_replaced_on_redis(ranks: Ranks, server: RedisServer, victi
     env = {"VICTIM": str(victim), "AIOCOLL_JOB_ID": "elastic"}
     processes = [ranks.start(PROGRAM, "recover", server.url, str(rank), "3", env=env) for rank in range(3)]
     processes.append(ranks.start(PROGRAM, "join", server.url, env=env))
-    told = [result(process, -signal.SIGKILL if number == victim else 0) for number, process in enumerate(processes)]
-    assert told.pop() == {"rank": 2, "size": 3, "result": 3}
-    assert [told[rank]["result"][1] for rank in range(3) if rank != victim] == [3, 3]
+    outcomes = [result(process, -signal.SIGKILL if number == victim else 0) for number, process in enumerate(processes)]
+    assert outcomes.pop() == {"rank": 2, "size": 3, "result": 3}
+    assert [outcomes[rank]["result"][1] for rank in range(3) if rank != victim] == [3, 3]
     assert server.tell("EXISTS", "aiocoll:elastic") == "1"
 
 
-def said(process: subprocess.Popen[str]) -> str:
+def next_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
 def result(process: subprocess.Popen[str], code: int) -> Any:
-    """Wait for a rank to end; return what it printed."""
+    """Wait for a rank to end; return its printed result."""
     out, err = process.communicate(timeout=LIMIT)
     assert (err, process.returncode) == ("", code)
     return json.loads(out) if out else None

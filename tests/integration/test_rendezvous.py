@@ -1,4 +1,4 @@
-"""Every way to meet, with real processes that make every call and leave nothing behind."""
+"""Rendezvous of processes with every init method. The ranks make every call and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ports import free_port
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
-#: What `every` returns: the number of counts it was tried with.
+#: The result of the action "every": the number of element counts of its calls.
 COUNTS = 4
 
 
@@ -32,7 +32,7 @@ def test_ranks_meet_over_tcp(ranks: Ranks, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_meet_over_tcp_6(ranks: Ranks) -> None:
+def test_ranks_meet_over_tcp_on_ipv6(ranks: Ranks) -> None:
     try:
         port = free_port("::1")
     except OSError:
@@ -60,7 +60,7 @@ def test_ranks_meet_in_a_file(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_agents_port_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
+def test_port_of_the_torchrun_agent_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = agent.getsockname()[1]
         env = {
@@ -70,7 +70,7 @@ def test_torchrun_agents_port_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": f"test-{port}",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "XDG_RUNTIME_DIR": str(tmp_path),  # the folder that would be made otherwise stays
+            "XDG_RUNTIME_DIR": str(tmp_path),  # otherwise the ranks create a folder that stays
         }
         assert ranks("every", "env://", 3, numbers=False, env=env) == [COUNTS] * 3
         agent.setblocking(False)

@@ -1,4 +1,4 @@
-"""Processes that are killed while the ranks meet, and their successors."""
+"""Processes that are killed while the ranks meet, and the processes that replace them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ asyncio.run(main())
 
 
 class Ranks:
-    """Processes of one job, by kind of the place where they meet."""
+    """The processes of one job, which meet by environment variables, in a file or with tickets."""
 
     def __init__(self, kind: str, size: int, folder: Path) -> None:
         self.kind = kind
@@ -61,7 +61,7 @@ class Ranks:
         self._server.close()
 
     def start(self, rank: int) -> subprocess.Popen[str]:
-        """Start a process as a rank."""
+        """Start a process as rank `rank`."""
         place = f"file://{self._folder}/job"
         if self.kind == "ticket":
             place = base64.b64encode(pickle.dumps(self._meeting.ticket(rank))).decode()
@@ -72,7 +72,7 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._server.port),
             "AIOCOLL_STORE": "launcher",
-            "PYTHONASYNCIODEBUG": "",  # a rank that was stopped is no slow task
+            "PYTHONASYNCIODEBUG": "",  # debug mode would report a stopped rank as a slow task
         }
         command = [sys.executable, "-c", PROGRAM, self.kind, place, str(rank), str(self.size)]
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
@@ -80,7 +80,7 @@ class Ranks:
         return process
 
     def store(self) -> Store:
-        """Return a handle on the store of the job."""
+        """Return a new handle for the store of the job."""
         if self.kind == "file":
             return FileStore(self._folder / "job")
         if self.kind == "env":
@@ -88,8 +88,8 @@ class Ranks:
         ticket = self._meeting.ticket()
         return TCPStore(ticket.host, ticket.port, key=ticket.key, job=ticket.job)
 
-    async def ends(self) -> list[tuple[int, str]]:
-        """Return exit code and last line of each process."""
+    async def final_lines(self) -> list[tuple[int, str]]:
+        """Return the exit code and the last line of each process."""
         found = await asyncio.gather(*(asyncio.to_thread(each.communicate) for each in self.running))
         self.running, ended = [], self.running
         return [
@@ -111,12 +111,12 @@ async def test_killed_rank_is_replaced(kind: str, victim: int, tmp_path: Path) -
             ranks.start(victim)
             await store.wait([f"aiocoll/2/card/{rank}" for rank in range(2)], timeout=LIMIT)
             ranks.start(2)
-            assert await ranks.ends() == [(0, "")] * 3
+            assert await ranks.final_lines() == [(0, "")] * 3
 
 
 @pytest.mark.parametrize("kind", ["env", "file"])
 async def test_stopped_rank_is_not_replaced(kind: str, tmp_path: Path) -> None:
-    """Its process lives: whoever comes in its place is refused, and it meets the others when it goes on."""
+    """The process lives. A second process in its place is refused, and the first one meets the others later."""
     with Ranks(kind, 2, tmp_path) as ranks:
         async with ranks.store() as store:
             stopped = ranks.start(0)
@@ -124,9 +124,9 @@ async def test_stopped_rank_is_not_replaced(kind: str, tmp_path: Path) -> None:
             stopped.send_signal(signal.SIGSTOP)
             ranks.running.remove(stopped)
             ranks.start(0)
-            ((code, error),) = await ranks.ends()
+            ((code, error),) = await ranks.final_lines()
             assert (code, "rank 0 is taken" in error) == (1, True)
             stopped.send_signal(signal.SIGCONT)
             ranks.running.append(stopped)
             ranks.start(1)
-            assert await ranks.ends() == [(0, "")] * 2
+            assert await ranks.final_lines() == [(0, "")] * 2

@@ -1,4 +1,4 @@
-"""The service of the examples: it answers while its ranks count together, whatever its clients and ranks do."""
+"""The example service: it replies while its ranks count together, whatever its clients and ranks do."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 LOCAL = "127.0.0.1"
 SCRIPT = str(ROOT / "examples" / "service.py")
 CLIENTS = 8
-REQUESTS = 8  # of each kind, of each client
-#: Seconds within which impatient clients go away; a round takes 0.05 at least.
+REQUESTS = 8  # per kind and client
+#: Seconds within which impatient clients disconnect. A round takes at least as long.
 PATIENCE = 0.05
 
 
 class Service:
-    """Two ranks, each at a place of its own, and their clients."""
+    """A service of two ranks, addressed by the place of their process, and its clients."""
 
     def __init__(self, ranks: Ranks, store: TCPStore, session: Any) -> None:
         self._ranks = ranks
         self._session = session
-        # Somebody else holds the store, as the launcher does, so that any rank may die.
+        # The test hosts the store, like a launcher, so that any rank may die.
         self._environment = {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(store.port), "AIOCOLL_STORE": "launcher"}
         self.processes = [self._start({"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
         self._urls = ["", ""]
@@ -44,8 +44,8 @@ class Service:
     def _start(self, environment: dict[str, str], *more: str) -> subprocess.Popen[str]:
         return self._ranks.start(SCRIPT, "--port", "0", *more, env=self._environment | environment)
 
-    def is_up(self, place: int, rank: int) -> None:
-        """Wait until the process at `place` answers as `rank`."""
+    def wait_until_up(self, place: int, rank: int) -> None:
+        """Wait until the process at `place` serves as `rank`."""
         process = self.processes[place]
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -53,14 +53,14 @@ class Service:
         self._urls[place] = line.split()[-1]
 
     def kill(self, place: int) -> None:
-        """End a process at once, and wait until it has ended."""
+        """Kill a process, and wait for its end."""
         self.processes[place].kill()
         self.processes[place].communicate(timeout=LIMIT)
 
     def replace(self, place: int) -> None:
-        """Start a process in the place of one that was killed; the group gives it the last rank."""
+        """Start a process in place of a killed one; the group gives it the last rank."""
         self.processes[place] = self._start({}, "--join")
-        self.is_up(place, 1)
+        self.wait_until_up(place, 1)
 
     async def count(self, place: int, bucket: int) -> None:
         async with self._session.post(f"{self._urls[place]}/count/{bucket}") as response:
@@ -70,36 +70,36 @@ class Service:
     async def stats(self, place: int) -> dict[str, Any]:
         async with self._session.get(f"{self._urls[place]}/stats") as response:
             assert response.status == 200
-            told: dict[str, Any] = await response.json()
-            return told
+            answer: dict[str, Any] = await response.json()
+            return answer
 
-    async def impatient(self, place: int, patience: float) -> None:
-        """Ask, and go away before the answer comes, perhaps."""
+    async def request_impatiently(self, place: int, patience: float) -> None:
+        """Request the statistics, and disconnect after `patience` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 await self.stats(place)
 
-    async def busy(self, *places: int) -> None:
-        """Let many clients ask at once, who go away at random."""
+    async def send_requests(self, *places: int) -> None:
+        """Let many clients send requests at once, and disconnect at random."""
         async with asyncio.TaskGroup() as tasks:
             for seed in range(CLIENTS):
-                tasks.create_task(self._client(places, random.Random(seed)))
+                tasks.create_task(self._run_client(places, random.Random(seed)))
 
-    async def _client(self, places: tuple[int, ...], chance: random.Random) -> None:
+    async def _run_client(self, places: tuple[int, ...], chance: random.Random) -> None:
         for _ in range(REQUESTS):
             await self.count(chance.choice(places), chance.randrange(8))
             await self.stats(chance.choice(places))
-            await self.impatient(chance.choice(places), chance.random() * PATIENCE)
+            await self.request_impatiently(chance.choice(places), chance.random() * PATIENCE)
 
-    async def settled(self, place: int) -> dict[str, Any]:
-        """Ask until the answer has everything that was sent."""
+    async def wait_for_all_counts(self, place: int) -> dict[str, Any]:
+        """Request the statistics until they contain every count; return them."""
         async with asyncio.timeout(LIMIT):
-            while (told := await self.stats(place))["total"] != self.sent:
+            while (answer := await self.stats(place))["total"] != self.sent:
                 pass
-        return told
+        return answer
 
-    def end(self) -> list[str]:
-        """Stop the service through one of its ranks; return the last words of all."""
+    def stop(self) -> list[str]:
+        """Stop the service through one rank; return the last line of each rank."""
         self.processes[-1].send_signal(signal.SIGTERM)
         last = []
         for process in self.processes:
@@ -119,50 +119,50 @@ async def service(ranks: Ranks) -> AsyncIterator[Service]:
     ):
         service = Service(ranks, store, session)
         for rank in range(2):
-            service.is_up(rank, rank)
+            service.wait_until_up(rank, rank)
         yield service
 
 
 async def test_cancelled_requests_disturb_no_collective(service: Service) -> None:
-    await service.busy(0, 1)
-    # Rank 1 waits in its allreduce for rank 0, so that is where its clients leave it.
-    assert (await service.settled(1))["gone"] > 0
-    await service.settled(0)
-    assert [line.split(" in ")[0] for line in service.end()] == [f"{CLIENTS * REQUESTS} counted"] * 2
+    await service.send_requests(0, 1)
+    # Rank 1 waits for rank 0 in its allreduce, so its clients disconnect during a collective.
+    assert (await service.wait_for_all_counts(1))["gone"] > 0
+    await service.wait_for_all_counts(0)
+    assert [line.split(" in ")[0] for line in service.stop()] == [f"{CLIENTS * REQUESTS} counted"] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_killed_rank_of_the_service_is_replaced(victim: int, service: Service) -> None:
-    """Not one answer is missing at the other rank, nor one count of what all ranks knew."""
+    """The other rank answers every request, and keeps every count that all ranks knew."""
     other = 1 - victim
-    await service.busy(0, 1)
-    await service.settled(other)
+    await service.send_requests(0, 1)
+    await service.wait_for_all_counts(other)
     service.kill(victim)
-    await service.busy(other)
-    assert (await service.settled(other))["ranks"] == 1
+    await service.send_requests(other)
+    assert (await service.wait_for_all_counts(other))["ranks"] == 1
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(service.busy(other))
+        tasks.create_task(service.send_requests(other))
         tasks.create_task(asyncio.to_thread(service.replace, victim))
-    await service.busy(0, 1)
+    await service.send_requests(0, 1)
     for place in (victim, other):
-        assert (await service.settled(place))["ranks"] == 2
-    assert [line.split(" in ")[0] for line in service.end()] == [f"{4 * CLIENTS * REQUESTS} counted"] * 2
+        assert (await service.wait_for_all_counts(place))["ranks"] == 2
+    assert [line.split(" in ")[0] for line in service.stop()] == [f"{4 * CLIENTS * REQUESTS} counted"] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_launcher_replaces_a_killed_rank(victim: int, ranks: Ranks) -> None:
     launcher = ranks.start("-m", "aiocoll", "run", "-n", "2", "--max-restarts", "1", SCRIPT, "--port", "0")
-    said = re.compile(r"\[(\d)\] rank \d of 2 serves (http://\S+)\n")
+    serving_line = re.compile(r"\[(\d)\] rank \d of 2 serves (http://\S+)\n")
 
-    def urls(count: int) -> dict[int, str]:
-        """Wait until so many processes serve; return where, by the numbers that the launcher gives them."""
+    def next_urls(count: int) -> dict[int, str]:
+        """Wait until `count` processes serve; return their URLs by the launcher's number."""
         assert launcher.stdout is not None
         found: dict[int, str] = {}
         for line in launcher.stdout:
-            if (told := said.fullmatch(line)) is not None:
-                found[int(told[1])] = told[2]
+            if (answer := serving_line.fullmatch(line)) is not None:
+                found[int(answer[1])] = answer[2]
             if len(found) == count:
                 break
         return found
@@ -171,7 +171,7 @@ async def test_launcher_replaces_a_killed_rank(victim: int, ranks: Ranks) -> Non
         async with session.get(f"{url}/stats") as response:
             return await response.json()
 
-    served = await asyncio.to_thread(urls, 2)
+    served = await asyncio.to_thread(next_urls, 2)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT)) as session:
         async with session.post(f"{served[victim]}/count/3") as response:
             assert response.status == 204
@@ -179,10 +179,10 @@ async def test_launcher_replaces_a_killed_rank(victim: int, ranks: Ranks) -> Non
             while sum((await stats(served[1 - victim]))["total"]) == 0:
                 pass
         os.kill(rank_process(launcher.pid, victim), signal.SIGKILL)
-        served |= await asyncio.to_thread(urls, 1)
+        served |= await asyncio.to_thread(next_urls, 1)
         for url in served.values():
-            told = await stats(url)
-            assert (told["ranks"], told["total"]) == (2, [0, 0, 0, 1, 0, 0, 0, 0])
+            answer = await stats(url)
+            assert (answer["ranks"], answer["total"]) == (2, [0, 0, 0, 1, 0, 0, 0, 0])
     launcher.send_signal(signal.SIGTERM)
     out, err = await asyncio.to_thread(launcher.communicate, timeout=LIMIT)
     assert launcher.returncode == 0
@@ -193,7 +193,7 @@ async def test_launcher_replaces_a_killed_rank(victim: int, ranks: Ranks) -> Non
 
 
 def rank_process(launcher: int, local_rank: int) -> int:
-    """Return the process with that LOCAL_RANK among the children of the launcher."""
+    """Return the child of the launcher with the given LOCAL_RANK."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     wanted = f"LOCAL_RANK={local_rank}"
     return next(int(pid) for pid in children if wanted in Path(f"/proc/{pid}/environ").read_text().split("\0"))

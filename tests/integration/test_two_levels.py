@@ -20,7 +20,7 @@ from ..internals import comm_of
 from ..pairwise import Case
 
 KINDS = ("allreduce", "reduce", "reduce_scatter", "broadcast", "allgather")
-#: dtype and op.
+#: Pairs of dtype and op.
 REDUCTIONS = (
     ("float32", "SUM"),
     ("float64", "AVG"),
@@ -32,14 +32,14 @@ REDUCTIONS = (
     ("float16", "SUM"),
     ("int64", "affine"),
 )
-#: They must see the ranks in order, and stay on one level.
+#: Ops and dtypes that need the order of the ranks, and so use one level.
 ORDERED = ("affine", "float16")
 MOVED = (("float32", "SUM"), ("uint8", "SUM"))
 ITEMSIZE = {"float32": 4, "float64": 8, "int64": 8, "uint8": 1, "complex64": 8, "int32": 4, "float16": 2}
 
 
 def matrix(world_size: int) -> list[Case]:
-    """Return every collective with some dtypes and ops, and roots in turn; all counts with one dtype."""
+    """Return all collectives with several dtypes and ops and rotating roots, and all counts for one dtype."""
     found: list[Case] = []
     for kind in KINDS:
         for dtype, op in REDUCTIONS if kind in REDUCING else MOVED:
@@ -52,65 +52,65 @@ def matrix(world_size: int) -> list[Case]:
     return found
 
 
-class Crossing:
-    """Sees which algorithms this process chooses, and frames and bytes of messages that it sends to other hosts."""
+class HostTraffic:
+    """A recorder of the algorithms that this process chooses, and of its data frames and bytes to other hosts."""
 
     def __init__(self, hosts: tuple[int, ...], rank: int) -> None:
         self.algorithm: str | None = None
         self.frames = self.nbytes = 0
         write, choose = StreamLink.write, planner.choose
 
-        def counted(link: StreamLink, header: bytes, payload: memoryview | None = None) -> bool:
+        def count_and_write(link: StreamLink, header: bytes, payload: memoryview | None = None) -> bool:
             if HEADER.unpack(header)[0] == FrameKind.DATA and hosts[link.peer] != hosts[rank]:
                 self.frames += 1
                 self.nbytes += 0 if payload is None else payload.nbytes
             return write(link, header, payload)
 
-        def heard(*args: Any, **named: Any) -> str:
+        def choose_and_record(*args: Any, **named: Any) -> str:
             assert named["hosts"] == hosts
             self.algorithm = choose(*args, **named)
             return self.algorithm
 
-        # For good: the process is the test's own.
-        StreamLink.write = counted  # type: ignore[method-assign]
-        planner.choose = heard  # type: ignore[assignment]
+        # No need to restore these: the process belongs to the test.
+        StreamLink.write = count_and_write  # type: ignore[method-assign]
+        planner.choose = choose_and_record  # type: ignore[assignment]
 
-    def taken(self) -> tuple[str | None, int, int]:
-        """Return the algorithm, frames and bytes since the last time."""
-        seen = self.algorithm, self.frames, self.nbytes
+    def take(self) -> tuple[str | None, int, int]:
+        """Return the algorithm, the frames and the bytes since the last call."""
+        result = self.algorithm, self.frames, self.nbytes
         self.algorithm, self.frames, self.nbytes = None, 0, 0
-        return seen
+        return result
 
 
-async def apart(pg: ProcessGroup, path: Path, names: str, cases: list[Case]) -> tuple[list[bytes], list[Any]]:
-    """Run cases on a group whose ranks pretend to be on the hosts `names`; return bits, and what crossed in each."""
+async def run_on_hosts(pg: ProcessGroup, path: Path, names: str, cases: list[Case]) -> tuple[list[bytes], list[Any]]:
+    """Run cases on a group with one host name per rank; return the result bits, and the traffic of each case."""
     options = GroupOptions(host_id=names[pg.rank()], bind="127.0.0.1", job_key="of this test and no other")
     bits: list[bytes] = []
-    crossed: list[Any] = []
+    traffic: list[Any] = []
     async with (
         FileStore(str(path), pg.size()) as store,
         new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner,
     ):
         assert comm_of(pg).hosts == (0,) * pg.size()
         assert comm_of(inner).hosts == host_numbers(names)
-        crossing = Crossing(comm_of(inner).hosts, inner.rank())
+        host_traffic = HostTraffic(comm_of(inner).hosts, inner.rank())
         for case in cases:
             bits += await check(inner, [case])
-            crossed.append(crossing.taken())
+            traffic.append(host_traffic.take())
         await inner.barrier()
-        crossed.append(crossing.taken())
-    return bits, crossed
+        traffic.append(host_traffic.take())
+    return bits, traffic
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["aabb", "abab", pytest.param("aaab", marks=pytest.mark.soak)])
 async def test_two_level_calls_give_right_results_and_send_the_expected_bytes(names: str, tmp_path: Path) -> None:
     cases = matrix(len(names))
-    results = await run_processes(len(names), apart, tmp_path / "store", names, cases)
-    bits, crossed = zip(*results, strict=True)
-    assert all(each == bits[0] for each in bits), "the ranks differ in their bits"
+    results = await run_processes(len(names), run_on_hosts, tmp_path / "store", names, cases)
+    bits, traffic = zip(*results, strict=True)
+    assert all(each == bits[0] for each in bits), "the ranks have different bits"
     used = set()
-    for case, *ranks in zip([*cases, {"kind": "barrier"}], *crossed, strict=True):
+    for case, *ranks in zip([*cases, {"kind": "barrier"}], *traffic, strict=True):
         kind, (algorithm, *_) = case["kind"], ranks[0]
         assert {each[0] for each in ranks} == {algorithm}, case
         if (kind, algorithm) not in two_level.ALGORITHMS:
@@ -123,8 +123,8 @@ async def test_two_level_calls_give_right_results_and_send_the_expected_bytes(na
             algorithm, kind, nbytes, host_numbers(names)
         ), case
         if algorithm == "leaders":
-            # One element is on one of the hosts alone.
+            # The single element is on one host only.
             messages = {"reduce": 1, "broadcast": 1, "allgather": min(2, count)}.get(kind, 2)
             assert sum(each[1] for each in ranks) == (messages if count or kind == "barrier" else 0), case
-    # Functions of the user's are not repeated by every leader, so small ones go by lanes.
+    # The leaders do not repeat user-defined ops, so small arrays with such ops use lanes.
     assert used == set(two_level.ALGORITHMS)

@@ -1,4 +1,4 @@
-"""A rank that shuts no group down, in many loops; prints how many descriptors and threads there are after each."""
+"""A rank that leaves its groups open in five loops; prints the numbers of descriptors and threads after each."""
 
 from __future__ import annotations
 

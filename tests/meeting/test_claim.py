@@ -1,4 +1,4 @@
-"""Claiming ranks: successors of processes that ended while the ranks met, at each moment, and living claimers."""
+"""Rank claims: a successor replaces a process that ended at any step of the rendezvous, but never a live one."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from aiocoll.store.commands import LEFT
 from aiocoll.testing import VirtualLoop
 from aiocoll.transport.stream.addresses import host_identity
 
-#: Timeout of the ranks, in seconds.
+#: The timeout of the ranks, in seconds.
 LIMIT = 60.0
 
 
-class Watched(HashStore):
-    """A rank's handle on a store: at one of its requests the rank is held, until it is cancelled or released."""
+class HoldingStore(HashStore):
+    """The store as one rank sees it; from request `last` on, the requests wait until `released` is set."""
 
     def __init__(self, store: Store, last: float) -> None:
         super().__init__()
         self.held, self.released = asyncio.Event(), asyncio.Event()
-        self._of_all = store
-        self._left = last
+        self._shared = store
+        self._remaining = last
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        return await self._unless_held(lambda: self._of_all._call(command, arguments))
+        return await self._call_unless_held(lambda: self._shared._call(command, arguments))
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        if arguments == ("aiocoll/1/ended",):  # not a step of the rank
-            return await self._of_all._wait(command, arguments, timeout)
-        return await self._unless_held(lambda: self._of_all._wait(command, arguments, timeout))
+        if arguments == ("aiocoll/1/ended",):  # a background wait, not a step of the rank
+            return await self._shared._wait(command, arguments, timeout)
+        return await self._call_unless_held(lambda: self._shared._wait(command, arguments, timeout))
 
-    async def _unless_held(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        self._left -= 1
-        if self._left < 0 and not self.released.is_set():
+    async def _call_unless_held(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        self._remaining -= 1
+        if self._remaining < 0 and not self.released.is_set():
             self.held.set()
             await self.released.wait()
         return await call()
 
 
 async def meet(store: Store, rank: int, size: int) -> list[int]:
-    """Meet the others; return what all ranks have sent."""
+    """Meet the other ranks; return the ranks that all have sent."""
     async with new_group(store=store, rank=rank, world_size=size, timeout=LIMIT) as pg:
         return await pg.allgather_object(rank)
 
@@ -66,14 +66,14 @@ def run_virtual(main: Awaitable[Any]) -> Any:
         return runner.run(main)  # type: ignore[arg-type]
 
 
-def now() -> float:
+def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _replaced(size: int, victim: int, last: int, late: int | None) -> bool:
-    """Cancel a rank at request `last`, then start its successor, then the `late` rank; return whether it was held."""
+async def replace_at_request(size: int, victim: int, last: int, late: int | None) -> bool:
+    """Cancel a rank at request `last`, start its successor and then the `late` rank; return whether it was held."""
     store = HashStore()
-    watched = Watched(store, last)
+    watched = HoldingStore(store, last)
     others = [rank for rank in range(size) if rank not in (victim, late)]
     tasks = [asyncio.create_task(meet(store, rank, size)) for rank in others]
     first = asyncio.create_task(meet(watched, victim, size))
@@ -86,13 +86,13 @@ async def _replaced(size: int, victim: int, last: int, late: int | None) -> bool
     await asyncio.sleep(1.0)
     if late is not None:
         tasks.append(asyncio.create_task(meet(store, late, size)))
-    began = now()
+    began = loop_time()
     found = await outcomes(tasks)
-    assert now() - began < 5.0
+    assert loop_time() - began < 5.0
     if late is not None:
         assert found == [list(range(size))] * size
     elif any(each != list(range(size)) for each in found):
-        for each in found:  # those that had met already lose a rank of their group
+        for each in found:  # ranks that have already met lose a peer
             assert isinstance(each, RendezvousError | PeerLostError), found
             assert f"rank {victim}" in str(each)
     return watched.held.is_set()
@@ -101,25 +101,25 @@ async def _replaced(size: int, victim: int, last: int, late: int | None) -> bool
 @pytest.mark.parametrize(("size", "victim", "late"), [(2, 0, 1), (2, 1, 0), (3, 1, 2), (3, 0, 1), (4, 3, 0), (7, 5, 2)])
 def test_successor_takes_a_free_rank_before_all_have_come(size: int, victim: int, late: int) -> None:
     for last in itertools.count():
-        held = run_virtual(_replaced(size, victim, last, late))
-        if not held:  # it waits for the others at its last request
+        held = run_virtual(replace_at_request(size, victim, last, late))
+        if not held:  # after its last request, the rank waits for the others
             break
     assert last > 3
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (3, 1), (4, 3), (7, 5)])
-def test_successor_takes_the_place_or_all_fail_by_name(size: int, victim: int) -> None:
+def test_successor_takes_the_rank_or_all_ranks_fail_with_its_number(size: int, victim: int) -> None:
     for last in itertools.count():
-        if not run_virtual(_replaced(size, victim, last, None)):
+        if not run_virtual(replace_at_request(size, victim, last, None)):
             break
     assert last > 6
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_living_claimer_is_never_displaced(size: int) -> None:
+def test_live_claimer_is_never_displaced(size: int) -> None:
     async def main(last: int) -> bool:
         store = HashStore()
-        watched = Watched(store, last)
+        watched = HoldingStore(store, last)
         tasks = [asyncio.create_task(meet(watched if rank == 0 else store, rank, size)) for rank in range(size)]
         await asyncio.sleep(5.0)
         if not watched.held.is_set():
@@ -138,11 +138,11 @@ def test_living_claimer_is_never_displaced(size: int) -> None:
     assert last > 4
 
 
-# -- proofs of an end
+# -- proofs that a process has ended
 
 
-def mark(**changes: Any) -> bytes:
-    """Return the claim of a process that has ended: it had the number of this one."""
+def claim_of_ended_process(**changes: Any) -> bytes:
+    """Return the claim of an ended process that had the pid of this process."""
     here = this_process()
     claim = {"host": host_identity(), "namespace": here.namespace, "pid": here.pid, "started": here.started - 1}
     return bytes(16) + bytes(msgpack.packb([*(claim | changes).values()]))
@@ -152,10 +152,10 @@ def claims(store: Store, rank: int, size: int) -> Claims:
     return Claims(store, rank, size, Runtime.of(asyncio.get_running_loop()))
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="only Linux tells when a process has started")
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs the start times of processes, from Linux")
 async def test_claim_of_an_ended_process_is_free(tmp_path: Any) -> None:
     store = FileStore(tmp_path / "store")
-    await store.set("aiocoll/1/claim/0", mark())
+    await store.set("aiocoll/1/claim/0", claim_of_ended_process())
     successor = claims(store, 0, 2)
     with successor.active():
         await successor.claim()
@@ -171,9 +171,9 @@ async def test_claim_of_an_ended_process_is_free(tmp_path: Any) -> None:
         bytes(16) + b"\xc1",
         bytes(16) + b"\x90",
         bytes(16) + b"\x81\xa1a\x01",
-        mark(host="elsewhere"),
-        mark(namespace=1),
-        mark(started=this_process().started),
+        claim_of_ended_process(host="elsewhere"),
+        claim_of_ended_process(namespace=1),
+        claim_of_ended_process(started=this_process().started),
     ],
     ids=["empty", "no msgpack", "short", "map", "other host", "other namespace", "living"],
 )
@@ -195,7 +195,7 @@ async def test_server_marks_the_claims_of_clients_that_disconnect() -> None:
         assert await part._hold("changed", b"", b"mine") == b"mine"
         await client.set("part/changed", b"new")
         await client.aclose()
-        while await master.get("part/held") != LEFT:  # noqa: ASYNC110 - a key that changes notifies no client
+        while await master.get("part/held") != LEFT:  # noqa: ASYNC110 - the store does not notify changes
             await asyncio.sleep(0.001)
         assert await master.get("part/changed") == b"new"
         assert sorted(await master.list_keys()) == ["part/changed", "part/held", "part/held/left"]
@@ -203,9 +203,9 @@ async def test_server_marks_the_claims_of_clients_that_disconnect() -> None:
 
 
 async def test_server_does_not_trust_process_ids() -> None:
-    """They may be those of another host that was cloned; the connection tells."""
+    """A process id may belong to another, cloned host. The server trusts only the connection."""
     async with TCPStore("127.0.0.1", 0, is_master=True) as store:
-        await store.set("aiocoll/1/claim/0", mark())
+        await store.set("aiocoll/1/claim/0", claim_of_ended_process())
         with pytest.raises(RankTakenError):
             await claims(store, 0, 2).claim()
 
@@ -223,7 +223,7 @@ async def test_successor_fails_once_all_cards_are_published() -> None:
 
 
 async def test_ranks_meet_again_where_some_have_met_and_some_have_failed() -> None:
-    """A generation that was called off is over for all, whatever each rank has seen of it."""
+    """A cancelled generation has ended for all ranks, whatever each of them has seen of it."""
     store = HashStore(timeout=inf)
     for _ in range(3):
         assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
@@ -273,12 +273,12 @@ async def test_stray_process_with_another_world_size_does_not_disturb_the_next_m
     assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
 
 
-async def open_group(made: new_group) -> ProcessGroup:
-    return await made
+async def open_group(joining: new_group) -> ProcessGroup:
+    return await joining
 
 
 async def test_assigned_ranks_skip_ranks_that_are_taken() -> None:
-    """A process that joins in place of an ended one gets its rank, wherever the numbers have gone round to."""
+    """A process that replaces an ended one gets its rank, even after the counter has passed it."""
     store = HashStore()
     waiting = [asyncio.create_task(open_group(new_group(store=store, world_size=3, timeout=LIMIT))) for _ in range(2)]
     await store.wait(["aiocoll/1/card/0", "aiocoll/1/card/1"])
@@ -293,7 +293,7 @@ async def test_assigned_ranks_skip_ranks_that_are_taken() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_ranks_wait_for_the_successor_of_an_ended_process(size: int) -> None:
-    """The last rank comes after the death, and before the successor."""
+    """The last rank starts after the death and before the successor."""
 
     async def main() -> None:
         store = HashStore()
@@ -306,8 +306,8 @@ def test_ranks_wait_for_the_successor_of_an_ended_process(size: int) -> None:
         await asyncio.sleep(20.0)
         assert not any(task.done() for task in tasks)
         tasks.append(asyncio.create_task(meet(store, 0, size)))
-        began = now()
+        began = loop_time()
         assert await outcomes(tasks) == [list(range(size))] * size
-        assert now() - began < 1.0
+        assert loop_time() - began < 1.0
 
     run_virtual(main())

@@ -1,4 +1,4 @@
-"""Groups merged from others that have never met, over every transport."""
+"""Groups merged from groups that have never met, over every transport."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ from ..ranks import LINKS, options, run_ranks, until
 Rank = Callable[[ProcessGroup], Awaitable[Any]]
 
 
-async def works(pg: ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of a group in which everything arrives."""
+async def checked_ranks(pg: ProcessGroup) -> tuple[int, ...]:
+    """Check a sum over the group; return the global ranks of the group."""
     tensor = np.full(50_000, 2.0 ** pg.rank())
     await pg.allreduce(tensor)
     assert (tensor == 2.0 ** pg.size() - 1).all()
     return pg.global_ranks
 
 
-async def worlds(*sizes: int, fn: Rank, transport: str = "memory", names: tuple[str, ...] = ()) -> list[list[Any]]:
-    """Run `fn` on every rank of several worlds, each with a store of its own."""
+async def run_on_worlds(
+    *sizes: int, fn: Rank, transport: str = "memory", names: tuple[str, ...] = ()
+) -> list[list[Any]]:
+    """Run `fn` on every rank of several worlds, each with its own store."""
 
     async def rank(store: Store, name: str | None, number: int, size: int) -> Any:
         given = options(transport)
@@ -59,15 +61,15 @@ async def test_merged_worlds_are_ordered_by_name(transport: str) -> None:
 
     async def rank(pg: ProcessGroup) -> Any:
         async with await pg.merge_remote_group(store, 7, timeout=20, group_name="all") as merged:
-            assert await works(merged) == tuple(range(7))
+            assert await checked_ranks(merged) == tuple(range(7))
             assert (merged.size(), merged.timeout, merged.group_name) == (7, 20.0, "all")
             halves = await merged.split_group([range(3), range(3, 7)])
             assert halves is not None
-            assert len(await works(halves)) == halves.size()
-            await works(pg)
+            assert len(await checked_ranks(halves)) == halves.size()
+            await checked_ranks(pg)
             return merged.rank()
 
-    results = await worlds(4, 2, 1, fn=rank, transport=transport, names=("c", "a", "b"))
+    results = await run_on_worlds(4, 2, 1, fn=rank, transport=transport, names=("c", "a", "b"))
     assert results == [[3, 4, 5, 6], [0, 1], [2]]
 
 
@@ -79,24 +81,24 @@ async def test_merged_parts_of_a_world_are_ordered_by_their_lowest_rank(transpor
         part = await pg.split_group([[1, 3], [0], [2]])
         assert part is not None
         if pg.rank() == 0:
-            await until(lambda: len(waits_of(store)) == 2)  # it comes last
+            await until(lambda: len(waits_of(store)) == 2)  # rank 0 comes last
         async with await part.merge_remote_group(store, 4) as merged:
-            await works(merged)
+            await checked_ranks(merged)
             assert (merged.group_name, merged.timeout) == ("merged", pg.timeout)
             return merged.rank()
 
     assert await run_ranks(4, rank, transport=transport) == [0, 1, 3, 2]
 
 
-async def test_merged_groups_without_a_difference_are_ordered_by_arrival() -> None:
+async def test_merged_groups_with_equal_names_are_ordered_by_arrival() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
         async with await pg.merge_remote_group(store, 3) as merged:
-            assert await works(merged) == (0, 1, 2)
+            assert await checked_ranks(merged) == (0, 1, 2)
             return merged.rank()
 
-    assert sorted(await worlds(1, 1, 1, fn=rank)) == [[0], [1], [2]]
+    assert sorted(await run_on_worlds(1, 1, 1, fn=rank)) == [[0], [1], [2]]
 
 
 async def test_store_serves_consecutive_and_concurrent_merges() -> None:
@@ -105,17 +107,17 @@ async def test_store_serves_consecutive_and_concurrent_merges() -> None:
     async def rank(pg: ProcessGroup) -> None:
         for _ in range(3):
             async with await pg.merge_remote_group(store, 5) as merged:
-                assert await works(merged) == tuple(range(5))
+                assert await checked_ranks(merged) == tuple(range(5))
         first = pg.merge_remote_group(store, 5, group_name="one")
         second = pg.merge_remote_group(store, 5, group_name="two")
         for name, group in zip(("one", "two"), [await first, await second], strict=True):
             assert group.group_name == name
-            assert await works(group) == tuple(range(5))
+            assert await checked_ranks(group) == tuple(range(5))
             await group.shutdown()
         async with await pg.merge_remote_group(store, pg.size(), group_name=pg.group_name) as alone:
-            assert await works(alone) == pg.global_ranks
+            assert await checked_ranks(alone) == pg.global_ranks
 
-    await worlds(2, 3, fn=rank, names=("a", "b"))
+    await run_on_worlds(2, 3, fn=rank, names=("a", "b"))
 
 
 async def test_merge_with_too_few_ranks_times_out() -> None:
@@ -124,11 +126,11 @@ async def test_merge_with_too_few_ranks_times_out() -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(RendezvousError, match=r"2 of 3 ranks came within 0.1 s, from 'world:0' of 2; call"):
             await pg.merge_remote_group(store, 3, timeout=0.1)
-        async with await pg.merge_remote_group(store, 2) as merged:  # nothing is left of it
-            assert await works(merged) == (0, 1)
-        assert await works(pg) == (0, 1)
+        async with await pg.merge_remote_group(store, 2) as merged:  # the failed merge left nothing in the store
+            assert await checked_ranks(merged) == (0, 1)
+        assert await checked_ranks(pg) == (0, 1)
 
-    await worlds(2, fn=rank)
+    await run_on_worlds(2, fn=rank)
 
 
 async def test_merge_with_too_many_ranks_is_refused() -> None:
@@ -138,9 +140,9 @@ async def test_merge_with_too_many_ranks_is_refused() -> None:
         words = r"the groups to be merged have 4 ranks, not size=3: '[ab]' of 2, '[ab]' of 2"
         with pytest.raises(RendezvousError, match=words):
             await pg.merge_remote_group(store, 3)
-        assert await works(pg) == (0, 1)
+        assert await checked_ranks(pg) == (0, 1)
 
-    await worlds(2, 2, fn=rank, names=("a", "b"))
+    await run_on_worlds(2, 2, fn=rank, names=("a", "b"))
 
 
 async def test_merge_with_different_sizes_is_refused() -> None:
@@ -150,9 +152,9 @@ async def test_merge_with_different_sizes_is_refused() -> None:
         with pytest.raises(RendezvousError, match=r"request different sizes, (3, 4|4, 3) \("):
             await pg.merge_remote_group(store, 3 if pg.group_name == "a" else 4)
         async with await pg.merge_remote_group(store, 4) as merged:
-            assert await works(merged) == (0, 1, 2, 3)
+            assert await checked_ranks(merged) == (0, 1, 2, 3)
 
-    await worlds(2, 2, fn=rank, names=("a", "b"))
+    await run_on_worlds(2, 2, fn=rank, names=("a", "b"))
 
 
 async def test_merge_refuses_wrong_arguments() -> None:
@@ -171,9 +173,9 @@ async def test_merge_refuses_wrong_arguments() -> None:
                 await pg.merge_remote_group(place, size, group_name=name)
         with pytest.raises(ValueError, match=r"called merge_remote_group\(\) with \[size, name\]=\[\[2, 'm"):
             await pg.merge_remote_group(store, 2 + pg.rank())
-        assert await works(pg) == (0, 1)
+        assert await checked_ranks(pg) == (0, 1)
 
-    await worlds(2, fn=rank)
+    await run_on_worlds(2, fn=rank)
 
 
 async def test_merge_fails_without_its_store() -> None:
@@ -183,9 +185,9 @@ async def test_merge_fails_without_its_store() -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(StoreUnavailableError, match="closed"):
             await pg.merge_remote_group(store, 3)
-        assert await works(pg) == (0, 1)
+        assert await checked_ranks(pg) == (0, 1)
 
-    await worlds(2, fn=rank)
+    await run_on_worlds(2, fn=rank)
 
 
 async def test_merge_fails_if_a_rank_gives_up() -> None:
@@ -201,9 +203,9 @@ async def test_merge_fails_if_a_rank_gives_up() -> None:
         else:
             with pytest.raises(RendezvousError, match="'world:0' was not merged: rank 0 was cancelled"):
                 await pg.merge_remote_group(store, 3)
-        assert await works(pg) == (0, 1)
+        assert await checked_ranks(pg) == (0, 1)
 
-    await worlds(2, fn=rank)
+    await run_on_worlds(2, fn=rank)
 
 
 async def test_merge_fails_if_a_group_fails() -> None:
@@ -214,7 +216,7 @@ async def test_merge_fails_if_a_group_fails() -> None:
         if pg.rank() == 0:
             await until(lambda: waits_of(store))
             pg.abort("enough")
-            # The first rank waits in the store: it is the others who hear of it at once.
+            # Rank 0 waits in the store. The other ranks must be notified at once.
             merging.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await merging
@@ -222,4 +224,4 @@ async def test_merge_fails_if_a_group_fails() -> None:
             with pytest.raises(GroupError, match="enough"):
                 await merging
 
-    await worlds(2, fn=rank)
+    await run_on_worlds(2, fn=rank)

@@ -1,3 +1,3 @@
-"""Fixture of a Redis server shared by all tests that do not change its configuration."""
+"""The fixture of a Redis server that is shared by all tests which do not change its configuration."""
 
 from ..redis_server import redis as redis

@@ -1,4 +1,4 @@
-"""Tests of `RedisStore`: outages, lost data, passwords, certificates, and data left on the server."""
+"""`RedisStore`: outages, lost data, passwords, certificates, and data left on the server."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ..internals import Limits
 from ..ranks import until
 from ..redis_server import RedisServer, need_redis, redis_server, request
 
-#: Seconds within which a wait must end that only a notification of the server can end.
+#: Seconds within which a wait must end that only a notification can end. Polling is off.
 SOON = 10.0
 LOST = "has lost the entries of this job"
 
-Open = Callable[..., RedisStore]
+OpenStore = Callable[..., RedisStore]
 
 
 @pytest.fixture
-async def opened() -> AsyncIterator[Open]:
-    """Return a function that opens stores, which are closed after the test."""
+async def open_store() -> AsyncIterator[OpenStore]:
+    """Yield a function that opens stores; close them after the test."""
     need_redis()
     async with AsyncExitStack() as stack:
 
@@ -46,8 +46,8 @@ async def opened() -> AsyncIterator[Open]:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[RedisServer]:
-    """Yield a server of this test."""
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """Yield a server for this test only."""
     with redis_server(tmp_path) as server:
         yield server
 
@@ -55,12 +55,14 @@ def own(tmp_path: Path) -> Iterator[RedisServer]:
 # -- waits
 
 
-async def test_wait_is_notified_when_its_key_appears(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_wait_is_notified_when_its_key_appears(
+    own_server: RedisServer, open_store: OpenStore, limits: Limits
+) -> None:
     limits(redis_look_every=math.inf)
-    store, other = opened(own.url), opened(own.url)
+    store, other = open_store(own_server.url), open_store(own_server.url)
     waits = [asyncio.create_task(each.get(f"k{number}")) for number in range(3) for each in (store, other)]
     pop = asyncio.create_task(store.queue_pop("q"))
-    await until(lambda: own.listeners() == 2)
+    await until(lambda: own_server.listeners() == 2)
     async with asyncio.timeout(SOON):
         await store.set("k0", b"0")
         await store.multi_set(["k1", "k2"], [b"1", b"2"])
@@ -69,24 +71,26 @@ async def test_wait_is_notified_when_its_key_appears(own: RedisServer, opened: O
         assert await pop == b"item"
 
 
-async def test_key_set_while_a_wait_starts_is_found(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_key_set_while_a_wait_starts_is_found(
+    own_server: RedisServer, open_store: OpenStore, limits: Limits
+) -> None:
     limits(redis_look_every=math.inf)
-    store, other = opened(own.url), opened(own.url)
-    keeps_listening = asyncio.create_task(store.get("last"))
-    await until(lambda: own.listeners() == 1)
+    store, other = open_store(own_server.url), open_store(own_server.url)
+    subscribing = asyncio.create_task(store.get("last"))
+    await until(lambda: own_server.listeners() == 1)
     async with asyncio.timeout(SOON):
         for number in range(200):
             assert (await asyncio.gather(store.get(f"k{number}"), other.set(f"k{number}", b"v")))[0] == b"v"
         await other.set("last", b"v")
-        await keeps_listening
+        await subscribing
 
 
-async def test_aclose_ends_waits_at_once(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_aclose_ends_waits_at_once(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
-    store = opened(own.url)
+    store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get("never")), asyncio.create_task(store.queue_pop("never"))]
-    await until(lambda: own.listeners() == 1)
-    for _ in range(5):  # they have heard of that, and looked again
+    await until(lambda: own_server.listeners() == 1)
+    for _ in range(5):  # the waits receive the notice of their subscription, and read again
         await store.check([])
     async with asyncio.timeout(SOON):
         await store.aclose()
@@ -95,42 +99,44 @@ async def test_aclose_ends_waits_at_once(own: RedisServer, opened: Open, limits:
                 await wait
 
 
-async def test_aclose_during_a_read_leaves_no_subscription(own: RedisServer, opened: Open) -> None:
-    """The wait has read that its key is absent, and is about to wait for a change."""
-    store = opened(own.url)
-    ask = store._client.call
+async def test_aclose_during_a_read_leaves_no_subscription(own_server: RedisServer, open_store: OpenStore) -> None:
+    """The store closes after the wait has read that its key is absent, before it subscribes."""
+    store = open_store(own_server.url)
+    call = store._client.call
 
-    async def closes(*words: Any, **how: Any) -> Any:
-        found = await ask(*words, **how)
+    async def call_and_close(*words: Any, **how: Any) -> Any:
+        found = await call(*words, **how)
         await store.aclose()
         return found
 
-    store._client.call = closes  # type: ignore[method-assign]
+    store._client.call = call_and_close  # type: ignore[method-assign]
     async with asyncio.timeout(SOON):
         with pytest.raises(StoreUnavailableError, match="is closed: make a new one"):
             await store.get("never")
     assert not [task.get_name() for task in asyncio.all_tasks() if "changes" in task.get_name()]
 
 
-async def test_wait_continues_after_a_notification_without_item(own: RedisServer, opened: Open, limits: Limits) -> None:
-    """The wait does not poll the server."""
+async def test_wait_continues_after_a_notification_without_item(
+    own_server: RedisServer, open_store: OpenStore, limits: Limits
+) -> None:
+    """The wait must not poll the server."""
     limits(redis_look_every=math.inf)
-    store, other = opened(own.url), opened(own.url)
+    store, other = open_store(own_server.url), open_store(own_server.url)
     pops = [asyncio.create_task(store.queue_pop("q")) for _ in range(2)]
-    await until(lambda: own.listeners() == 1)
+    await until(lambda: own_server.listeners() == 1)
     async with asyncio.timeout(SOON):
         await other.queue_push("q", b"1")
         _, (waiting,) = await asyncio.wait(pops, return_when=asyncio.FIRST_COMPLETED)
-        before = own.requests()
+        before = own_server.requests()
         for _ in range(100):
             await store.check([])
-        assert own.requests() - before < 150
+        assert own_server.requests() - before < 150
         await other.queue_push("q", b"2")
         assert await waiting == b"2"
 
 
-async def test_absent_key_differs_from_an_empty_value(redis: RedisServer, opened: Open) -> None:
-    store = opened(redis.url, job="swapping")
+async def test_absent_key_differs_from_an_empty_value(redis: RedisServer, open_store: OpenStore) -> None:
+    store = open_store(redis.url, job="swapping")
     for old, new, done in (
         (b"", b"1", False),
         (None, b"", True),
@@ -144,33 +150,33 @@ async def test_absent_key_differs_from_an_empty_value(redis: RedisServer, opened
     assert await store.names() == []
 
 
-async def test_waits_of_a_store_share_one_connection(own: RedisServer, opened: Open) -> None:
-    store = opened(own.url)
+async def test_waits_of_a_store_share_one_connection(own_server: RedisServer, open_store: OpenStore) -> None:
+    store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get(str(number))) for number in range(100)]
     await store.set("here", b"")
-    await until(lambda: own.clients() == 2)
+    await until(lambda: own_server.clients() == 2)
     await store.multi_set([str(number) for number in range(100)], [b"1"] * 100)
     await asyncio.gather(*waits)
-    assert own.clients() == 2
-    # A change without a waiting call ends the subscription.
+    assert own_server.clients() == 2
+    # A change ends a subscription without waiting calls.
     await store.set("here", b"")
-    await until(lambda: own.clients() == 1)
+    await until(lambda: own_server.clients() == 1)
     assert await store.get("0") == b"1"
     async with asyncio.timeout(SOON):
         again = asyncio.create_task(store.get("again"))
-        await until(lambda: own.clients() == 2)
+        await until(lambda: own_server.clients() == 2)
         await store.set("again", b"2")
         assert await again == b"2"
 
 
-async def test_concurrent_clients_add_to_one_number(redis: RedisServer, opened: Open) -> None:
-    stores = [opened(redis.url, job="adding") for _ in range(20)]
+async def test_concurrent_clients_add_to_one_number(redis: RedisServer, open_store: OpenStore) -> None:
+    stores = [open_store(redis.url, job="adding") for _ in range(20)]
     sums = await asyncio.gather(*(store.add("n", 1) for store in stores * 10))
     assert sorted(sums) == list(range(1, 201))
 
 
-async def test_jobs_on_one_server_are_independent(redis: RedisServer, opened: Open) -> None:
-    one, two = opened(redis.url, job="one"), opened(redis.url, job="two")
+async def test_jobs_on_one_server_are_independent(redis: RedisServer, open_store: OpenStore) -> None:
+    one, two = open_store(redis.url, job="one"), open_store(redis.url, job="two")
     await one.set("k", b"1")
     await one.queue_push("q", b"1")
     assert (await two.num_keys(), await two.check(["k"]), await two.queue_len("q")) == (0, False, 0)
@@ -178,21 +184,21 @@ async def test_jobs_on_one_server_are_independent(redis: RedisServer, opened: Op
         await two.get("k", timeout=0.01)
 
 
-async def test_reached_is_the_address_of_the_server(redis: RedisServer, opened: Open) -> None:
-    store = opened(redis.url.replace("127.0.0.1", "localhost"))
+async def test_reached_is_the_address_of_the_server(redis: RedisServer, open_store: OpenStore) -> None:
+    store = open_store(redis.url.replace("127.0.0.1", "localhost"))
     assert (store.reached, store.trouble) == ("", None)
     await store.set("k", b"")
     assert (store.reached, store.trouble) == ("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("assigned", [False, True])
-async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own: RedisServer, assigned: bool) -> None:
-    """Each rank and the newcomer has its own store."""
+async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own_server: RedisServer, assigned: bool) -> None:
+    """Each rank and the newcomer opens its own store."""
     options = GroupOptions(transport="unix")
 
     async def rank(number: int) -> Any:
         place = {"world_size": 3} | ({} if assigned else {"rank": number})
-        async with RedisStore(own.url) as store, new_group(store=store, options=options, **place) as pg:
+        async with RedisStore(own_server.url) as store, new_group(store=store, options=options, **place) as pg:
             assert await pg.allreduce(pg.rank()) == 3
             if pg.rank() == 1:
                 return await pg.wait_revoked()
@@ -200,7 +206,7 @@ async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own: RedisServer, as
                 return await grown.allgather_object(grown.rank())
 
     async def newcomer() -> Any:
-        async with RedisStore(own.url) as store, new_group(store=store, join=True, options=options) as pg:
+        async with RedisStore(own_server.url) as store, new_group(store=store, join=True, options=options) as pg:
             return await pg.allgather_object(pg.rank())
 
     async with asyncio.timeout(60):
@@ -211,22 +217,22 @@ async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own: RedisServer, as
 # -- outages
 
 
-async def test_calls_and_waits_survive_a_server_restart(own: RedisServer, opened: Open) -> None:
-    store, other = opened(own.url), opened(own.url)
+async def test_calls_and_waits_survive_a_server_restart(own_server: RedisServer, open_store: OpenStore) -> None:
+    store, other = open_store(own_server.url), open_store(own_server.url)
     await store.set("before", b"1")
     waiting = asyncio.create_task(store.get("after"))
-    await until(lambda: own.clients() == 2)
-    own.tell("SAVE")
-    own.kill()
+    await until(lambda: own_server.clients() == 2)
+    own_server.tell("SAVE")
+    own_server.kill()
     calling = asyncio.create_task(other.set("after", b"2"))
     await until(lambda: other.trouble)
     why = "nothing listens there (connection refused); check that the server runs and the url is correct"
-    assert other.trouble == f"no store at {own.url}: {why}"
+    assert other.trouble == f"no store at {own_server.url}: {why}"
     other.timeout = 0.1
     with pytest.raises(StoreUnavailableError, match=r"connection refused.*; tried for 0\.1 s"):
         await other.check(["before"])
     other.timeout = SOON
-    own.start()
+    own_server.start()
     async with asyncio.timeout(SOON):
         assert await waiting == b"2"
         await calling
@@ -234,11 +240,11 @@ async def test_calls_and_waits_survive_a_server_restart(own: RedisServer, opened
     assert other.trouble is None
 
 
-async def test_wait_times_out_without_a_server(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_wait_times_out_without_a_server(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
     limits(redis_patience=0.1)
-    store = opened(own.url)
+    store = open_store(own_server.url)
     await store.set("k", b"")
-    own.kill()
+    own_server.kill()
     async with asyncio.timeout(SOON):
         for wait in (store.get, lambda key, timeout: store.wait([key], timeout), store.queue_pop):
             for timeout in (0.0, 0.2):
@@ -246,14 +252,14 @@ async def test_wait_times_out_without_a_server(own: RedisServer, opened: Open, l
                     await wait("k", timeout=timeout)
 
 
-async def test_broken_connections_are_replaced(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_broken_connections_are_replaced(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
-    store, other = opened(own.url), opened(own.url)
+    store, other = open_store(own_server.url), open_store(own_server.url)
     for number in range(5):
         waiting = asyncio.create_task(store.get(f"k{number}"))
-        await until(lambda: own.clients() >= 2)
-        own.tell("CLIENT", "KILL", "TYPE", "normal")
-        own.tell("CLIENT", "KILL", "TYPE", "pubsub")
+        await until(lambda: own_server.clients() >= 2)
+        own_server.tell("CLIENT", "KILL", "TYPE", "normal")
+        own_server.tell("CLIENT", "KILL", "TYPE", "pubsub")
         async with asyncio.timeout(SOON):
             await other.set(f"k{number}", b"v")
             assert await waiting == b"v"
@@ -261,9 +267,9 @@ async def test_broken_connections_are_replaced(own: RedisServer, opened: Open, l
 
 @asynccontextmanager
 async def lossy_proxy(server: RedisServer, every: int, requests: list[bytes]) -> AsyncIterator[str]:
-    """Yield the URL of a proxy that loses one in `every` replies together with its connection.
+    """Yield the URL of a proxy that loses one in `every` replies to changes, together with its connection.
 
-    The proxy appends the requests to `requests`.
+    It appends the requests to `requests`.
     """
     count = 0
     writers: set[asyncio.StreamWriter] = set()
@@ -271,24 +277,24 @@ async def lossy_proxy(server: RedisServer, every: int, requests: list[bytes]) ->
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream, downstream = await asyncio.open_connection("127.0.0.1", server.port)
         writers.update((writer, downstream))
-        doomed = False
+        is_lost = False
 
-        async def ask() -> None:
-            nonlocal count, doomed
-            while asked := await reader.read(1 << 20):
-                requests.append(asked)
-                count += asked.count(b"EVAL")
-                doomed = b"EVAL" in asked and count % every == 0
-                downstream.write(asked)
+        async def forward_requests() -> None:
+            nonlocal count, is_lost
+            while request_bytes := await reader.read(1 << 20):
+                requests.append(request_bytes)
+                count += request_bytes.count(b"EVAL")
+                is_lost = b"EVAL" in request_bytes and count % every == 0
+                downstream.write(request_bytes)
             downstream.close()
 
-        async def answer() -> None:
-            while (answered := await upstream.read(1 << 20)) and not doomed:
-                writer.write(answered)
+        async def forward_replies() -> None:
+            while (reply_bytes := await upstream.read(1 << 20)) and not is_lost:
+                writer.write(reply_bytes)
             writer.close()
 
         with suppress(ConnectionError):
-            await asyncio.gather(ask(), answer())
+            await asyncio.gather(forward_requests(), forward_replies())
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
         yield f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}/0"
@@ -299,10 +305,12 @@ async def lossy_proxy(server: RedisServer, every: int, requests: list[bytes]) ->
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
-async def test_change_with_a_lost_reply_is_made_once(own: RedisServer, opened: Open, every: int) -> None:
+async def test_change_with_a_lost_reply_is_made_once(
+    own_server: RedisServer, open_store: OpenStore, every: int
+) -> None:
     requests: list[bytes] = []
-    async with lossy_proxy(own, every, requests) as url:
-        store = opened(url)
+    async with lossy_proxy(own_server, every, requests) as url:
+        store = open_store(url)
         assert [await store.add("n", 1) for _ in range(20)] == list(range(1, 21))
         for number in range(10):
             await store.queue_push("q", b"%d" % number)
@@ -312,29 +320,29 @@ async def test_change_with_a_lost_reply_is_made_once(own: RedisServer, opened: O
         assert await store.multi_get(["n", "log"]) == [b"20", b"x" * 10]
         assert [await store.delete_key("n") for _ in range(2)] == [True, False]
         await store.aclose()
-    # A request of a broken connection may reach the server after later requests.
-    for asked in requests:
-        if b"EVAL" in asked:
-            own.send(asked)
-    store = opened(own.url)
+    # A request from a broken connection may reach the server after later requests.
+    for request_bytes in requests:
+        if b"EVAL" in request_bytes:
+            own_server.send(request_bytes)
+    store = open_store(own_server.url)
     assert await store.list_keys() == ["log"]
     assert await store.get("log") == b"x" * 10
 
 
 async def test_requests_to_a_stalled_server_are_carried_out_once(
-    own: RedisServer, opened: Open, limits: Limits
+    own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """The server finds requests that were sent several times, and carries out each once."""
+    """The server receives a request several times, and carries it out once."""
     limits(redis_patience=0.05)
-    store = opened(own.url)
+    store = open_store(own_server.url)
     await store.set("k", b"v")
-    own.freeze()
+    own_server.freeze()
     adding = asyncio.create_task(store.add("n", 1))
     await asyncio.sleep(0)
     store.timeout = 0.3
     with pytest.raises(StoreUnavailableError, match=r"no store at .*: no answer; check the url.*tried for 0\.3 s"):
         await store.set("k", b"gave up before it was sent")
-    own.thaw()
+    own_server.thaw()
     async with asyncio.timeout(SOON):
         assert await adding == 1
         store.timeout = SOON
@@ -346,17 +354,17 @@ async def test_requests_to_a_stalled_server_are_carried_out_once(
 
 
 @pytest.mark.parametrize("how", ["FLUSHALL", "restart", pytest.param("DEL aiocoll:", marks=pytest.mark.slow)])
-async def test_lost_data_raises_in_every_client(own: RedisServer, opened: Open, how: str) -> None:
-    store, other, third = (opened(own.url) for _ in range(3))
+async def test_lost_data_raises_in_every_client(own_server: RedisServer, open_store: OpenStore, how: str) -> None:
+    store, other, third = (open_store(own_server.url) for _ in range(3))
     await other.set("k", b"v")
     await third.check(["k"])
     waits = [asyncio.create_task(wait) for wait in (store.get("never"), store.queue_pop("never"), other.wait(["no"]))]
-    await until(lambda: own.listeners() == 2)
+    await until(lambda: own_server.listeners() == 2)
     if how == "restart":
-        own.kill()
-        own.start()
+        own_server.kill()
+        own_server.start()
     else:
-        own.tell(*how.split())
+        own_server.tell(*how.split())
     async with asyncio.timeout(SOON):
         for wait in waits:
             with pytest.raises(StoreUnavailableError, match=rf"{LOST}.*FLUSHALL.*start all ranks again"):
@@ -364,8 +372,8 @@ async def test_lost_data_raises_in_every_client(own: RedisServer, opened: Open, 
         for call in (third.set("k", b"v"), third.check(["k"]), third.add("n", 1), third.list_keys(), store.get("k")):
             with pytest.raises(StoreUnavailableError, match=LOST):
                 await call
-    # A new client starts a new hash, and no old client takes its entries for the lost ones.
-    fresh = opened(own.url)
+    # A new client starts a new hash, whose entries no old client accepts as its own.
+    fresh = open_store(own_server.url)
     await fresh.set("k", b"new")
     assert await fresh.get("k") == b"new"
     with pytest.raises(StoreUnavailableError, match=LOST):
@@ -373,15 +381,15 @@ async def test_lost_data_raises_in_every_client(own: RedisServer, opened: Open, 
     assert await fresh.list_keys() == ["k"]
 
 
-async def test_older_copy_of_the_data_counts_as_lost(own: RedisServer, opened: Open) -> None:
-    store, other = opened(own.url), opened(own.url)
+async def test_older_copy_of_the_data_counts_as_lost(own_server: RedisServer, open_store: OpenStore) -> None:
+    store, other = open_store(own_server.url), open_store(own_server.url)
     await store.set("k", b"old")
     await other.set("l", b"old")
-    own.tell("SAVE")
+    own_server.tell("SAVE")
     await store.set("k", b"new")
-    own.kill()
-    own.start()
-    assert await other.get("k") == b"old"  # nothing that it has done is missing, until the other one has looked
+    own_server.kill()
+    own_server.start()
+    assert await other.get("k") == b"old"  # its own change is there; the other client has not detected the loss yet
     for each in (store, other):
         with pytest.raises(StoreUnavailableError, match=LOST):
             await each.get("k")
@@ -390,51 +398,51 @@ async def test_older_copy_of_the_data_counts_as_lost(own: RedisServer, opened: O
 # -- data left on the server
 
 
-async def test_entries_expire_without_a_client(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_entries_expire_without_a_client(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
     limits(redis_renew_every=0.02)
     day = 86_400_000
-    store = opened(own.url, job="j")
+    store = open_store(own_server.url, job="j")
     await store.set("k", b"v")
-    assert own.tell("DBSIZE") == "1"
-    assert day - 60_000 < int(own.tell("PTTL", "aiocoll:j")) <= day
-    own.tell("PEXPIRE", "aiocoll:j", "30000")
+    assert own_server.tell("DBSIZE") == "1"
+    assert day - 60_000 < int(own_server.tell("PTTL", "aiocoll:j")) <= day
+    own_server.tell("PEXPIRE", "aiocoll:j", "30000")
     async with asyncio.timeout(SOON):
-        while int(own.tell("PTTL", "aiocoll:j")) <= 30_000:  # noqa: ASYNC110
+        while int(own_server.tell("PTTL", "aiocoll:j")) <= 30_000:  # noqa: ASYNC110
             await asyncio.sleep(0)
     await store.aclose()
     limits(redis_renew_every=3600.0)
-    other = opened(own.url, job="j")
+    other = open_store(own_server.url, job="j")
     for call in (lambda: other.get("k"), lambda: other.set("k", b"w")):
-        own.tell("PEXPIRE", "aiocoll:j", "30000")
+        own_server.tell("PEXPIRE", "aiocoll:j", "30000")
         await call()
-        assert day - 60_000 < int(own.tell("PTTL", "aiocoll:j")) <= day
+        assert day - 60_000 < int(own_server.tell("PTTL", "aiocoll:j")) <= day
 
 
-async def test_server_receives_neither_job_keys_nor_arrays(own: RedisServer) -> None:
+async def test_server_receives_neither_job_keys_nor_arrays(own_server: RedisServer) -> None:
     secret, payload = b"the key of this job, 32 bytes ..", 1234.5678
-    reader, writer = await asyncio.open_connection("127.0.0.1", own.port, limit=1 << 24)
+    reader, writer = await asyncio.open_connection("127.0.0.1", own_server.port, limit=1 << 24)
     writer.write(request("MONITOR"))
     assert await reader.readline() == b"+OK\r\n"
 
     async def rank(number: int) -> None:
         options = GroupOptions(job_key=secret, transport="tcp")
         async with (
-            RedisStore(own.url) as store,
+            RedisStore(own_server.url) as store,
             new_group(store=store, rank=number, world_size=3, options=options) as pg,
         ):
             assert (await pg.allreduce(np.full(1000, payload)) == 3 * payload).all()
             assert await pg.allgather_object("an object") == ["an object"] * 3
 
     await asyncio.gather(*map(rank, range(3)))
-    own.tell("ECHO", "that was all")
-    seen = await reader.readuntil(b"that was all")
+    own_server.tell("ECHO", "that was all")
+    monitored = await reader.readuntil(b"that was all")
     writer.close()
     await writer.wait_closed()
-    assert b"card/2" in seen
+    assert b"card/2" in monitored
     # MONITOR shows bytes outside ASCII as numbers.
     array = "".join(f"\\x{byte:02x}" for byte in np.float64(payload).tobytes())
     for text in (secret, secret.hex().encode(), base64.b64encode(secret), b"an object", array.encode()):
-        assert text not in seen
+        assert text not in monitored
 
 
 # -- passwords and permissions
@@ -450,17 +458,17 @@ def shown_texts(error: BaseException) -> str:
 
 
 async def test_password_is_used_and_never_shown(
-    tmp_path: Path, opened: Open, limits: Limits, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, open_store: OpenStore, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     limits(redis_patience=0.1)
     with redis_server(tmp_path, None, "--requirepass", "hunter/2@x") as server:
         url = f"redis://:hunter%2F2%40x@127.0.0.1:{server.port}/3"
-        store = opened(url, timeout=5.0)
+        store = open_store(url, timeout=5.0)
         await store.set("k", b"v")
         assert await store.get("k") == b"v"
         shown = [repr(store), str(store), repr(vars(store))]
-        wrong, none = opened(url.replace("2F2", "2F3"), timeout=5.0), opened(server.url, timeout=5.0)
+        wrong, none = open_store(url.replace("2F2", "2F3"), timeout=5.0), open_store(server.url, timeout=5.0)
         for each, what in (
             (wrong, r"refused user or password: .*; correct them in the url"),
             (none, "NOAUTH|required"),
@@ -527,14 +535,14 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
         RedisStore("rediss://host", tls_certificate=files.certificate, tls_key=files.key)
 
 
-async def test_documented_permissions_suffice(own: RedisServer, opened: Open) -> None:
+async def test_documented_permissions_suffice(own_server: RedisServer, open_store: OpenStore) -> None:
     listed = re.search(r"the commands (EVAL[^.]*)\.", RedisStore.__doc__ or "")
     assert listed is not None
     commands = re.findall("[A-Z]{3,}", listed[1])
     rights = ["reset", "on", ">hunter2", "~aiocoll:*", *(f"+{command}" for command in commands)]
-    own.tell("ACL", "SETUSER", "ranks", *rights, "&aiocoll:*")
-    url = own.url.replace("//", "//ranks:hunter2@").removesuffix("0") + "1"
-    store, other = opened(url), opened(url)
+    own_server.tell("ACL", "SETUSER", "ranks", *rights, "&aiocoll:*")
+    url = own_server.url.replace("//", "//ranks:hunter2@").removesuffix("0") + "1"
+    store, other = open_store(url), open_store(url)
     waiting = asyncio.create_task(store.get("late"))
     await other.set("k", b"1")
     await other.append("k", b"2")
@@ -545,8 +553,8 @@ async def test_documented_permissions_suffice(own: RedisServer, opened: Open) ->
     assert await store.queue_pop("q") == b"item"
     await other.set("late", b"here")
     assert await waiting == b"here"
-    own.tell("ACL", "SETUSER", "ranks", "resetchannels")
-    strange = opened(url)
+    own_server.tell("ACL", "SETUSER", "ranks", "resetchannels")
+    strange = open_store(url)
     with pytest.raises(
         StoreUnavailableError, match=r"denies a permission that the store needs .*channels aiocoll:\*"
     ) as raised:
@@ -554,21 +562,21 @@ async def test_documented_permissions_suffice(own: RedisServer, opened: Open) ->
     assert isinstance(raised.value, AuthenticationError)
 
 
-async def test_request_refused_by_the_server_is_explained(own: RedisServer, opened: Open) -> None:
-    store = opened(own.url, job="j")
+async def test_request_refused_by_the_server_is_explained(own_server: RedisServer, open_store: OpenStore) -> None:
+    store = open_store(own_server.url, job="j")
     await store.set("k", b"v")
-    own.tell("CONFIG", "SET", "maxmemory", "1")
-    with pytest.raises(StoreError, match=rf"{own.url} could not carry out a request: .*maxmemory"):
+    own_server.tell("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(StoreError, match=rf"{own_server.url} could not carry out a request: .*maxmemory"):
         await store.set("k", b"w")
     assert await store.get("k") == b"v"
-    own.tell("CONFIG", "SET", "maxmemory", "0")
+    own_server.tell("CONFIG", "SET", "maxmemory", "0")
     await store.set("k", b"w")
-    own.tell("SET", "aiocoll:other", "of somebody else")
+    own_server.tell("SET", "aiocoll:other", "another value")
     with pytest.raises(StoreError, match="WRONGTYPE"):
-        await opened(own.url, job="other").set("k", b"w")
+        await open_store(own_server.url, job="other").set("k", b"w")
 
 
-async def test_server_of_another_kind_is_refused(opened: Open) -> None:
+async def test_server_of_another_kind_is_refused(open_store: OpenStore) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -580,30 +588,30 @@ async def test_server_of_another_kind_is_refused(opened: Open) -> None:
             with pytest.raises(
                 StoreUnavailableError, match=rf"no store at {scheme}://{where}/0: {why}.*tried for 0\.2 s"
             ):
-                await opened(f"{scheme}://{where}", timeout=0.2).set("k", b"v")
+                await open_store(f"{scheme}://{where}", timeout=0.2).set("k", b"v")
 
 
 # -- certificates
 
 
 @pytest.fixture
-def secured(tmp_path: Path) -> Iterator[RedisServer]:
-    """Yield a TLS server of this test that requires client certificates of its CA."""
+def tls_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """Yield a TLS server for this test that requires client certificates of its CA."""
     files = Authority(tmp_path).make("DNS:localhost", file="server")
     with redis_server(tmp_path, files, "--tls-auth-clients", "yes") as server:
         yield server
 
 
-async def test_both_ends_verify_certificates(secured: RedisServer, opened: Open, tmp_path: Path) -> None:
+async def test_both_ends_verify_certificates(tls_server: RedisServer, open_store: OpenStore, tmp_path: Path) -> None:
     files = Authority(tmp_path, "clients").make("DNS:client", file="client")
-    stranger = opened(secured.tls_url, tls_ca=secured.ca, timeout=0.3)
+    stranger = open_store(tls_server.tls_url, tls_ca=tls_server.ca, timeout=0.3)
     with pytest.raises(
         StoreUnavailableError,
         match=r"no store at rediss://localhost:\d+/0: .*if it requires certificates, pass tls_cert",
     ):
         await stranger.set("k", b"v")
-    wrong = opened(
-        secured.tls_url, tls_ca=secured.ca, tls_certificate=files.certificate, tls_key=files.key, timeout=0.3
+    wrong = open_store(
+        tls_server.tls_url, tls_ca=tls_server.ca, tls_certificate=files.certificate, tls_key=files.key, timeout=0.3
     )
     with pytest.raises(
         StoreUnavailableError,
@@ -612,39 +620,41 @@ async def test_both_ends_verify_certificates(secured: RedisServer, opened: Open,
         await wrong.set("k", b"v")
 
 
-async def test_required_client_certificate_is_presented(tmp_path: Path, opened: Open) -> None:
+async def test_required_client_certificate_is_presented(tmp_path: Path, open_store: OpenStore) -> None:
     authority = Authority(tmp_path)
     files = authority.make("DNS:localhost", file="server")
-    own = authority.make("DNS:client", file="client")
+    client = authority.make("DNS:client", file="client")
     with redis_server(tmp_path, files, "--tls-auth-clients", "yes") as server:
-        store = opened(server.tls_url, tls_ca=own.ca, tls_certificate=own.certificate, tls_key=own.key)
+        store = open_store(server.tls_url, tls_ca=client.ca, tls_certificate=client.certificate, tls_key=client.key)
         await store.set("k", b"v")
         assert await store.get("k") == b"v"
 
 
 async def test_certificate_of_another_ca_is_refused_at_once(
-    redis: RedisServer, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis: RedisServer, open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Authority(tmp_path, "other")
     refused = r"the certificate of rediss://.* was refused \(.*\): pass the certificates of its CA as tls_ca="
     by_number = redis.tls_url.replace("localhost", "127.0.0.1")
     for url, ca in ((redis.tls_url, None), (redis.tls_url, str(other.file)), (by_number, redis.ca)):
         with pytest.raises(StoreUnavailableError, match=refused) as raised:
-            await opened(url, tls_ca=ca, timeout=SOON).set("k", b"v")
+            await open_store(url, tls_ca=ca, timeout=SOON).set("k", b"v")
         assert isinstance(raised.value, AuthenticationError)
-    # A store with tls_ca= trusts only that CA; without it, the CAs of the system.
+    # A store with tls_ca= trusts only that CA. Without it, the store trusts the CAs of the system.
     monkeypatch.setenv("SSL_CERT_FILE", redis.ca)
     with pytest.raises(StoreUnavailableError, match=refused):
-        await opened(redis.tls_url, tls_ca=str(other.file), timeout=SOON).set("k", b"v")
-    await opened(redis.tls_url).set("k", b"v")
+        await open_store(redis.tls_url, tls_ca=str(other.file), timeout=SOON).set("k", b"v")
+    await open_store(redis.tls_url).set("k", b"v")
 
 
-async def test_connection_to_a_silent_server_closes_at_once(redis: RedisServer, opened: Open, limits: Limits) -> None:
-    """An orderly end of TLS would wait for the server."""
-    stores = [opened(redis.url), opened(redis.tls_url, tls_ca=redis.ca)]
+async def test_connection_to_a_silent_server_closes_at_once(
+    redis: RedisServer, open_store: OpenStore, limits: Limits
+) -> None:
+    """An orderly TLS shutdown would wait for the server."""
+    stores = [open_store(redis.url), open_store(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
         await store.set("k", b"v")
-    limits(redis_patience=0.05)  # only now: connecting may take longer
+    limits(redis_patience=0.05)  # set after connecting, which may take longer
     for store in stores:
         used = store._client._connection._transport.get_extra_info("socket")
         redis.freeze()
@@ -658,14 +668,16 @@ async def test_connection_to_a_silent_server_closes_at_once(redis: RedisServer, 
             redis.thaw()
 
 
-async def test_plain_text_and_tls_mismatch_is_explained(redis: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_plain_text_and_tls_mismatch_is_explained(
+    redis: RedisServer, open_store: OpenStore, limits: Limits
+) -> None:
     limits(redis_patience=0.1)
     plain = redis.tls_url.replace("rediss://localhost", "redis://127.0.0.1")
     with pytest.raises(StoreUnavailableError, match=r"tried for 0\.2 s"):
-        await opened(plain, timeout=0.2).set("k", b"v")
+        await open_store(plain, timeout=0.2).set("k", b"v")
     encrypted = redis.url.replace("redis://127.0.0.1", "rediss://localhost")
     with pytest.raises(StoreUnavailableError, match=r"no answer; check the url, .*tried for 0\.2 s"):
-        await opened(encrypted, tls_ca=redis.ca, timeout=0.2).set("k", b"v")
+        await open_store(encrypted, tls_ca=redis.ca, timeout=0.2).set("k", b"v")
 
 
 # -- without the package

@@ -1,4 +1,4 @@
-"""What the reference's test harness does for its tests, done by ours."""
+"""The features of torch's test harness, tested in the harness of aiocoll."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ COVERS = {
     "MultiThreadedTestCase.perThreadTearDown": "test_each_rank_is_set_up_and_torn_down",
     "MultiThreadedTestCase.run_test_with_threaded_pg": "test_each_rank_is_set_up_and_torn_down",
     "MultiThreadedTestCase._join_threads": "test_a_rank_that_does_not_end_is_named",
-    "MultiThreadedTestCase._check_return_codes": "test_all_failed_ranks_are_told",
+    "MultiThreadedTestCase._check_return_codes": "test_all_failed_ranks_are_reported",
     "MultiThreadedTestCase.assertEqualOnRank": "test_assert_on_rank",
     "MultiThreadedTestCase.assertNotEqualOnRank": "test_assert_on_rank",
     "MultiProcContinousTest.world_size": "test_continuous_processes_keep_their_group",
@@ -71,8 +71,8 @@ COVERS = {
     "simple_sparse_reduce_tests, dense_dims": "test_simple_sparse_reduce_tests_of_dense_dimensions",
 }
 
-_TORCH_DEVICES = "chooses among torch's device backends; ours are options of a group"
-_REGISTERED = "there is no such backend unless the test registers it"
+_TORCH_DEVICES = "chooses among torch's device backends, which are options of a group here"
+_REGISTERED = "the backend does not exist unless the test registers it"
 _SKIPS = (
     "a test skips by `skipTest` or a decorator; a rank that exits fails it (`test_a_skip_in_a_process_skips_the_test`)"
 )
@@ -82,7 +82,7 @@ _COMPILER = "sets up torch's compiler"
 LEFT_OUT = {
     "TestSkip": _SKIPS,
     "TEST_SKIPS": _SKIPS,
-    "DistTestCases": "lists what each of torch's backends lacks; our calls are there on every transport",
+    "DistTestCases": "lists the gaps of torch's backends; here every transport has every call",
     "require_n_gpus_for_nccl_backend": _TORCH_DEVICES,
     "nccl_skip_if_lt_x_gpu": _TORCH_DEVICES,
     "verify_ddp_error_logged": "reads the log of DistributedDataParallel",
@@ -92,10 +92,10 @@ LEFT_OUT = {
     "requires_mpi": _REGISTERED,
     "requires_ucc": _REGISTERED,
     "requires_nccl": "`pytest.mark.skipif(not dist.is_nccl_available(), reason=...)`",
-    "requires_nccl_version": "compares NCCL's version when the tests run; there is no such skip here",
-    "skip_if_rocm_multiprocess": "speaks of torch's ROCm builds",
-    "skip_if_win32": "processes of ours are for Linux",
-    "retry_on_connect_failures": "port 0 takes a free port, so no attempt fails for that",
+    "requires_nccl_version": "compares the version of NCCL when the tests run; aiocoll has no such skip",
+    "skip_if_rocm_multiprocess": "concerns the ROCm builds of torch",
+    "skip_if_win32": "tests with processes run on Linux only",
+    "retry_on_connect_failures": "port 0 takes a free port, so no attempt fails for a taken port",
     "TIMEOUT_DEFAULT": "`timeout` of a class or a mark; AIOCOLL_TEST_TIMEOUT_SCALE multiplies all limits",
     "create_device": "makes a network device of Gloo",
     "captured_output": "`capsys` of pytest",
@@ -129,8 +129,8 @@ def run(*cases: unittest.TestCase) -> unittest.TestResult:
     return result
 
 
-async def reason(skip: Callable[[Any], Any], world_size: int) -> str | None:
-    """Return why a test with this decorator is skipped, if it is."""
+async def skip_reason(skip: Callable[[Any], Any], world_size: int) -> str | None:
+    """Return the reason why a test with this decorator is skipped, or None."""
 
     @skip
     async def test(pg: ProcessGroup) -> None: ...
@@ -149,34 +149,34 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 async def test_skip_if_no_gpu() -> None:
-    assert await reason(requires_gpu(), 2) is None
-    assert await reason(requires_gpu(), 3) == "needs 3 CUDA devices, there are 2"
+    assert await skip_reason(requires_gpu(), 2) is None
+    assert await skip_reason(requires_gpu(), 3) == "needs 3 CUDA devices, there are 2"
 
 
 @pytest.mark.usefixtures("two_gpus")
 async def test_skip_if_lt_x_gpu() -> None:
-    assert await reason(requires_gpu(2), 4) is None
-    assert await reason(requires_gpu(3), 1) == "needs 3 CUDA devices, there are 2"
+    assert await skip_reason(requires_gpu(2), 4) is None
+    assert await skip_reason(requires_gpu(3), 1) == "needs 3 CUDA devices, there are 2"
 
 
 async def test_skip_if_small_worldsize() -> None:
-    assert await reason(skip_if_world_smaller_than(3), 2) == "needs at least 3 ranks, the world has 2"
-    assert await reason(skip_if_world_smaller_than(3), 3) is None
+    assert await skip_reason(skip_if_world_smaller_than(3), 2) == "needs at least 3 ranks, the world has 2"
+    assert await skip_reason(skip_if_world_smaller_than(3), 3) is None
 
 
 async def test_skip_if_odd_worldsize() -> None:
-    assert await reason(skip_if_world_is_odd(), 3) == "needs an even number of ranks, the world has 3"
-    assert await reason(skip_if_world_is_odd(), 4) is None
+    assert await skip_reason(skip_if_world_is_odd(), 3) == "needs an even number of ranks, the world has 3"
+    assert await skip_reason(skip_if_world_is_odd(), 4) is None
 
 
 async def test_import_or_skip() -> None:
-    assert await reason(requires_module("unittest"), 1) is None
+    assert await skip_reason(requires_module("unittest"), 1) is None
     missing = "needs no_such_module: No module named 'no_such_module'"
-    assert await reason(requires_module("no_such_module"), 1) == missing
+    assert await skip_reason(requires_module("no_such_module"), 1) == missing
 
 
 async def test_create_tcp_store() -> None:
-    """Nobody has to find a free port first: a server that is asked for port 0 takes one."""
+    """A server with port 0 takes a free port, so no test has to find one."""
     server = StoreServer(key=b"k" * 32)
     host, port = server.start()
     try:
@@ -187,8 +187,8 @@ async def test_create_tcp_store() -> None:
         await server.aclose()
 
 
-class Ported(MultiProcessTestCase):
-    """Run below."""
+class PortedTestCase(MultiProcessTestCase):
+    """A test case that the test below runs: its ranks meet in its file."""
 
     __test__ = False
     world_size = 2
@@ -204,8 +204,8 @@ class Ported(MultiProcessTestCase):
             await store.wait([str(1 - self.rank)], 30)
 
 
-class Exiting(MultiProcessTestCase):
-    """Run below."""
+class ExitingTestCase(MultiProcessTestCase):
+    """A test case that the test below runs: rank 1 exits with the expected code 7."""
 
     __test__ = False
     world_size = 2
@@ -217,15 +217,15 @@ class Exiting(MultiProcessTestCase):
 
 
 def test_ported_test_case_knows_its_master_and_file() -> None:
-    assert run(Ported("names")).wasSuccessful()
+    assert run(PortedTestCase("names")).wasSuccessful()
 
 
 def test_expected_exit_code_of_a_class_passes() -> None:
-    assert run(Exiting("exits")).wasSuccessful()
+    assert run(ExitingTestCase("exits")).wasSuccessful()
 
 
 class Continuous(MultiProcessTestCase):
-    """Run below: every test here is part of one of those."""
+    """Test cases that the fixture `outcome` runs in the same three processes."""
 
     __test__ = False
     world_size = 3
@@ -264,14 +264,14 @@ class Continuous(MultiProcessTestCase):
 
     async def hang(self) -> None:
         if self.rank == 2:
-            while True:  # the loop cannot answer
+            while True:  # blocks the event loop
                 pass
         await self.pg.barrier()
 
 
 @pytest.fixture(scope="module")
 def outcome() -> dict[str, str | None]:
-    """Return the report text of each failed test of `Continuous`, None for the others."""
+    """Return the report of each failed or skipped test of `Continuous`; None for the others."""
     names = ["place", "same_group", "subtests", "skip", "error", "hang", "exit"]
     cases = [Continuous(name) for name in names]
     cases[names.index("hang")].timeout = 0.5
@@ -331,8 +331,8 @@ async def test_spawn_ranks(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1) == 4
 
 
-class InProcess(InProcessTestCase):
-    """Run below."""
+class InProcessTests(InProcessTestCase):
+    """Test cases that the tests below run with ranks in this process."""
 
     __test__ = False
     world_size = 3
@@ -360,12 +360,12 @@ class InProcess(InProcessTestCase):
 
 
 def test_each_rank_is_set_up_and_torn_down() -> None:
-    assert run(InProcess("steps")).wasSuccessful()
+    assert run(InProcessTests("steps")).wasSuccessful()
 
 
 def test_assert_on_rank() -> None:
-    assert run(InProcess("assertions")).wasSuccessful()
-    first, second = (text for _, text in run(InProcess("wrong_equal"), InProcess("wrong_not_equal")).failures)
+    assert run(InProcessTests("assertions")).wasSuccessful()
+    first, second = (text for _, text in run(InProcessTests("wrong_equal"), InProcessTests("wrong_not_equal")).failures)
     assert "AssertionError: 2 != 5\nrank 2 of 3 failed first" in first
     assert "AssertionError: 1 == 1\nrank 1 of 3 failed first" in second
 
@@ -379,7 +379,7 @@ def test_a_rank_that_does_not_end_is_named() -> None:
         run_virtual(3, hang, timeout=300)
 
 
-async def test_all_failed_ranks_are_told() -> None:
+async def test_all_failed_ranks_are_reported() -> None:
     async def fail(pg: ProcessGroup) -> None:
         try:
             await pg.barrier()
@@ -396,7 +396,7 @@ async def test_all_failed_ranks_are_told() -> None:
     assert caught.value.__notes__ == ["rank 0 of 3 failed first", "rank 2 of 3 failed too: ValueError: second"]
 
 
-# -- sparse arrays: rank r has ones at the places 0 to r of the first dimension, and at 0 of the others
+# -- sparse arrays: rank r has ones at indices 0 to r of the first dimension, and at 0 of all others
 
 
 @pytest.mark.ranks(1, 2, 4)

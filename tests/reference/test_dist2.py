@@ -1,4 +1,4 @@
-"""The tests of the object API, awaited, over every transport."""
+"""The tests of the object API, with `await`, over every transport."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COVERS = {
     },
 }
 LEFT_OUT = {
-    name.replace("Gloo", "NCCL"): "the same test between two GPUs: tests/gpu has it on fake ones"
+    name.replace("Gloo", "NCCL"): "the same test between two GPUs; tests/gpu has it with simulated GPUs"
     for name in COVERS
     if "Gloo" in name
 }
@@ -40,7 +40,7 @@ LEFT_OUT = {
 LIMIT = timedelta(seconds=30)
 
 
-def full(value: float, count: int = 10) -> np.ndarray:
+def filled(value: float, count: int = 10) -> np.ndarray:
     return np.full(count, value, np.float32)
 
 
@@ -64,9 +64,9 @@ async def test_context_manager() -> None:
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_allreduce(pg: ProcessGroup) -> None:
-    t = full(1)
+    t = filled(1)
     await pg.allreduce(t, timeout=LIMIT)
-    np.testing.assert_array_equal(t, full(2))
+    np.testing.assert_array_equal(t, filled(2))
     await pg.shutdown()
 
 
@@ -80,59 +80,59 @@ async def test_barrier(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_broadcast(pg: ProcessGroup) -> None:
-    t = full(pg.rank())
+    t = filled(pg.rank())
     await pg.broadcast(t, root=0, timeout=LIMIT)
-    np.testing.assert_array_equal(t, full(0))
+    np.testing.assert_array_equal(t, filled(0))
 
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_allgather(pg: ProcessGroup) -> None:
-    out = [full(0) for _ in range(2)]
-    await pg.allgather(out, full(pg.rank() + 1), timeout=LIMIT)
+    out = [filled(0) for _ in range(2)]
+    await pg.allgather(out, filled(pg.rank() + 1), timeout=LIMIT)
     for rank in range(2):
-        np.testing.assert_array_equal(out[rank], full(rank + 1))
+        np.testing.assert_array_equal(out[rank], filled(rank + 1))
 
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_gather(pg: ProcessGroup) -> None:
-    out = [full(0) for _ in range(2)] if pg.rank() == 0 else []
-    await pg.gather(out, full(pg.rank() + 1), root=0, timeout=LIMIT)
+    out = [filled(0) for _ in range(2)] if pg.rank() == 0 else []
+    await pg.gather(out, filled(pg.rank() + 1), root=0, timeout=LIMIT)
     for rank, each in enumerate(out):
-        np.testing.assert_array_equal(each, full(rank + 1))
+        np.testing.assert_array_equal(each, filled(rank + 1))
 
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_scatter(pg: ProcessGroup) -> None:
-    inputs = [full(rank + 1) for rank in range(2)] if pg.rank() == 0 else []
-    out = full(0)
+    inputs = [filled(rank + 1) for rank in range(2)] if pg.rank() == 0 else []
+    out = filled(0)
     await pg.scatter(out, inputs, root=0, timeout=LIMIT)
-    np.testing.assert_array_equal(out, full(pg.rank() + 1))
+    np.testing.assert_array_equal(out, filled(pg.rank() + 1))
 
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_reduce(pg: ProcessGroup) -> None:
-    t = full(1)
+    t = filled(1)
     await pg.reduce(t, root=0, op=ReduceOp.SUM, timeout=LIMIT)
-    np.testing.assert_array_equal(t, full(2 if pg.rank() == 0 else 1))
+    np.testing.assert_array_equal(t, filled(2 if pg.rank() == 0 else 1))
 
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_reduce_scatter(pg: ProcessGroup) -> None:
-    out = full(0)
-    await pg.reduce_scatter(out, [full(rank + 1) for rank in range(2)], op=ReduceOp.SUM, timeout=LIMIT)
-    np.testing.assert_array_equal(out, full(2 * (pg.rank() + 1)))
+    out = filled(0)
+    await pg.reduce_scatter(out, [filled(rank + 1) for rank in range(2)], op=ReduceOp.SUM, timeout=LIMIT)
+    np.testing.assert_array_equal(out, filled(2 * (pg.rank() + 1)))
 
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_alltoall_base(pg: ProcessGroup) -> None:
-    out = full(0, 20)
-    await pg.alltoall_base(out, full(pg.rank() + 1, 20), [10, 10], [10, 10], timeout=LIMIT)
+    out = filled(0, 20)
+    await pg.alltoall_base(out, filled(pg.rank() + 1, 20), [10, 10], [10, 10], timeout=LIMIT)
     np.testing.assert_array_equal(out, np.repeat(np.float32([1, 2]), 10))
 
 

@@ -1,4 +1,4 @@
-"""What the documentation of the functional API shows and says, awaited: examples with their values, and errors."""
+"""The examples and errors in the documentation of the functional API, with `await`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LEFT_OUT: dict[str, str] = {}
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 OBJECTS: list[Any] = ["foo", 12, {1: 2}]
 DTYPES = pytest.mark.parametrize("unit", [np.int64(1), np.complex64(1 + 1j)])
-#: What the ranks of the examples with uneven parts send, rank by rank.
+#: The sent parts in the examples with uneven parts, by sending rank.
 UNEVEN = [
     [[0, 1], [2, 3], [4], [5]],
     [[10, 11, 12], [13, 14], [15, 16], [17, 18]],
@@ -70,7 +70,7 @@ UNEVEN = [
 ]
 
 
-def same(got: Any, expected: Any) -> None:
+def assert_equal_arrays(got: Any, expected: Any) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
@@ -143,7 +143,7 @@ def test_get_node_local_rank_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_all_reduce_example(pg: ProcessGroup, unit: np.generic) -> None:
     tensor = (np.arange(2) + 1 + 2 * pg.rank()) * unit
     await dist.all_reduce(tensor, op=ReduceOp.SUM)
-    same(tensor, [4 * unit, 6 * unit])
+    assert_equal_arrays(tensor, [4 * unit, 6 * unit])
 
 
 @pytest.mark.ranks(2)
@@ -159,16 +159,16 @@ async def test_all_reduce_complex_maximum(pg: ProcessGroup) -> None:
 async def test_all_gather_example(pg: ProcessGroup, unit: np.generic) -> None:
     given = (np.arange(2) + 1 + 2 * pg.rank()) * unit
     await dist.all_gather(tensors := [np.zeros_like(given) for _ in range(2)], given)
-    same(tensors, [[1 * unit, 2 * unit], [3 * unit, 4 * unit]])
+    assert_equal_arrays(tensors, [[1 * unit, 2 * unit], [3 * unit, 4 * unit]])
 
 
 @pytest.mark.ranks(2)
 async def test_all_gather_into_tensor_example(pg: ProcessGroup) -> None:
     tensor_in = np.arange(2) + 1 + 2 * pg.rank()
     await dist.all_gather_into_tensor(concatenated := np.zeros(4, np.int64), tensor_in)
-    same(concatenated, [1, 2, 3, 4])
+    assert_equal_arrays(concatenated, [1, 2, 3, 4])
     await dist.all_gather_into_tensor(stacked := np.zeros((2, 2), np.int64), tensor_in)
-    same(stacked, [[1, 2], [3, 4]])
+    assert_equal_arrays(stacked, [[1, 2], [3, 4]])
 
 
 @pytest.mark.ranks(2)
@@ -191,18 +191,18 @@ async def test_gather_example(pg: ProcessGroup) -> None:
     gather_list = [np.zeros(2) for _ in range(2)] if dist.get_rank() == 0 else None
     await dist.gather(np.ones(2) + dist.get_rank(), gather_list, dst=0)
     if gather_list is not None:
-        same(gather_list, [[1, 1], [2, 2]])
+        assert_equal_arrays(gather_list, [[1, 1], [2, 2]])
 
 
 @pytest.mark.ranks(2)
 async def test_gather_errors(pg: ProcessGroup) -> None:
-    here, there = pg.rank(), 1 - pg.rank()
+    own_rank, peer = pg.rank(), 1 - pg.rank()
     with pytest.raises(ValueError, match="gather_list is missing"):
-        dist.gather(np.ones(2), None, dst=here)
+        dist.gather(np.ones(2), None, dst=own_rank)
     with pytest.raises(ValueError, match="gather_list must be None"):
-        dist.gather(np.ones(2), [np.ones(2)] * 2, dst=there)
+        dist.gather(np.ones(2), [np.ones(2)] * 2, dst=peer)
     with pytest.raises(TypeError, match="float32"):
-        dist.gather(np.ones(2), [np.ones(2, np.float32) for _ in range(2)], dst=here)
+        dist.gather(np.ones(2), [np.ones(2, np.float32) for _ in range(2)], dst=own_rank)
 
 
 @pytest.mark.ranks(3)
@@ -216,16 +216,16 @@ async def test_gather_object_example(pg: ProcessGroup) -> None:
 async def test_scatter_example(pg: ProcessGroup) -> None:
     scatter_list = [np.ones(2), np.ones(2) * 5] if dist.get_rank() == 0 else None
     await dist.scatter(output := np.zeros(2), scatter_list, src=0)
-    same(output, [1, 1] if dist.get_rank() == 0 else [5, 5])
+    assert_equal_arrays(output, [1, 1] if dist.get_rank() == 0 else [5, 5])
 
 
 @pytest.mark.ranks(2)
 async def test_scatter_errors(pg: ProcessGroup) -> None:
-    here, there = pg.rank(), 1 - pg.rank()
+    own_rank, peer = pg.rank(), 1 - pg.rank()
     with pytest.raises(ValueError, match="scatter_list is missing"):
-        dist.scatter(np.ones(2), None, src=here)
+        dist.scatter(np.ones(2), None, src=own_rank)
     with pytest.raises(ValueError, match="scatter_list must be None"):
-        dist.scatter(np.ones(2), [np.ones(2)] * 2, src=there)
+        dist.scatter(np.ones(2), [np.ones(2)] * 2, src=peer)
 
 
 @pytest.mark.ranks(3)
@@ -256,7 +256,7 @@ async def test_send_object_list_example(pg: ProcessGroup) -> None:
 async def test_reduce_scatter_tensor_example(pg: ProcessGroup) -> None:
     for tensor_in in (np.arange(4), np.arange(4).reshape(2, 2)):
         await dist.reduce_scatter_tensor(out := np.zeros(2, np.int64), tensor_in)
-        same(out, [0, 2] if pg.rank() == 0 else [4, 6])
+        assert_equal_arrays(out, [0, 2] if pg.rank() == 0 else [4, 6])
 
 
 @pytest.mark.ranks(4)
@@ -264,7 +264,7 @@ async def test_reduce_scatter_tensor_example(pg: ProcessGroup) -> None:
 async def test_all_to_all_single_example(pg: ProcessGroup, unit: np.generic) -> None:
     given = (np.arange(4) + 4 * pg.rank()) * unit
     await dist.all_to_all_single(output := np.empty_like(given), given)
-    same(output, (4 * np.arange(4) + pg.rank()) * unit)
+    assert_equal_arrays(output, (4 * np.arange(4) + pg.rank()) * unit)
 
 
 @pytest.mark.ranks(4)
@@ -274,7 +274,7 @@ async def test_all_to_all_single_uneven_example(pg: ProcessGroup) -> None:
     output = np.empty(len(expected), np.int64)
     into, out_of = [len(parts[rank]) for parts in UNEVEN], [len(part) for part in UNEVEN[rank]]
     await dist.all_to_all_single(output, np.concatenate(UNEVEN[rank]), into, out_of)
-    same(output, expected)
+    assert_equal_arrays(output, expected)
 
 
 @pytest.mark.ranks(4)
@@ -282,7 +282,7 @@ async def test_all_to_all_single_uneven_example(pg: ProcessGroup) -> None:
 async def test_all_to_all_example(pg: ProcessGroup, unit: np.generic) -> None:
     given = list(((np.arange(4) + 4 * pg.rank()) * unit).reshape(4, 1))
     await dist.all_to_all(output := [np.empty_like(each) for each in given], given)
-    same(np.concatenate(output), (4 * np.arange(4) + pg.rank()) * unit)
+    assert_equal_arrays(np.concatenate(output), (4 * np.arange(4) + pg.rank()) * unit)
 
 
 @pytest.mark.ranks(4)
@@ -303,7 +303,7 @@ async def test_batch_isend_irecv_example(pg: ProcessGroup) -> None:
     ]
     for request in dist.batch_isend_irecv(operations):
         await request
-    same(tensor, [2, 3] if rank == 0 else [0, 1])
+    assert_equal_arrays(tensor, [2, 3] if rank == 0 else [0, 1])
     name, peer = pg.group_name, 1 - rank
     assert repr(operations[0]) == f"P2POp(isend pg={name}, group_src={rank}, group_dst={peer}, (2,), float32)"
     assert repr(operations[1]) == f"P2POp(irecv pg={name}, group_src={peer}, group_dst={rank}, (2,), float32)"
@@ -325,7 +325,7 @@ async def test_batch_isend_irecv_errors(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 async def test_monitored_barrier_example(pg: ProcessGroup) -> None:
-    """Rank 1 does not come, and the others hear of it."""
+    """Rank 1 does not call the barrier, and the other ranks report it."""
     if dist.get_rank() != 1:
         with pytest.raises(CollectiveTimeoutError, match=r"1 failed to pass monitoredBarrier in 500 ms"):
             await dist.monitored_barrier(timeout=0.5, wait_all_ranks=True)
@@ -339,7 +339,7 @@ async def test_coalescing_manager_example(pg: ProcessGroup) -> None:
     async with dist.coalescing_manager():
         works = [dist.all_reduce(tensor) for tensor in tensors]
     assert all(work.is_success() for work in works)
-    same(tensors, [[1.0 + 2 * index] * 3 for index in range(5)])
+    assert_equal_arrays(tensors, [[1.0 + 2 * index] * 3 for index in range(5)])
 
 
 @pytest.mark.ranks(2)
@@ -349,7 +349,7 @@ async def test_time_estimator_example(pg: ProcessGroup) -> None:
         for _ in range(3):
             await dist.all_reduce(tensor)
     assert estimate.seconds > 0
-    same(tensor, np.ones(1000))
+    assert_equal_arrays(tensor, np.ones(1000))
 
 
 @pytest.mark.ranks(2)
@@ -479,7 +479,7 @@ async def test_shrink_group_default_group(pg: ProcessGroup, flags: int) -> None:
     assert dist.group.WORLD is smaller
     assert (dist.get_rank(), dist.get_world_size()) == (pg.rank() // 2, 2)
     assert await dist.all_reduce(dist.get_rank() + 1) == 3
-    # All that was split off from the old one went with it.
+    # The groups split off from the old default group were closed with it.
     with pytest.raises(aiocoll.GroupClosedError):
         dist.barrier(part)
     await dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""The ways in which programs for torch.distributed begin: each is in heads/, after the edit that docs/porting.md shows.
+"""The heads of programs for torch.distributed: heads/ has each one after the edit that docs/porting.md shows.
 
-Each runs under `aiocoll run`, under torchrun, and with variables or arguments given by hand. Where it cannot, it fails
-at once, and names the cause.
+Each head runs under `aiocoll run`, under torchrun, and with variables or arguments set by hand. A head that cannot run
+fails at once, and names the cause.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pytest
 from ..ports import free_port
 
 HEADS = Path(__file__).with_name("heads")
-#: Seconds for a job: less than ranks wait for each other, which is 300.
+#: Seconds for a job, less than the 300 s that ranks wait for each other.
 LIMIT = 100
-#: They start their ranks themselves.
+#: The heads that start their ranks themselves.
 PARENTS = ("processes", "spawns")
-#: What they print.
+#: The line that each rank prints.
 DONE = re.compile(r"rank (\d) of 2: 3")
 VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 
@@ -38,13 +38,13 @@ names = [
 every_head = pytest.mark.parametrize("name", names)
 
 
-def program(name: str) -> list[str]:
-    """Return the path of a head and its argument, a port for the ranks to meet at."""
+def head_command(name: str) -> list[str]:
+    """Return the path of a head and its argument, a free port for the rendezvous."""
     return [str(HEADS / f"{name}.py"), *([] if name == "local_rank_argument" else [str(free_port())])]
 
 
 @contextmanager
-def started(command: list[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def running_program(command: list[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     own = {"PYTHONPATH": str(HEADS.parents[2]), "XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
@@ -62,61 +62,61 @@ def started(command: list[str], folder: Path, **variables: str) -> Iterator[subp
 
 
 def run(command: list[str], folder: Path, **variables: str) -> tuple[str, str, int]:
-    with started(command, folder, **variables) as process:
+    with running_program(command, folder, **variables) as process:
         out, err = process.communicate(timeout=LIMIT)
     return out, err, process.returncode
 
 
-def ranks_in(out: str) -> list[str]:
+def printed_ranks(out: str) -> list[str]:
     return sorted(DONE.findall(out))
 
 
 @every_head
 def test_head_runs_under_the_launcher(name: str, tmp_path: Path) -> None:
     if name in PARENTS:
-        _, err, code = run(["-m", "aiocoll", "run", "-n", "1", *program(name)], tmp_path)
+        _, err, code = run(["-m", "aiocoll", "run", "-n", "1", *head_command(name)], tmp_path)
         assert "multiprocessing started this process, and only the process that `aiocoll run` started can read" in err
         assert "If the program starts its ranks itself, start the program with python instead of `aiocoll run`" in err
         assert code != 0
     else:
-        out, err, code = run(["-m", "aiocoll", "run", "-n", "2", *program(name)], tmp_path)
-        assert (ranks_in(out), err, code) == (["0", "1"], "", 0)
+        out, err, code = run(["-m", "aiocoll", "run", "-n", "2", *head_command(name)], tmp_path)
+        assert (printed_ranks(out), err, code) == (["0", "1"], "", 0)
 
 
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 @every_head
 def test_head_runs_under_torchrun(name: str, tmp_path: Path) -> None:
-    # The older command of torch passes --local-rank.
+    # Only the older command of torch passes --local-rank.
     module = "torch.distributed.launch" if name == "local_rank_argument" else "torch.distributed.run"
     processes = 1 if name in PARENTS else 2
     options = [f"--nproc-per-node={processes}", "--master-port=0", "--local-addr=127.0.0.1"]
-    out, err, code = run(["-m", module, *options, *program(name)], tmp_path)
-    assert (ranks_in(out), code) == (["0", "1"], 0), err
+    out, err, code = run(["-m", module, *options, *head_command(name)], tmp_path)
+    assert (printed_ranks(out), code) == (["0", "1"], 0), err
 
 
 @every_head
 def test_head_runs_by_hand(name: str, tmp_path: Path) -> None:
-    command = program(name)
+    command = head_command(name)
     if name in PARENTS:
         out, err, code = run(command, tmp_path)
-        assert (ranks_in(out), code) == (["0", "1"], 0), err
+        assert (printed_ranks(out), code) == (["0", "1"], 0), err
         return
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     with ExitStack() as stack:
         jobs = []
         for rank in ("0", "1"):
             own = [f"--local-rank={rank}"] if name == "local_rank_argument" else []
-            job = started([*command, *own], tmp_path, RANK=rank, LOCAL_RANK=rank, **shared)
+            job = running_program([*command, *own], tmp_path, RANK=rank, LOCAL_RANK=rank, **shared)
             jobs.append(stack.enter_context(job))
         for rank, process in enumerate(jobs):
             out, err = process.communicate(timeout=LIMIT)
-            assert (ranks_in(out), process.returncode) == ([str(rank)], 0), err
+            assert (printed_ranks(out), process.returncode) == ([str(rank)], 0), err
 
 
 @pytest.mark.parametrize("name", ["env_url", "sets_address", "local_rank_argument"])
-def test_head_that_nothing_has_started_as_a_rank_fails_at_once(name: str, tmp_path: Path) -> None:
-    out, err, code = run(program(name), tmp_path)
+def test_head_without_a_launcher_fails_at_once(name: str, tmp_path: Path) -> None:
+    out, err, code = run(head_command(name), tmp_path)
     assert "ValueError: world_size is missing: " in err
     assert "start the ranks with `aiocoll run`, torchrun, mpiexec or srun" in err
     assert (out, code) == ("", 1)

@@ -1,4 +1,4 @@
-"""The tests of many ranks in one process, with tasks in the place of threads."""
+"""The tests of many ranks in one process, with tasks instead of threads."""
 
 from __future__ import annotations
 

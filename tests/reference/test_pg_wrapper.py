@@ -1,6 +1,6 @@
-"""What the wrapper of process groups is tested for: mismatches of op and of shape, compared or not, and hangs.
+"""The tests of the process group wrapper: mismatches of ops and shapes, compared or not, and hangs.
 
-Without ``debug="detail"`` the first mismatch revokes the group, so each has a group of its own here.
+Without ``debug="detail"`` the first mismatch revokes the group, so each mismatch has its own group here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COVERS = {
     ),
 }
 
-_GPUS = "the same test on tensors of four GPUs: what is compared does not depend on where the memory is"
+_GPUS = "the same test on tensors of four GPUs; the comparison does not depend on the kind of memory"
 _NCCL = "needs NCCL and two GPUs; on arrays of the host it is "
 LEFT_OUT = {
     "ProcessGroupNCCLWrapperTest.test_collective_hang": f"{_NCCL}`test_collective_hang`",
@@ -64,7 +64,7 @@ LEFT_OUT = {
 }
 
 PLACES = [(2, "memory"), (4, "unix"), (2, "tcp"), (4, "shm")]
-#: Which mismatch is tried over what, where each takes a group of its own.
+#: The number of a mismatch with a transport, for tests in which each mismatch has its own group.
 NUMBERS = [(0, "memory"), (1, "unix"), (2, "tcp"), (0, "shm"), (1, "tcp"), (2, "shm")]
 SHAPE = (20, 10)
 
@@ -76,8 +76,8 @@ async def run_wrapped(world_size: int, fn: Callable[..., Any], transport: str, d
     await testing.run_ranks(world_size, fn, options=given, timeout=60)
 
 
-def validate(error: BaseException, op: str, tensor: np.ndarray | None) -> None:
-    """Check that the error names this rank's op, shape, device and dtype, a number, and the mismatch."""
+def check_mismatch_text(error: BaseException, op: str, tensor: np.ndarray | None) -> None:
+    """Check that the error names the op, shape, device and dtype of the rank, a sequence number, and the mismatch."""
     text = str(error)
     assert f"called {op}(" in text
     assert "SequenceNumber=" in text
@@ -86,16 +86,16 @@ def validate(error: BaseException, op: str, tensor: np.ndarray | None) -> None:
         assert f"{op}(shape={list(tensor.shape)}, dtype={tensor.dtype.name}, device=cpu" in text
 
 
-async def refused(work: Work[Any], tensor: np.ndarray | None) -> None:
+async def assert_mismatch(work: Work[Any], tensor: np.ndarray | None) -> None:
     before = None if tensor is None else tensor.copy()
     with pytest.raises(CollectiveMismatchError) as caught:
         await work
-    validate(caught.value, work.op, tensor)
+    check_mismatch_text(caught.value, work.op, tensor)
     assert tensor is None or np.array_equal(tensor, before)  # type: ignore[arg-type]
 
 
 def op_mismatches(pg: ProcessGroup, tensor: np.ndarray) -> list[tuple[Call, np.ndarray | None]]:
-    """Return what this rank calls, with the tensor it calls it on: allreduce against reduce, and so on."""
+    """Return the calls of this rank with their tensors: allreduce against reduce, and other pairs."""
     if pg.rank() == 0:
         return [
             (lambda pg: pg.allreduce(tensor), tensor),
@@ -110,7 +110,7 @@ def op_mismatches(pg: ProcessGroup, tensor: np.ndarray) -> list[tuple[Call, np.n
 
 
 def shape_mismatches(pg: ProcessGroup) -> list[tuple[Call, np.ndarray]]:
-    """Return what this rank calls: other rows, other dimensions, and a scatter of other blocks than are expected."""
+    """Return the calls of this rank: other row lengths, other dimensions, and unexpected blocks of a scatter."""
     rank = pg.rank()
     rows = np.ones((20, 2) if rank == 0 else (20, 10))
     dimensions = np.ones((20, 10, 2) if rank == 0 else (20, 10))
@@ -127,7 +127,7 @@ def shape_mismatches(pg: ProcessGroup) -> list[tuple[Call, np.ndarray]]:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("debug", ["off", "detail"])
 async def test_collective_hang(debug: str, transport: str) -> None:
-    """All ranks but one call: every one of them names it."""
+    """Every rank that makes the call names the one that does not."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -144,7 +144,7 @@ async def test_collective_hang(debug: str, transport: str) -> None:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 async def test_monitored_barrier_hang(wait_all_ranks: bool, transport: str) -> None:
-    """Rank 0 reports, and the others say that rank 0 does."""
+    """Rank 0 reports the missing ranks, and the other ranks refer to the report of rank 0."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -165,8 +165,8 @@ async def test_collectives_op_mismatch_debug_mode(world_size: int, transport: st
         for work in [pg.allreduce(tensor) for _ in range(500)]:
             await work
             assert work.is_success()
-        for call, described in op_mismatches(pg, tensor):
-            await refused(call(pg), described)
+        for call, named_tensor in op_mismatches(pg, tensor):
+            await assert_mismatch(call(pg), named_tensor)
         assert await pg.allreduce(1) == world_size
 
     await run_wrapped(world_size, rank, transport)
@@ -176,8 +176,8 @@ async def test_collectives_op_mismatch_debug_mode(world_size: int, transport: st
 async def test_collectives_op_mismatch(number: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.allreduce(np.ones(SHAPE))
-        call, described = op_mismatches(pg, np.ones(SHAPE))[number]
-        await refused_off(pg, call, described)
+        call, named_tensor = op_mismatches(pg, np.ones(SHAPE))[number]
+        await assert_mismatch_without_debug(pg, call, named_tensor)
 
     await run_wrapped(2, rank, transport, "off")
 
@@ -186,8 +186,8 @@ async def test_collectives_op_mismatch(number: int, transport: str) -> None:
 async def test_collective_shape_mismatch_debug_mode(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
-        for call, described in shape_mismatches(pg):
-            await refused(call(pg), described)
+        for call, named_tensor in shape_mismatches(pg):
+            await assert_mismatch(call(pg), named_tensor)
         assert await pg.allreduce(1) == world_size
 
     await run_wrapped(world_size, rank, transport)
@@ -197,17 +197,17 @@ async def test_collective_shape_mismatch_debug_mode(world_size: int, transport: 
 async def test_collective_shape_mismatch_debug_mode_off(number: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
-        call, described = shape_mismatches(pg)[number]
-        await refused_off(pg, call, described)
+        call, named_tensor = shape_mismatches(pg)[number]
+        await assert_mismatch_without_debug(pg, call, named_tensor)
 
     await run_wrapped(2, rank, transport, "off")
 
 
-async def refused_off(pg: ProcessGroup, call: Call, tensor: np.ndarray | None) -> None:
-    """Allow the root of a broadcast or scatter to finish before the mismatch, and to raise at its next call."""
+async def assert_mismatch_without_debug(pg: ProcessGroup, call: Call, tensor: np.ndarray | None) -> None:
+    """Check a mismatch without debugging. The root may complete its call first, and then fails at the next call."""
     work = call(pg)
     cause = await pg.wait_revoked()
-    validate(cause, work.op, tensor)
+    check_mismatch_text(cause, work.op, tensor)
     assert work.done()
     if work.is_success():
         with pytest.raises(GroupRevokedError) as caught:
@@ -219,19 +219,19 @@ async def refused_off(pg: ProcessGroup, call: Call, tensor: np.ndarray | None) -
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_500_allreduces_then_op_then_shape_then_number_of_ranks(transport: str) -> None:
-    """Several mismatches on one group, the last one of a list that is not one array per rank."""
+    """Several mismatches occur on one group. The last one is a list without exactly one array per rank."""
 
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.zeros(SHAPE)
         for _ in range(500):
             await pg.allreduce(tensor)
-        await refused(pg.allreduce(tensor) if pg.rank() == 0 else pg.reduce(tensor, 0), tensor)
+        await assert_mismatch(pg.allreduce(tensor) if pg.rank() == 0 else pg.reduce(tensor, 0), tensor)
         other = np.zeros((20, 2 + pg.rank()))
-        await refused(pg.allreduce(other), other)
+        await assert_mismatch(pg.allreduce(other), other)
         for number in (pg.size() - 1, pg.size() + 1):
             blocks = [np.ones(SHAPE) for _ in range(number)]
             work = pg.scatter(tensor, blocks if pg.rank() == 0 else None, 0)
-            await refused(work, tensor)
+            await assert_mismatch(work, tensor)
             assert f"one array per rank: 3, not {number}" in str(work.exception())
         assert pg.pending() == []
         await pg.barrier()
@@ -244,22 +244,22 @@ async def test_nccl_only_op_mismatch(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         part, whole = np.zeros(4), np.ones(4 * pg.size())
         work = pg.allgather_into_tensor(whole, part) if pg.rank() == 0 else pg.reduce_scatter_tensor(part, whole)
-        await refused(work, part)
+        await assert_mismatch(work, part)
 
     await run_wrapped(2, rank, transport)
 
 
 async def test_nccl_only_shape_mismatch() -> None:
-    """An input that is not the world size times the output is wrong on its own: its rank says so at the call."""
+    """An input whose size is not a multiple of the output is refused at the call, on its rank alone."""
 
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"input has 12 elements, expected \d+, \d+ times those of output"):
             pg.reduce_scatter_tensor(np.zeros(4 + pg.rank()), np.ones(4 * (pg.size() + 1)))
         with pytest.raises(ValueError, match="input has 9 elements, expected 8"):
             pg.reduce_scatter_tensor(np.zeros(4), np.ones(9))
-        # On its own each is right, but they differ.
+        # Each call is right by itself, but the calls differ.
         part = np.zeros(4 + pg.rank())
-        await refused(pg.reduce_scatter_tensor(part, np.ones(part.size * pg.size())), part)
+        await assert_mismatch(pg.reduce_scatter_tensor(part, np.ones(part.size * pg.size())), part)
 
     await run_wrapped(2, rank, "memory")
 

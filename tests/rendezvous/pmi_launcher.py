@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import Self
 
-#: Replies in place of valid ones, by command. After an incomplete line the connection is closed.
+#: Invalid replies by command. After an incomplete line the launcher closes the connection.
 Wrong = Mapping[str, str]
 
 
@@ -15,23 +15,23 @@ class PmiLauncher:
     """A launcher that replies to its processes, all of which enter its barriers.
 
     Args:
-        size: number of processes.
-        wrong: replies to send instead, by the first word of a command.
+        size: The number of processes.
+        wrong: Invalid replies to send, by the first word of the command.
 
     Attributes:
-        asked: the commands of each process, with their arguments.
-        entered: the number of times that a process entered the barrier.
+        commands: The commands of each process, with their arguments.
+        entered: The number of barrier entries by all processes.
     """
 
     def __init__(self, size: int, wrong: Wrong | None = None) -> None:
         self._pairs = [socket.socketpair() for _ in range(size)]
         self._wrong = wrong or {}
         self._published: dict[str, str] = {}
-        # Values become visible to other processes after the next barrier, as between hosts.
+        # Values become visible to other processes after the next barrier, as they do between hosts.
         self._put: dict[str, str] = {}
         self._barrier: list[asyncio.StreamWriter] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self.asked: list[list[str]] = [[] for _ in range(size)]
+        self.commands: list[list[str]] = [[] for _ in range(size)]
         self.entered = 0
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -62,7 +62,7 @@ class PmiLauncher:
             while line := (await reader.readline()).decode():
                 words = dict(word.split("=", 1) for word in line.rstrip("\n").split(" "))
                 command = words.pop("cmd")
-                self.asked[rank].append(" ".join((command, *words.values())))
+                self.commands[rank].append(" ".join((command, *words.values())))
                 assert initialised == (command != "init"), line
                 assert not finalised, line
                 initialised, finalised = True, command == "finalize"
@@ -73,7 +73,7 @@ class PmiLauncher:
                 elif command == "barrier_in":
                     self._enter(writer)
                 else:
-                    for part in self._answer(command, **words):  # as if the line came in pieces
+                    for part in self._reply(command, **words):  # a line may arrive in pieces
                         writer.write(part.encode())
                         await asyncio.sleep(0)
         finally:
@@ -88,7 +88,7 @@ class PmiLauncher:
                 each.write(b"cmd=barrier_out tag=0\n")
             self._barrier.clear()
 
-    def _answer(self, command: str, **words: str) -> tuple[str, ...]:
+    def _reply(self, command: str, **words: str) -> tuple[str, ...]:
         if command == "init":
             assert words == {"pmi_version": "1", "pmi_subversion": "1"}
             return "cmd=response_to_init rc=0 pmi_ver", "sion=1 pmi_subversion=2\n"

@@ -1,6 +1,6 @@
-"""One of two ranks as a process, for `test_stranger_soak`; it prints its listeners and the duration of its work.
+"""A rank as a process for `test_stranger_soak`; it prints its listeners and the durations of its work.
 
-Run with "work" or "meet", the rank, the host and port of the store, the transport and for how many seconds. Lines of
+Arguments: "work" or "meet", the rank, the host and port of the store, the transport, and the seconds to run. Lines of
 standard output: "at FAMILY ADDRESS" for each listener; "took BEGIN SECONDS" for 50 allreduces of 64 KiB, or a meeting.
 """
 
@@ -28,11 +28,11 @@ def print_line(*words: object) -> None:
 def print_listeners() -> None:
     add = address.Listeners.add
 
-    def added(self: address.Listeners, listener: socket.socket) -> None:
+    def add_and_print(self: address.Listeners, listener: socket.socket) -> None:
         add(self, listener)
         print_line("at", int(listener.family), repr(listener.getsockname()))
 
-    address.Listeners.add = added  # type: ignore[method-assign]
+    address.Listeners.add = add_and_print  # type: ignore[method-assign]
 
 
 async def work(pg: ProcessGroup, seconds: float) -> None:
@@ -60,8 +60,8 @@ async def main(what: str, rank: int, host: str, port: int, transport: str, secon
     while more:
         begin = time.monotonic()
         async with TCPStore(host, port, key=KEY) as store:
-            place = PrefixStore(str(number), store)
-            async with new_group(store=place, rank=rank, world_size=2, timeout=60, options=options) as pg:
+            numbered_store = PrefixStore(str(number), store)
+            async with new_group(store=numbered_store, rank=rank, world_size=2, timeout=60, options=options) as pg:
                 await pg.allreduce(np.zeros(8192))
                 print_line("took", begin, time.monotonic() - begin)
                 more = bool((await pg.broadcast(np.array([time.monotonic() < end]), 0))[0])

@@ -1,4 +1,4 @@
-"""Tests of notices that end a rendezvous while the store closes."""
+"""Tests of notices that end a rendezvous while its store closes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def await_notice(turns: float) -> Exception | None:
     return RendezvousError("on purpose")
 
 
-def run_with_notice(doing: Coroutine[Any, Any, None], turns: float) -> Coroutine[Any, Any, None]:
-    return run_until_notice(Runtime.of(asyncio.get_running_loop()), doing, await_notice(turns), "a test")
+def run_with_notice(action: Coroutine[Any, Any, None], turns: float) -> Coroutine[Any, Any, None]:
+    return run_until_notice(Runtime.of(asyncio.get_running_loop()), action, await_notice(turns), "a test")
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 10])
@@ -44,24 +44,24 @@ async def test_store_loss_without_a_notice_is_raised() -> None:
 
 
 async def test_other_outcomes_do_not_wait_for_a_notice() -> None:
-    async def fails() -> None:
+    async def fail() -> None:
         raise ValueError("wrong")
 
-    async def ends() -> None:
+    async def finish() -> None:
         return None
 
     async with asyncio.timeout(0.2):
         with pytest.raises(ValueError, match="wrong"):
-            await run_with_notice(fails(), math.inf)
-        await run_with_notice(ends(), math.inf)
+            await run_with_notice(fail(), math.inf)
+        await run_with_notice(finish(), math.inf)
 
 
-async def test_rank_gets_the_reason_from_a_store_that_closes_at_once() -> None:
+async def test_rank_receives_the_reason_before_the_store_closes() -> None:
     for _ in range(30):
         async with TCPStore("127.0.0.1", 0, is_master=True) as master, TCPStore("127.0.0.1", master.port) as store:
-            made = asyncio.ensure_future(new_group(store=store, rank=1, world_size=2, timeout=20))
+            joining = asyncio.ensure_future(new_group(store=store, rank=1, world_size=2, timeout=20))
             await master.wait(["aiocoll/1/claim/1"])
             await call_off(master, 2, "on purpose")
             await master.aclose()
             with pytest.raises(RendezvousError, match=r"^on purpose$"):
-                await made
+                await joining

@@ -69,7 +69,7 @@ async def test_fake_collective_completes_at_once_and_moves_nothing(world_size: i
             await pg.drain()
 
 
-async def test_fake_results_have_the_usual_form() -> None:
+async def test_fake_results_have_the_types_of_real_ones() -> None:
     async with fake_group(1, 4) as pg:
         x = np.ones(3)
         assert await pg.allreduce(x) is x
@@ -144,13 +144,13 @@ async def test_fake_incoming_waits_until_the_group_closes() -> None:
         await coming
 
 
-async def test_fake_group_closes_as_usual() -> None:
+async def test_fake_group_closes_like_a_real_group() -> None:
     pg = await fake_group(0, 100)
     other_group = await fake_group(0, 100)
-    told = asyncio.ensure_future(pg.wait_revoked())
+    revoked = asyncio.ensure_future(pg.wait_revoked())
     await asyncio.sleep(0)
     pg.abort("enough")
-    assert "aborted by rank 0: enough" in str(await told)
+    assert "aborted by rank 0: enough" in str(await revoked)
     with pytest.raises(GroupRevokedError) as caught:
         pg.allreduce(1)
     assert isinstance(caught.value.__cause__, GroupError)

@@ -19,7 +19,7 @@ from aiocoll.rendezvous.where import Where, find_where
 
 OPTIONS = GroupOptions.resolve(None, {})
 
-#: Variables as the launchers set them, for rank 1 of 3, two of which are on its host.
+#: Variables that the launchers set for rank 1 of 3, of which two are on its host.
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "0",
@@ -71,8 +71,8 @@ NAMES = ["torchrun", "explicit variables", "PMI-1", "Open MPI", "Kubernetes", "S
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a private folder of this test for sockets."""
+def _private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a private folder of the test for sockets."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
@@ -336,7 +336,7 @@ RANGE = st.tuples(st.integers(0, 999), st.integers(0, 99), st.integers(1, 4)).ma
     lambda drawn: (f"{drawn[0]:0{drawn[2]}}", f"{drawn[0]:0{drawn[2]}}-{drawn[0] + drawn[1]:0{drawn[2]}}")
 )
 RANGES = st.lists(st.one_of(RANGE, st.integers(0, 99).map(lambda n: (str(n), str(n)))), min_size=1, max_size=4)
-#: A part of the first host's name, and the same part of the list.
+#: A part of the name of the first host, and the same part of the host list.
 PART = st.one_of(
     NAME.map(lambda name: (name, name)),
     RANGES.map(lambda ranges: (ranges[0][0], f"[{','.join(text for _, text in ranges)}]")),

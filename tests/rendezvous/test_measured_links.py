@@ -35,27 +35,29 @@ class Recorder:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.asked: list[int] = []
+        self.requested_peers: list[int] = []
 
     async def connect_probe(self, peer: int, card: Card) -> Any:
-        self.asked.append(peer)
+        self.requested_peers.append(peer)
         raise RendezvousError("no way")
 
 
 @pytest.mark.parametrize(
-    ("hosts", "there", "beta"),
+    ("hosts", "latency", "beta"),
     [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / BURST), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
 )
-def test_tuning_uses_the_slowest_link_between_the_hosts(hosts: str, there: float, beta: float) -> None:
-    """Latency adds to the software's, no link is faster than loopback, and an unmeasured link counts as the others."""
-    assert LINKS.tune(TUNING, set(hosts)) == TUNING._replace(tcp=Machine(1e-4 + there, 2e-5, beta, 3e-10), medium="tcp")
+def test_tuning_uses_the_slowest_link_between_the_hosts(hosts: str, latency: float, beta: float) -> None:
+    """Latency adds to the software latency. No link is faster than loopback. Unmeasured links count as the slowest."""
+    assert LINKS.tune(TUNING, set(hosts)) == TUNING._replace(
+        tcp=Machine(1e-4 + latency, 2e-5, beta, 3e-10), medium="tcp"
+    )
 
 
 def test_tuning_without_figures_is_unchanged() -> None:
     assert MeasuredLinks({}).tune(TUNING, {"a", "b"}) == TUNING.over("tcp")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a link has one connection")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="links have one connection on other systems")
 @pytest.mark.parametrize(("windows", "count"), [(0.1, 1), (1.4, 1), (1.6, 2), (3.4, 3), (90, MOST_CONNECTIONS)])
 def test_link_has_one_connection_per_window(windows: float, count: int) -> None:
     links = MeasuredLinks({frozenset("ab"): LinkFigures(20e-3, windows * WINDOW / 20e-3)})
@@ -63,7 +65,7 @@ def test_link_has_one_connection_per_window(windows: float, count: int) -> None:
     assert links.connections("a", 2, "b") == min(count, 2)
     assert links.connections("a", 1, "b") == 1
     assert links.connections("a", 100, "b") == count
-    assert links.connections("a", None, "c") == 1, "of this one nothing is known"
+    assert links.connections("a", None, "c") == 1, "an unmeasured link must have one connection"
 
 
 def test_link_too_fast_to_measure_uses_the_assumed_rate() -> None:
@@ -92,18 +94,18 @@ async def test_many_hosts_measure_pairs_at_doubling_distances(size: int) -> None
 
 
 async def measured_pairs(size: int) -> list[tuple[int, int]]:
-    everybody = {rank: {"host": str(rank)} for rank in range(size)}
+    all_cards = {rank: {"host": str(rank)} for rank in range(size)}
     found = []
     for rank in range(size):
         transport: Any = Recorder(rank)
-        assert msgpack.unpackb(await measure_links(transport, everybody)) == []
-        found += [(rank, peer) for peer in transport.asked]
+        assert msgpack.unpackb(await measure_links(transport, all_cards)) == []
+        found += [(rank, peer) for peer in transport.requested_peers]
     return found
 
 
 def test_published_figures_are_decoded() -> None:
-    told = {0: msgpack.packb([[2, *SLOW]]), 2: msgpack.packb([])}
-    assert read_links(told, cards("aabb")).tune(TUNING, {"a", "b"}).tcp.alpha == TUNING.tcp.alpha + 25e-3
+    published = {0: msgpack.packb([[2, *SLOW]]), 2: msgpack.packb([])}
+    assert read_links(published, cards("aabb")).tune(TUNING, {"a", "b"}).tcp.alpha == TUNING.tcp.alpha + 25e-3
 
 
 @pytest.mark.parametrize(
@@ -142,10 +144,10 @@ async def test_all_ranks_use_the_same_figures(tmp_path: Path) -> None:
 
 
 async def test_group_on_one_host_ignores_links_between_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def measured(*_: Any) -> LinkFigures:
+    async def measured_figures(*_: Any) -> LinkFigures:
         return SLOW
 
-    monkeypatch.setattr(measured_links, "_measure_link", measured)
+    monkeypatch.setattr(measured_links, "_measure_link", measured_figures)
     for each in await machine_figures("aab", tmp_path):
         assert each["world"].alpha == Tuning().tcp.alpha + 25e-3
         assert each["host"].alpha == Tuning(medium="shm").machine.alpha
@@ -155,10 +157,10 @@ async def test_group_on_one_host_ignores_links_between_hosts(tmp_path: Path, mon
 async def test_connections_option_limits_the_connections_of_a_link(
     most: int | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def measured(*_: Any) -> LinkFigures:
+    async def measured_figures(*_: Any) -> LinkFigures:
         return LinkFigures(1.0, 1e12)
 
-    monkeypatch.setattr(measured_links, "_measure_link", measured)
+    monkeypatch.setattr(measured_links, "_measure_link", measured_figures)
 
     async def rank(number: int) -> int:
         how = GroupOptions(host_id=str(number), job_key=b"k" * 32, bind="127.0.0.1", connections=most)
@@ -179,9 +181,9 @@ async def test_connections_option_limits_the_connections_of_a_link(
 async def test_unmeasurable_link_does_not_prevent_the_rendezvous(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fails(*_: Any) -> None:
+    async def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(measured_links, "measure", fails)
+    monkeypatch.setattr(measured_links, "measure", fail)
     for each in await machine_figures("ab", tmp_path):
         assert each["world"] == Tuning().tcp

@@ -35,7 +35,7 @@ OWN_KEY = b"of this test and no other"
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PmiStore]]:
-    """Yield the stores of the simulated processes, by descriptor; they are closed after the test."""
+    """Yield the stores of the simulated processes by descriptor; close them after the test."""
     for name in [name for name in os.environ if name.startswith("AIOCOLL_") and name != "AIOCOLL_TEST_LOOP"]:
         monkeypatch.delenv(name)
     made: dict[str, PmiStore] = {}
@@ -45,14 +45,14 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PmiStore]]:
         store.close()
 
 
-def request_of(launcher: PmiLauncher, rank: int) -> Any:
-    """Return the function that requests the store address for a rank."""
+def store_request(launcher: PmiLauncher, rank: int) -> Any:
+    """Return the function that requests the address of the store for a rank."""
     return launchers.PMI.address(launcher.environment(rank)).ask
 
 
 async def find_store(launcher: PmiLauncher, rank: int, key: bytes | None = None, **given: Any) -> PublishedStore:
     options = GroupOptions.resolve(GroupOptions(**given), {})
-    found: PublishedStore = await request_of(launcher, rank)(key, options, "", LIMIT)
+    found: PublishedStore = await store_request(launcher, rank)(key, options, "", LIMIT)
     return found
 
 
@@ -70,7 +70,7 @@ async def test_rank_0_publishes_address_and_key(size: int, stores: dict[str, Pmi
         assert all(other == first for other in others)
         assert (first.host, len(first.key)) == ("127.0.0.1", 32)
         assert launcher.entered == size
-        commands = [[command.split()[0] for command in asked] for asked in launcher.asked]
+        commands = [[command.split()[0] for command in of_rank] for of_rank in launcher.commands]
         common = ["init", "get_my_kvsname", "barrier_in", "get", "finalize"]
         assert commands == [[*common[:2], "put", *common[2:]], *[common] * (size - 1)]
         assert all(launcher.is_blocking(rank) for rank in range(size))
@@ -87,7 +87,7 @@ async def test_consecutive_groups_send_one_request(
 ) -> None:
     async with PmiLauncher(2) as launcher:
 
-        def made(rank: int) -> new_group:
+        def make_group(rank: int) -> new_group:
             with pytest.MonkeyPatch.context() as patch:
                 for name, value in launcher.environment(rank).items():
                     patch.setenv(name, value)
@@ -95,7 +95,7 @@ async def test_consecutive_groups_send_one_request(
 
         async def ranks() -> list[Any]:
             async def rank(rank: int) -> tuple[int, int, float]:
-                async with made(rank) as one, made(rank) as two:
+                async with make_group(rank) as one, make_group(rank) as two:
                     assert await one.allreduce(rank + 1) == 3
                     return two.rank(), two.size(), await two.allreduce(1.5)
 
@@ -111,12 +111,12 @@ async def test_loops_of_several_threads_send_one_request(stores: dict[str, PmiSt
     async with PmiLauncher(2) as launcher:
         started = threading.Barrier(3)
 
-        def ask_together() -> PublishedStore:
+        def request_together() -> PublishedStore:
             started.wait(LIMIT)
             return asyncio.run(find_store(launcher, 1))
 
-        asking = [asyncio.create_task(asyncio.to_thread(ask_together)) for _ in range(3)]
-        first, *others = await asyncio.gather(find_store(launcher, 0), *asking)
+        requests = [asyncio.create_task(asyncio.to_thread(request_together)) for _ in range(3)]
+        first, *others = await asyncio.gather(find_store(launcher, 0), *requests)
         assert others == [first] * 3
         assert launcher.entered == 2
 
@@ -125,9 +125,9 @@ async def test_cancelled_waiter_does_not_cancel_the_request_of_others(stores: di
     async with PmiLauncher(2) as launcher:
         tasks = [asyncio.create_task(find_store(launcher, 1)) for _ in range(3)]
         await until(lambda: launcher.entered == 1)
-        tasks[1].cancel()  # it waits for the first one
+        tasks[1].cancel()  # waits for the request of task 0
         await asyncio.wait([tasks[1]])
-        tasks[0].cancel()  # and the third one goes on from here
+        tasks[0].cancel()  # task 2 takes over the request
         await asyncio.wait([tasks[0]])
         assert await find_store(launcher, 0) == await tasks[2]
         assert launcher.entered == 2
@@ -139,7 +139,7 @@ async def test_late_processes_are_reported_and_may_still_arrive(
     async with PmiLauncher(2) as launcher:
         options = GroupOptions.resolve(GroupOptions(warn_after=0.05), {})
         with pytest.raises(RendezvousError) as caught:
-            await request_of(launcher, 0)(None, options, "", 0.2)
+            await store_request(launcher, 0)(None, options, "", 0.2)
         assert str(caught.value) == (
             "rank 0 waited 0.2 s at the launcher's barrier (PMI): all 2 processes that the launcher started must "
             "make a group, with init_method='env://'"
@@ -173,7 +173,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("command", "answer", "message"), WRONG, ids=range(len(WRONG)))
-async def test_invalid_reply_raises_now_and_later(
+async def test_invalid_reply_raises_at_each_call(
     command: str, answer: str, message: str, stores: dict[str, PmiStore]
 ) -> None:
     async with PmiLauncher(2, {command: answer}) as launcher:
@@ -181,9 +181,9 @@ async def test_invalid_reply_raises_now_and_later(
             _, error = await find_stores(launcher, 2)
             assert isinstance(error, RendezvousError)
             assert message in str(error)
-            assert "5555" not in str(error)  # it might be the key
+            assert "5555" not in str(error)  # the reply may contain the key
         assert all(launcher.is_blocking(rank) for rank in range(2))
-        assert all(len(asked) == len(set(asked)) for asked in launcher.asked)  # nothing is said twice
+        assert all(len(commands) == len(set(commands)) for commands in launcher.commands)  # no command is sent twice
 
 
 async def test_closed_launcher_connection_is_reported(stores: dict[str, PmiStore]) -> None:
@@ -214,35 +214,35 @@ async def test_long_error_of_rank_0_is_truncated(stores: dict[str, PmiStore]) ->
         assert len(str(other)) > 200
 
 
-async def test_given_port_is_used(stores: dict[str, PmiStore]) -> None:
+async def test_pmi_store_uses_the_given_port(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         port = free_port()
         variables = launcher.environment(0) | {"AIOCOLL_PORT": str(port)}
-        asked = launchers.PMI.address(variables).ask
-        assert asked is not None
-        first, other = await asyncio.gather(asked(None, OPTIONS, "", LIMIT), find_store(launcher, 1))
+        request = launchers.PMI.address(variables).ask
+        assert request is not None
+        first, other = await asyncio.gather(request(None, OPTIONS, "", LIMIT), find_store(launcher, 1))
         assert first == other
         assert first.port == port
 
 
-async def test_key_from_elsewhere_is_not_published(stores: dict[str, PmiStore]) -> None:
+async def test_given_key_is_not_published(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(3) as launcher:
         first, one, other = await asyncio.gather(
             find_store(launcher, 0, OWN_KEY), find_store(launcher, 1, OWN_KEY), find_store(launcher, 2)
         )
         assert (first.key, one.key, other.key) == (OWN_KEY, OWN_KEY, None)
-        put = next(line for line in launcher.asked[0] if line.startswith("put")).split()[-1]
+        put = next(line for line in launcher.commands[0] if line.startswith("put")).split()[-1]
         assert bytes.fromhex(put).decode() == f"127.0.0.1 {first.port} "
 
 
 async def test_rank_0_publishes_its_address_for_other_hosts(stores: dict[str, PmiStore]) -> None:
     """Rank 0 does not know the other hosts, so the options determine the address."""
     async with PmiLauncher(2) as launcher:
-        apart = {"MPI_LOCALNRANKS": "1"}
+        one_per_host = {"MPI_LOCALNRANKS": "1"}
         options = GroupOptions.resolve(GroupOptions(bind="127.0.0.2", advertise="198.51.100.3"), {})
         first, other = await asyncio.gather(
             *(
-                launchers.PMI.address(launcher.environment(rank) | apart).ask(None, options, "", LIMIT)
+                launchers.PMI.address(launcher.environment(rank) | one_per_host).ask(None, options, "", LIMIT)
                 for rank in (0, 1)
             )
         )
@@ -257,7 +257,7 @@ async def test_mpi_library_may_use_the_launcher_later(
     async with PmiLauncher(2) as launcher:
         first, other = await find_stores(launcher, 2)
         assert first == other
-        assert [asked[-1] for asked in launcher.asked] == ["get kvs_1_0 aiocoll"] * 2
+        assert [commands[-1] for commands in launcher.commands] == ["get kvs_1_0 aiocoll"] * 2
         assert launcher.is_blocking(0)
 
 

@@ -12,7 +12,7 @@ import pytest
 from aiocoll import RendezvousError, new_group
 from aiocoll.rendezvous.private_folder import private_folder
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no users to tell apart")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs unix users")
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_folder_of_other_users_is_refused(temporary: Path, runtime: Path, what: 
         elif os.geteuid() == 0:
             os.chown(folder, 65534, -1)
         else:
-            pytest.skip("only root can give a folder away")
+            pytest.skip("only root can change the owner of a folder")
     with pytest.raises(RendezvousError, match=rf"{folder} is not private to this user.*XDG_RUNTIME_DIR"):
         private_folder({})
 

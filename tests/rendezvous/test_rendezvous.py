@@ -83,7 +83,7 @@ async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
             await check_group(pg)
 
     await run_ranks_together(3, rank)
-    await run_ranks_together(3, rank)  # and again, in the same file
+    await run_ranks_together(3, rank)  # a second job may use the same file
 
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp", "shm"])
@@ -119,18 +119,18 @@ async def test_rank_and_world_size_come_from_the_environment(environment: pytest
 
 
 async def test_rank_0_may_start_last(port: int) -> None:
-    """The rank that hosts the store starts last."""
-    came: list[int] = []
+    """Rank 0 hosts the store, so the other ranks wait for it."""
+    started_ranks: list[int] = []
 
     async def rank(rank: int) -> None:
         if rank == 0:
-            await until(lambda: len(came) == 2)
-        came.append(rank)
+            await until(lambda: len(started_ranks) == 2)
+        started_ranks.append(rank)
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
             await check_group(pg)
 
     await run_ranks_together(3, rank)
-    assert came[-1] == 0
+    assert started_ranks[-1] == 0
 
 
 async def test_consecutive_groups_may_use_one_address(port: int) -> None:
@@ -139,7 +139,7 @@ async def test_consecutive_groups_may_use_one_address(port: int) -> None:
         for _ in range(4):
             async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
                 await check_group(pg)
-                kept.append(pg)  # a closed group that somebody holds is in nobody's way
+                kept.append(pg)  # a reference to a closed group must not block the next one
         return kept
 
     await run_ranks_together(3, rank)
@@ -228,7 +228,7 @@ async def test_missing_rank_0_is_explained() -> None:
 async def test_missing_connection_is_named_on_both_sides(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All ranks have published their cards, but no connection succeeds; a warning reports it before the timeout."""
+    """The ranks have published their cards, but no connection succeeds. A warning reports it before the timeout."""
 
     async def reach(*_: Any, **__: Any) -> socket.socket:
         await asyncio.Event().wait()
@@ -250,10 +250,10 @@ async def test_missing_connection_is_named_on_both_sides(
             await new_group(store=store, rank=rank, world_size=2, timeout=1.0, options=options)
 
     await run_ranks_together(2, rank)
-    told = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     for number, text in enumerate(expected):
         warning = rf"rank {number} of 2 did not meet the others within 0.5 s: {text}; still waiting"
-        assert len([line for line in told if re.fullmatch(warning, line)]) == 1
+        assert len([line for line in messages if re.fullmatch(warning, line)]) == 1
     await store.aclose()
 
 
@@ -302,9 +302,9 @@ async def test_different_world_sizes_are_named_on_every_rank(sizes: tuple[int, .
     )
     for each in results:
         assert isinstance(each, RendezvousError)
-        told = re.fullmatch(named, str(each))
-        assert told is not None, each
-        assert {int(size) for size in told.groups()} == set(sizes)
+        match = re.fullmatch(named, str(each))
+        assert match is not None, each
+        assert {int(size) for size in match.groups()} == set(sizes)
     await store.aclose()
 
 
@@ -324,7 +324,7 @@ async def test_taken_rank_is_refused() -> None:
 
 
 async def test_rendezvous_can_be_cancelled(port: int) -> None:
-    """The next attempt succeeds."""
+    """A later attempt on the same address succeeds."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await new_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
@@ -346,7 +346,7 @@ async def test_port_0_is_permitted_for_a_single_rank() -> None:
 async def test_wildcard_master_address_means_this_host(
     host: str, encryption: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
-    """The wildcard as destination means the loopback, so both ends agree on encryption."""
+    """A wildcard as destination means loopback, so both ends agree on encryption."""
     environment.setenv("MASTER_ADDR", host)
     environment.setenv("MASTER_PORT", str(port))
     options = GroupOptions(job_key="k" * 32, encryption=encryption)
@@ -454,7 +454,7 @@ async def test_current_group_belongs_to_a_context() -> None:
             assert current_process_group() is None
             with process_group(pg) as current:
                 assert current is pg
-                await pg.barrier()  # the other rank, in its task, has set its own by now
+                await pg.barrier()  # by now the other rank has set its group in its own task
                 assert current_process_group() is pg
                 assert await asyncio.create_task(inherited()) is pg
                 with process_group(None):

@@ -1,4 +1,4 @@
-"""Tests of ranks that report the same host but cannot reach each other there: they use TCP and the job key."""
+"""Tests of ranks that report the same host but cannot connect there: they use TCP and the job key."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KEY = b"k" * 32
 NOBODY = 65534
 
 
-class Machine(Store):
-    """The store as seen by ranks of one of several copied machines: unix sockets of other copies do not work."""
+class CopiedMachineStore(Store):
+    """The store as the ranks of one copied machine see it; unix sockets of other copies do not work."""
 
     def __init__(self, store: Store, owners: dict[str, int], number: int) -> None:
         super().__init__(store.timeout)
@@ -33,14 +33,14 @@ class Machine(Store):
     async def aclose(self) -> None:
         pass
 
-    def _seen(self, name: str) -> str:
+    def _visible_name(self, name: str) -> str:
         return name if self._owners[name] == self._number else f"@aiocoll-{name[-8:]}-elsewhere"
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
         key = arguments[0]
         if command == "compare_set" and "/unix/" in key:
             self._owners[arguments[2].decode()] = self._number
-            return self._seen((await self._store._call(command, arguments)).decode()).encode()
+            return self._visible_name((await self._store._call(command, arguments)).decode()).encode()
         return await self._store._call(command, arguments)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
@@ -48,9 +48,9 @@ class Machine(Store):
         if command != "multi_get" or "/card/" not in arguments[0][0]:
             return found
         cards = [msgpack.unpackb(data) for data in found]
-        # Each rank has its own loop, since ranks of one loop would exchange data in memory.
+        # Each rank gets its own loop name, since ranks of one loop would exchange data in memory.
         return [
-            msgpack.packb({**card, "unix": self._seen(card["unix"]), "loop": f"loop {rank}"})
+            msgpack.packb({**card, "unix": self._visible_name(card["unix"]), "loop": f"loop {rank}"})
             for rank, card in enumerate(cards)
         ]
 
@@ -67,7 +67,7 @@ async def test_copies_of_one_machine_count_as_several_hosts(machines: str) -> No
 
     async def rank(number: int) -> list[tuple[str, str | None]]:
         options = GroupOptions(job_key=KEY, host_id="one")
-        view = Machine(store, owners, int(machines[number]))
+        view = CopiedMachineStore(store, owners, int(machines[number]))
         async with new_group(store=view, rank=number, world_size=size, timeout=30, options=options) as pg:
             got = await pg.allreduce(np.full(100_000, number + 1.0))
             np.testing.assert_array_equal(got, np.full(100_000, size * (size + 1) / 2))
@@ -95,7 +95,9 @@ async def test_transport_of_one_host_is_refused_with_the_reason(transport: str) 
 
     async def rank(number: int) -> None:
         options = GroupOptions(transport=transport, job_key=KEY, host_id="one")
-        await new_group(store=Machine(store, owners, number), rank=number, world_size=2, timeout=30, options=options)
+        await new_group(
+            store=CopiedMachineStore(store, owners, number), rank=number, world_size=2, timeout=30, options=options
+        )
 
     for error in await asyncio.gather(*map(rank, range(2)), return_exceptions=True):
         assert isinstance(error, RendezvousError)
@@ -134,7 +136,7 @@ def start_other_user(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("key", [KEY, None])
 async def test_rank_of_another_user_needs_a_key(key: bytes | None, port: int) -> None:
-    """Like a rootless container next to a process of its host: TCP with the key, or an error on both ranks at once."""
+    """A rootless container is an example. With the key the ranks use TCP; without a key both fail at once."""
     there = f"tcp://127.0.0.1:{port}"
     group = new_group(init_method=there, rank=0, world_size=2, timeout=30, options=GroupOptions(job_key=key))
     with start_other_user(str(port), "" if key is None else key.decode()) as other:

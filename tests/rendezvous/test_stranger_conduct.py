@@ -1,4 +1,4 @@
-"""Tests of strangers, clients without the job key, at every listener while ranks meet and work."""
+"""Tests of strangers at every listener while ranks meet and work. A stranger is a client without the job key."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from aiocoll.store import StoreServer, TCPStore
 from aiocoll.transport.stream import addresses as address
 
 KEY = b"k" * 32
-#: Connections of a flood to each listener, and the number open at a time, more than the table of unproven ones holds.
+#: The connections of a flood to each listener, and those open at a time: more than a listener admits unproven.
 FLOOD, OPEN = 400, 150
-#: Bytes of a handshake that strangers send before they fall silent.
-SAID = (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)
+#: The numbers of handshake bytes that strangers send before they fall silent.
+HANDSHAKE_BYTES = (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)
 
 Conduct = Callable[[int, Any], Awaitable[None]]
 
 
 async def connected_socket(family: int, target: Any) -> socket.socket:
-    """Connect, however long the queue is; a closed listener ends the stranger."""
+    """Connect, however long the queue is. A closed listener raises an error, which ends the stranger."""
     while True:
         try:
             return await address.reach(asyncio.get_running_loop(), family, target)
@@ -55,7 +55,7 @@ def false_handshake(number: int) -> ClientHandshake:
 
 
 async def received_bytes(sock: socket.socket, nbytes: int) -> bytes:
-    """Read `nbytes`, or fewer if the other end closes or resets the connection."""
+    """Receive `nbytes`, or fewer if the peer closes or resets the connection."""
     data = b""
     while len(data) < nbytes:
         try:
@@ -69,15 +69,15 @@ async def received_bytes(sock: socket.socket, nbytes: int) -> bytes:
 
 
 async def hold(family: int, target: Any) -> None:
-    """Send nothing or a part of a handshake, and stay connected; reconnect when the listener closes."""
+    """Send a part of a handshake or nothing, and stay connected; reconnect when the listener closes the connection."""
 
-    async def one(said: int) -> None:
+    async def hold_one(nbytes: int) -> None:
         while True:
             with await connected_socket(family, target) as sock:
-                sock.send((false_handshake(1).hello() + bytes(PROOF_SIZE))[:said])
+                sock.send((false_handshake(1).hello() + bytes(PROOF_SIZE))[:nbytes])
                 await received_bytes(sock, CHALLENGE_SIZE + 1)
 
-    await asyncio.gather(*map(one, SAID))
+    await asyncio.gather(*map(hold_one, HANDSHAKE_BYTES))
 
 
 async def repeat(family: int, target: Any) -> None:
@@ -91,13 +91,13 @@ async def repeat(family: int, target: Any) -> None:
                 if len(challenge) == CHALLENGE_SIZE:
                     sock.send(client.prove(challenge))
             except (BrokenPipeError, ConnectionResetError):
-                continue  # turned away for another one
-            answer = await received_bytes(sock, VERDICT_SIZE + 1)
-            assert answer in (b"", bytes(VERDICT_SIZE))
+                continue  # the listener dropped this client for another one
+            reply = await received_bytes(sock, VERDICT_SIZE + 1)
+            assert reply in (b"", bytes(VERDICT_SIZE))
 
 
 async def flood(family: int, target: Any) -> None:
-    """Open more connections than the table of unproven ones holds, silent or not."""
+    """Open more connections than a listener admits unproven; half of them send garbage."""
     with ExitStack() as stack:
         crowd: deque[socket.socket] = deque()
         stack.callback(lambda: [sock.close() for sock in crowd])
@@ -114,14 +114,14 @@ async def flood(family: int, target: Any) -> None:
 
 
 async def half_open(family: int, target: Any) -> None:
-    """Never read the replies, or reset the connection at any point."""
+    """Leave replies unread, and reset connections at any point."""
     with ExitStack() as stack:
         for number in count():
             sock = await connected_socket(family, target)
             try:
                 with suppress(BrokenPipeError, ConnectionResetError):
-                    said = SAID[number % len(SAID)] + 32 * (number % 3)
-                    sock.send((false_handshake(1).hello() + bytes(PROOF_SIZE + 32))[:said])
+                    nbytes = HANDSHAKE_BYTES[number % len(HANDSHAKE_BYTES)] + 32 * (number % 3)
+                    sock.send((false_handshake(1).hello() + bytes(PROOF_SIZE + 32))[:nbytes])
                     await asyncio.sleep(0)
             finally:
                 if number < OPEN and number % 4 == 0:
@@ -142,12 +142,12 @@ class Strangers:
         self._tasks.append(asyncio.get_running_loop().create_task(self._stay(family, target)))
 
     async def _stay(self, family: int, target: Any) -> None:
-        # The listener preferred another client, or was closed.
+        # The listener dropped this client for another one, or was closed.
         with suppress(BrokenPipeError, ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
             await self._conduct(family, target)
 
     async def leave(self) -> int:
-        """End all strangers, raise their errors, and return the number of listeners."""
+        """End all strangers and raise their errors; return the number of listeners."""
         for task in self._tasks:
             task.cancel()
         for result in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -157,16 +157,16 @@ class Strangers:
 
 
 @contextmanager
-def at_every_listener(conduct: Conduct) -> Iterator[Strangers]:
+def strangers_at_every_listener(conduct: Conduct) -> Iterator[Strangers]:
     strangers = Strangers(conduct)
     add = address.Listeners.add
 
-    def added(self: address.Listeners, listener: socket.socket) -> None:
+    def add_and_visit(self: address.Listeners, listener: socket.socket) -> None:
         add(self, listener)
         strangers.visit(listener.family, listener.getsockname())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(address.Listeners, "add", added)
+        patch.setattr(address.Listeners, "add", add_and_visit)
         yield strangers
 
 
@@ -185,13 +185,13 @@ async def work(pg: ProcessGroup) -> None:
     assert await pg.alltoall_object([rank] * size) == list(range(size))
 
 
-async def job(there: tuple[str, int], transport: str, world_size: int) -> None:
-    """Meet twice and work in between, while strangers connect."""
+async def run_job(endpoint: tuple[str, int], transport: str, world_size: int) -> None:
+    """Meet and work, twice, while strangers connect."""
 
     async def rank(number: int) -> None:
         host_id = f"host {number}" if transport == "hosts" else None
         options = GroupOptions(transport="tcp" if host_id else transport, job_key=KEY, host_id=host_id)
-        async with TCPStore(*there, key=KEY) as store:
+        async with TCPStore(*endpoint, key=KEY) as store:
             for _ in range(2):
                 async with new_group(store=store, rank=number, world_size=world_size, options=options) as pg:
                     for _ in range(3):
@@ -208,18 +208,18 @@ async def job(there: tuple[str, int], transport: str, world_size: int) -> None:
 async def test_strangers_at_every_listener_do_not_disturb_a_job(
     conduct: Conduct, transport: str, world_size: int
 ) -> None:
-    """Listeners of ranks and stores, unix and TCP, all kinds of links; with "hosts" also heartbeats."""
+    """The listeners are those of ranks and stores, over unix sockets and TCP. "hosts" adds heartbeats."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-test-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
-    there = server.start()
-    with at_every_listener(conduct) as strangers:
+    endpoint = server.start()
+    with strangers_at_every_listener(conduct) as strangers:
         if unix:
             strangers.visit(socket.AF_UNIX, address.unix_address(server.host.removeprefix("unix:")))
         else:
-            strangers.visit(socket.AF_INET, there)
+            strangers.visit(socket.AF_INET, endpoint)
         try:
-            await job(there, transport, world_size)
+            await run_job(endpoint, transport, world_size)
         finally:
             found = await strangers.leave()
             await server.aclose()
-        assert found == 1 + 2 * world_size, "the store, and each rank twice"
+        assert found == 1 + 2 * world_size, "not every listener had a stranger"

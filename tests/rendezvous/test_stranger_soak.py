@@ -1,4 +1,4 @@
-"""Soak tests of the cost of strangers to a job: a minute each, alternately with and without them, in processes."""
+"""Soak tests of the cost of strangers: a job runs for a minute, alternately with and without strangers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 KEY = b"k" * 32
 #: Seconds of a run, and of each of its parts with or without strangers.
 SECONDS, PART = 60.0, 1.5
-#: Limits of the cost: a ratio of medians for holding and repeating, seconds for flooding a rendezvous.
+#: Limits of the cost: a ratio of medians for "hold" and "repeat", seconds of delay for "flood".
 MOST_COST, MOST_DELAY = 1.05, 2.0
 
 pytestmark = pytest.mark.soak
@@ -37,18 +37,18 @@ def send_line(process: Process, line: str) -> None:
     process.stdin.write(f"{line}\n".encode())
 
 
-async def listen_to(rank: Process, visitor: Process, took: list[tuple[float, float]]) -> None:
+async def read_lines(rank: Process, visitor: Process, durations: list[tuple[float, float]]) -> None:
     assert rank.stdout is not None
     while line := (await rank.stdout.readline()).decode():
         if line.startswith("at "):
             send_line(visitor, line.strip())
         else:
             _, begin, seconds = line.split()
-            took.append((float(begin), float(seconds)))
+            durations.append((float(begin), float(seconds)))
 
 
-async def take_turns(visitor: Process, changes: list[float]) -> None:
-    """Switch strangers on and off in turn, and record the times of the changes."""
+async def switch_strangers(visitor: Process, changes: list[float]) -> None:
+    """Switch the strangers on and off in turn, and record the times of the changes."""
     while True:
         for word in ("on", "off"):
             send_line(visitor, word)
@@ -64,11 +64,11 @@ async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[
     visitor = await start_program("visitor", conduct)
     send_line(visitor, f"at 1 {(chr(0) + host[6:])!r}" if unix else f"at 2 {(host, port)!r}")
     ranks = [await start_program("rank_visited", what, rank, host, port, transport, SECONDS) for rank in range(2)]
-    took: list[tuple[float, float]] = []
+    durations: list[tuple[float, float]] = []
     changes: list[float] = []
-    turns = asyncio.create_task(take_turns(visitor, changes))
+    turns = asyncio.create_task(switch_strangers(visitor, changes))
     try:
-        await asyncio.gather(listen_to(ranks[0], visitor, took), listen_to(ranks[1], visitor, []))
+        await asyncio.gather(read_lines(ranks[0], visitor, durations), read_lines(ranks[1], visitor, []))
         assert [await rank.wait() for rank in ranks] == [0, 0]
         assert visitor.returncode is None
     finally:
@@ -77,12 +77,12 @@ async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[
         await visitor.wait()
         await server.aclose()
         for thread in threading.enumerate():
-            if thread.name.startswith("asyncio-waitpid"):  # it has waited for a process that has ended
+            if thread.name.startswith("asyncio-waitpid"):  # its process has ended
                 thread.join()
     parts: list[list[float]] = [[] for _ in changes]
-    for begin, seconds in took:
+    for begin, seconds in durations:
         number = sum(change <= begin for change in changes) - 1
-        # Skip work that overlaps a change, except a rendezvous that ended only after the strangers left.
+        # Skip calls that overlap a change, except a meeting that finished only after the strangers had left.
         ends = begin + seconds <= changes[number] + PART or (what == "meet" and number % 2 == 0)
         if number >= 0 and begin > changes[number] + PART / 10 and ends:
             parts[number].append(seconds)

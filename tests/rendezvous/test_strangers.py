@@ -1,4 +1,4 @@
-"""Tests of clients without the key or with false claims: they are refused and do not disturb ranks."""
+"""Tests of clients without the job key or with false claims: ranks refuse them and are not disturbed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KEY = b"k" * 32
 OTHER = b"another key of this length"
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
 NOBODY = 65534
-#: Seconds that suffice for a rank to refuse a peer without the key; the peer waits as long.
+#: Seconds that are enough for a rank to refuse a peer without the key. The peer waits as long.
 LONG_ENOUGH = 2.5
 
 
@@ -70,7 +70,7 @@ class Rank:
         return None
 
     def deliver(self, link: Link, header: Any, payload: memoryview | None) -> None:
-        raise AssertionError("a stranger was heard")
+        raise AssertionError("received a frame from a stranger")
 
     def lost(self, link: Link, error: Exception | None) -> None:
         self.errors.put_nowait(error)
@@ -99,7 +99,7 @@ async def connected_socket(family: int, target: Any) -> socket.socket:
 
 
 async def read(sock: socket.socket, nbytes: int) -> bytes:
-    """Read `nbytes`, or fewer if the other end closes the connection."""
+    """Receive `nbytes`, or fewer if the peer closes the connection."""
     data = b""
     try:
         while len(data) < nbytes and (
@@ -130,11 +130,13 @@ def resident_bytes() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_ranks_with_different_keys_do_not_meet(transport: str) -> None:
-    """All pairs of ranks run at once, since rank 0 waits until its timeout."""
-    await asyncio.gather(*(do_not_meet(transport, *keys) for keys in [(KEY, OTHER), (KEY, None), (None, KEY)]))
+    """Run all pairs of ranks at once, since rank 0 waits until its timeout."""
+    await asyncio.gather(
+        *(assert_ranks_do_not_meet(transport, *keys) for keys in [(KEY, OTHER), (KEY, None), (None, KEY)])
+    )
 
 
-async def do_not_meet(transport: str, first: bytes | None, second: bytes | None) -> None:
+async def assert_ranks_do_not_meet(transport: str, first: bytes | None, second: bytes | None) -> None:
     store = HashStore()
     groups = [
         new_group(
@@ -181,7 +183,7 @@ async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, 
         assert "AIOCOLL_JOB_KEY" not in os.environ
         child = await asyncio.create_subprocess_exec(*look, stdout=subprocess.PIPE)
         assert await child.communicate() == (b"\n", None)
-        # This process has removed the key from the environment, and keeps it for later groups.
+        # The process has removed the key from its environment, and keeps it for later groups.
         with pytest.raises(AuthenticationError, match="did not prove"):
             await TCPStore("127.0.0.1", port, timeout=5, key=OTHER).open()
     async with new_group(init_method=method, rank=0, world_size=1):
@@ -215,15 +217,15 @@ async def test_replayed_handshake_opens_no_link(flavour: str, kind: ConnKind) ->
 @pytest.mark.usefixtures("overheard")
 async def test_replayed_requests_do_not_change_a_store() -> None:
     server = StoreServer(key=KEY)
-    there = server.start()
-    async with Proxy.tcp(there, None) as proxy:
+    endpoint = server.start()
+    async with Proxy.tcp(endpoint, None) as proxy:
         async with TCPStore(*proxy.endpoint, key=KEY) as store:
             assert await store.add("n", 1) == 1
         recorded = bytes(proxy.said[ConnKind.STORE, True])
-    with await connected_socket(socket.AF_INET, there) as sock:
+    with await connected_socket(socket.AF_INET, endpoint) as sock:
         sock.send(recorded)
         assert (await read(sock, 1 << 20))[CHALLENGE_SIZE:] == bytes(VERDICT_SIZE)
-    async with TCPStore(*there, key=KEY) as store:
+    async with TCPStore(*endpoint, key=KEY) as store:
         assert await store.get("n") == b"1"
     await server.aclose()
 
@@ -231,7 +233,7 @@ async def test_replayed_requests_do_not_change_a_store() -> None:
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
 async def test_reflected_challenge_is_refused(flavour: str, kind: ConnKind) -> None:
-    """The attacker has the challenging rank answer its own challenge."""
+    """The attacker makes the challenging rank reply to its own challenge."""
     async with listening_rank(flavour, 1) as rank:
         with pytest.raises(HandshakeRefusedError, match="rank 1 and rank 1 of 2 cannot be peers"):
             await rank.transport.connect(0, rank.card, kind)
@@ -241,7 +243,7 @@ async def test_reflected_challenge_is_refused(flavour: str, kind: ConnKind) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(ConnKind))
 async def test_echoed_handshake_is_refused(kind: ConnKind) -> None:
-    """The other end sends the received bytes back, padded to the required length."""
+    """The peer sends the received bytes back, padded to the required length."""
     loop = asyncio.get_running_loop()
     listener = address.open_tcp("127.0.0.1")
 
@@ -271,7 +273,7 @@ async def test_echoed_handshake_is_refused(kind: ConnKind) -> None:
 
 
 @contextmanager
-def as_nobody(code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def process_of_nobody(code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run `code` as an unprivileged user, with a unix socket `sock`."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
@@ -288,9 +290,9 @@ async def test_another_user_cannot_connect() -> None:
     code = "sock.connect('\\0' + sys.argv[1][1:]); sock.send(bytes(72)); print(sock.recv(1))"
 
     async def attempt(name: str) -> None:
-        with as_nobody(code, name) as process:
+        with process_of_nobody(code, name) as process:
             out, _ = await asyncio.to_thread(process.communicate, timeout=30)
-        # The rank closes without reading: a reset, or an end of file if the message arrived later.
+        # The rank closes without reading. The client sees a reset, or an end of file if its message arrives later.
         assert out.strip() in (b"b''", b"")
 
     async with listening_rank("unix") as rank:
@@ -305,7 +307,7 @@ async def test_another_user_cannot_connect() -> None:
 async def test_socket_of_another_user_is_refused() -> None:
     name = f"@aiocoll-test-{os.urandom(8).hex()}"
     code = "sock.bind('\\0' + sys.argv[1][1:]); sock.listen(); print('ready', flush=True); sys.stdin.read()"
-    with as_nobody(code, name) as process:
+    with process_of_nobody(code, name) as process:
         assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
         async with listening_rank("unix", 1) as rank:
             with pytest.raises(AuthenticationError, match=f"{name} belongs to user {NOBODY}, not to this user"):
@@ -318,20 +320,20 @@ async def test_socket_of_another_user_is_refused() -> None:
 
 
 async def test_announced_length_uses_no_memory_in_a_store() -> None:
-    """Clients announce the longest permitted frame and send none of its body."""
+    """Clients announce the longest permitted frame and send nothing of its body."""
     server = StoreServer(key=KEY)
-    there = server.start()
+    endpoint = server.start()
     identity = Identity(job_id(""), 0, -1, 0, ConnKind.STORE)
     socks = []
     before = resident_bytes()
     for _ in range(32):
-        socks.append(await connected_socket(socket.AF_INET, there))
+        socks.append(await connected_socket(socket.AF_INET, endpoint))
         await prove_key(socks[-1], identity)
         socks[-1].send(struct.pack("!I", 16 << 20))
-    async with TCPStore(*there, key=KEY) as store:
-        await store.set("large", bytes(8 << 20))  # one that keeps its word
+    async with TCPStore(*endpoint, key=KEY) as store:
+        await store.set("large", bytes(8 << 20))  # a client that sends its whole frame
         assert await store.get("large") == bytes(8 << 20)
-    # 512 MiB were announced; the data of the honest client is a tenth of that.
+    # The clients announced 512 MiB. The data of the correct client is far less than the limit.
     assert resident_bytes() - before < 100 << 20
     for sock in socks:
         sock.close()
@@ -357,16 +359,16 @@ async def test_announced_length_uses_no_memory_in_a_link(flavour: str) -> None:
 
 
 async def test_proven_peer_is_not_displaced() -> None:
-    """The peer has a verdict; losing the connection then would count as a death."""
+    """The peer has a verdict, so a closed connection would count as its death."""
     async with listening_rank("unix") as rank:
         with await connected_socket(*socket_address(rank.card)) as sock:
             client = ClientHandshake(Identity(job_id("job"), 0, 1, 2, DATA), KEY, os.urandom)
             sock.send(client.hello())
             sock.send(client.prove(await read(sock, CHALLENGE_SIZE)))
-            last_word = client.confirm(await read(sock, VERDICT_SIZE))
+            last_message = client.confirm(await read(sock, VERDICT_SIZE))
             crowd = [await connected_socket(*socket_address(rank.card)) for _ in range(2 * MIN_PLACES)]
-            assert await read(crowd[0], 1) == b"", "the oldest of the others makes room"
-            sock.send(last_word)
+            assert await read(crowd[0], 1) == b"", "the oldest unproven client was not dropped"
+            sock.send(last_message)
             dial.decline(sock)
             while not rank.links:  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -376,7 +378,7 @@ async def test_proven_peer_is_not_displaced() -> None:
 
 
 @contextmanager
-def many_descriptors() -> Iterator[None]:
+def raised_descriptor_limit() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     try:
@@ -387,9 +389,9 @@ def many_descriptors() -> Iterator[None]:
 
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_1000_strangers_do_not_disturb_a_job(transport: str) -> None:
-    """Silent and garbage connections reach the store and each rank while the ranks meet, dial and reduce."""
+    """Silent clients and clients that send garbage connect to the store and to each rank during the whole job."""
     server = StoreServer(key=KEY)
-    there = server.start()
+    endpoint = server.start()
     crowd: list[socket.socket] = []
 
     async def visit(family: int, target: Any, count: int) -> None:
@@ -400,7 +402,7 @@ async def test_1000_strangers_do_not_disturb_a_job(transport: str) -> None:
                 sock.send((b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(HELLO_SIZE), b"aioc\xff")[number % 3])
 
     async def rank(number: int) -> None:
-        store = TCPStore(*there, key=KEY)
+        store = TCPStore(*endpoint, key=KEY)
         options = GroupOptions(transport=transport, job_key=KEY)
         async with new_group(store=store, rank=number, world_size=3, options=options) as pg:
             card = comm_of(pg).endpoint.cards[number]
@@ -412,9 +414,9 @@ async def test_1000_strangers_do_not_disturb_a_job(transport: str) -> None:
             assert await pg.allreduce(1) == 3
         await store.aclose()
 
-    with many_descriptors():
-        await visit(socket.AF_INET, there, 200)
-        await asyncio.gather(visit(socket.AF_INET, there, 200), *map(rank, range(3)))
+    with raised_descriptor_limit():
+        await visit(socket.AF_INET, endpoint, 200)
+        await asyncio.gather(visit(socket.AF_INET, endpoint, 200), *map(rank, range(3)))
         assert len(crowd) == 1000
         for sock in crowd:
             sock.close()

@@ -78,7 +78,7 @@ async def test_ranks_meet_again() -> None:
 async def test_newcomer_replaces_a_rank() -> None:
     async def rank(ticket: Ticket) -> tuple[int, float]:
         async with ticket.join(timeout=LIMIT) as pg:
-            if pg.rank() == 0:  # which would host the store without a meeting
+            if pg.rank() == 0:  # without a meeting, rank 0 would host the store
                 return 0, 0.0
             old = pg
             pg = await old.shrink()
@@ -149,9 +149,9 @@ def test_invalid_world_sizes_are_refused(size: Any, error: type[Exception]) -> N
 
 
 def test_meeting_must_be_entered() -> None:
-    for ask in (Meeting(1).ticket, Meeting(1).newcomer):
+    for make_ticket in (Meeting(1).ticket, Meeting(1).newcomer):
         with pytest.raises(ValueError, match="the meeting has not been entered: use"):
-            ask()
+            make_ticket()
 
 
 @pytest.mark.parametrize("given", [{"rank": 0}, {"world_size": 1}, {"join": True}, {"store": HashStore()}])
@@ -248,7 +248,7 @@ async def test_program_without_a_launcher_gets_a_hint() -> None:
 
 @pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 3])
 async def test_meeting_reports_a_death_to_the_ranks(hosts: int) -> None:
-    """The ranks of a grown group and the reported process itself receive the report, too."""
+    """The report also reaches the ranks of a grown group and the reported process."""
     came: asyncio.Queue[None] = asyncio.Queue()
 
     async def rank(number: int, ticket: Ticket) -> str:
@@ -276,10 +276,10 @@ async def test_meeting_reports_a_death_to_the_ranks(hosts: int) -> None:
         for _ in ranks:
             await came.get()
         assert all(map(meeting.has_arrived, tickets))
-        meeting.report_death(meeting.ticket(1), "of a ticket that nobody has")
+        meeting.report_death(meeting.ticket(1), "unused ticket")
         meeting.report_death(tickets[1], "it was preempted")
         assert await asyncio.gather(*ranks) == ["2 of 2", "out", "2 of 2"]
-    meeting.report_death(tickets[0], "nobody hears that any more")
+    meeting.report_death(tickets[0], "after the end")
 
 
 async def test_death_of_a_ticket_from_another_meeting_is_refused() -> None:

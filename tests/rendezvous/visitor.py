@@ -1,11 +1,11 @@
-"""A stranger as a process: a client without the job key, run with the name of its conduct.
+"""A stranger as a process: a client without the job key. Its argument names its conduct.
 
-Lines of standard input name listeners ("at FAMILY ADDRESS", the address as a Python literal) and start or stop the
-connections ("on", "off"). The process ends at the end of its input.
+Lines of standard input name listeners ("at FAMILY ADDRESS", with the address as a Python literal) and start or stop
+the connections ("on", "off"). The process ends at the end of its input.
 
-- hold: five silent connections at each listener, at different points of the handshake, dialled again when closed
+- hold: five silent connections at each listener, at different points of the handshake; reconnect when closed
 - repeat: every 2 s, a proof without the key for each rank and each purpose
-- flood: 200 connections a second to each listener
+- flood: 200 connections per second to each listener
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from aiocoll.security.handshake import (
 )
 
 RATE = 200
-#: Listeners to connect to, next to the first, that of the store. Older ones belong to ranks that have ended.
+#: The number of listeners to connect to, in addition to the store. Older listeners belong to ranks that have ended.
 NEWEST = 2
 EVERY = 2.0
 RANKS = 2
@@ -53,15 +53,15 @@ def false_handshake(rank: int, kind: ConnKind) -> ClientHandshake:
 
 
 async def hold(family: int, target: Any) -> None:
-    async def one(said: int) -> None:
+    async def hold_one(nbytes: int) -> None:
         while True:
             with suppress(ConnectionResetError, BrokenPipeError), await connected_socket(family, target) as sock:
-                sock.send((false_handshake(0, ConnKind.DATA).hello() + bytes(PROOF_SIZE))[:said])
+                sock.send((false_handshake(0, ConnKind.DATA).hello() + bytes(PROOF_SIZE))[:nbytes])
                 while await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
                     pass
             await asyncio.sleep(0.01)
 
-    await asyncio.gather(*map(one, (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)))
+    await asyncio.gather(*map(hold_one, (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)))
 
 
 async def repeat(family: int, target: Any) -> None:
@@ -74,7 +74,7 @@ async def repeat(family: int, target: Any) -> None:
                     sock = stack.enter_context(await connected_socket(family, target))
                     sock.send(client.hello())
                     challenge = await loop.sock_recv(sock, CHALLENGE_SIZE)
-                    if len(challenge) == CHALLENGE_SIZE and kind != ConnKind.DATA:  # these stay silent
+                    if len(challenge) == CHALLENGE_SIZE and kind != ConnKind.DATA:  # clients for data links stay silent
                         sock.send(client.prove(challenge))
             await asyncio.sleep(EVERY)
 
@@ -99,26 +99,29 @@ async def flood(family: int, target: Any) -> None:
 
 
 async def main(conduct: str) -> None:
-    behave = {"hold": hold, "repeat": repeat, "flood": flood}[conduct]
-    places: list[tuple[int, Any]] = []
+    connect_strangers = {"hold": hold, "repeat": repeat, "flood": flood}[conduct]
+    listeners: list[tuple[int, Any]] = []
     tasks: list[asyncio.Task[None]] = []
     active = False
     while line := await asyncio.to_thread(sys.stdin.readline):
         word, _, rest = line.strip().partition(" ")
         if word == "at":
             family, _, address = rest.partition(" ")
-            places.append((int(family), ast.literal_eval(address)))
+            listeners.append((int(family), ast.literal_eval(address)))
             if active:
-                tasks.append(asyncio.create_task(behave(*places[-1])))
+                tasks.append(asyncio.create_task(connect_strangers(*listeners[-1])))
         elif word == "on":
             active = True
-            tasks += [asyncio.create_task(behave(*place)) for place in places[:1] + places[1:][-NEWEST:]]
+            tasks += [
+                asyncio.create_task(connect_strangers(*listener))
+                for listener in listeners[:1] + listeners[1:][-NEWEST:]
+            ]
         else:
             active = False
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                # Only a closed listener ends its stranger.
+                # Only a closed listener may end a stranger.
                 if not isinstance(result, ConnectionRefusedError | asyncio.CancelledError):
                     raise RuntimeError(f"a stranger ended with {result!r}")
             tasks.clear()

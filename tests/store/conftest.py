@@ -24,9 +24,9 @@ def has_ipv6() -> bool:
 
 
 KINDS = ["hash", "file", "tcp4", "redis", "minimal", "prefix-hash"]
-#: Kinds without our limit of keys: their servers have another limit, or none.
+#: Kinds without the limit on keys; their servers have other limits.
 UNLIMITED = {"redis", "rediss"}
-#: The same stores over other sockets, and parts of them; only a few tests use these by default.
+#: The same stores over other sockets, and prefix stores on them. Only a few tests use them by default.
 VARIANTS = ["tcp6", "tls", "unix", "unix-abstract", "rediss",
             *(f"prefix-{kind}" for kind in ("file", "tcp4", "redis", "minimal"))]  # fmt: skip
 every_store = pytest.mark.parametrize("open_store", [*KINDS, *VARIANTS], indirect=True)
@@ -34,7 +34,7 @@ every_store = pytest.mark.parametrize("open_store", [*KINDS, *VARIANTS], indirec
 
 @pytest.fixture(params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in VARIANTS)])
 async def open_store(request: pytest.FixtureRequest, tmp_path) -> AsyncIterator[Callable[[], Store]]:
-    """Return a function that opens another handle on one store; all handles are closed after the test."""
+    """Yield a function that opens another handle on one store; close all handles after the test."""
     kind = request.param.removeprefix("prefix-")
     if kind == "tcp6" and not has_ipv6():
         pytest.skip("no IPv6 loopback on this machine")

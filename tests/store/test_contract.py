@@ -1,4 +1,4 @@
-"""The contract suite of stores, for every store of the package."""
+"""The store contract, run for every store of the package."""
 
 from types import FunctionType
 
@@ -8,7 +8,7 @@ from aiocoll.testing.contracts import StoreContract
 
 from .conftest import UNLIMITED, every_store
 
-#: Tests that also run on the variants if slow tests are left out.
+#: Tests that also run on the variants when slow tests are left out.
 EVERY = (
     "test_set_then_get_from_another_handle",
     "test_get_waits_for_a_later_set",
@@ -33,17 +33,17 @@ class TestStores(StoreContract):
 
 
 def base_kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of store, without the prefix of parts."""
+    """Return the kind of the store without "prefix-"."""
     kind: str = request.node.callspec.params["open_store"]
     return kind.removeprefix("prefix-")
 
 
-def copied(function: FunctionType) -> FunctionType:
-    """Return a copy of a function, with its own marks."""
+def copy_of(function: FunctionType) -> FunctionType:
+    """Return a copy of a function, which can have its own marks."""
     return FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
 
 
 for name in EVERY:
-    setattr(TestStores, name, every_store(copied(getattr(StoreContract, name))))
+    setattr(TestStores, name, every_store(copy_of(getattr(StoreContract, name))))

@@ -60,7 +60,7 @@ def is_accepted(core: StoreCore, command: str, *arguments: Any) -> bool:
 
 
 def free_space(core: StoreCore) -> tuple[int, int]:
-    """Return the free numbers of keys and bytes, without a lasting change."""
+    """Return the numbers of free keys and bytes; remove the entries that were set to count them."""
     keys = next(number for number in range(9) if not is_accepted(core, "set", f"room{number}", b""))
     for number in range(keys):
         core.apply("delete_key", (f"room{number}",))

@@ -153,7 +153,7 @@ async def test_lock_held_for_too_long_is_named(log):
     with path.open("rb") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         store = FileStore(path, timeout=0.01)
-        assert await store.get("a") == b"a" * 10, "reading needs no lock"
+        assert await store.get("a") == b"a" * 10, "reading waited for the lock"
         with pytest.raises(StoreTimeoutError, match=r"another process held the lock of .*store for 0\.01 s"):
             await store.set("k", b"")
         fcntl.flock(holder, fcntl.LOCK_UN)
@@ -186,7 +186,7 @@ async def test_long_history_is_replayed_by_concurrent_tasks(tmp_path):
     assert counts == [2000] * 5
 
 
-HAMMER = """
+ADDING_PROGRAM = """
 import asyncio, sys
 from aiocoll.store import FileStore, TCPStore
 
@@ -205,11 +205,11 @@ asyncio.run(main())
 
 async def test_concurrent_processes_count_every_addition(tmp_path):
     path = tmp_path / "store"
-    # Without asyncio's debug mode, which reports slow callbacks on a busy machine.
+    # Remove asyncio's debug mode, which reports slow callbacks on a busy machine.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
     processes = [
         await asyncio.create_subprocess_exec(
-            sys.executable, "-c", HAMMER, str(path), name, stderr=subprocess.PIPE, env=environ
+            sys.executable, "-c", ADDING_PROGRAM, str(path), name, stderr=subprocess.PIPE, env=environ
         )
         for name in "xy"
     ]

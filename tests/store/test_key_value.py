@@ -19,25 +19,25 @@ MIB = 1 << 20
 
 
 class DistantStore(MinimalStore):
-    """A store whose requests take some loop iterations to the server and back."""
+    """A store whose requests take some loop iterations in each direction."""
 
     def __init__(self, entries: dict[str, bytes], turns: int = 1) -> None:
         super().__init__(entries)
         self._turns = turns
 
     async def read(self, name: str) -> bytes | None:
-        await self._way()
+        await self._travel()
         value = await super().read(name)
-        await self._way()
+        await self._travel()
         return value
 
     async def compare_and_swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
-        await self._way()
+        await self._travel()
         done = await super().compare_and_swap(name, old, new)
-        await self._way()
+        await self._travel()
         return done
 
-    async def _way(self) -> None:
+    async def _travel(self) -> None:
         for _ in range(self._turns):
             await asyncio.sleep(0)
 
@@ -78,8 +78,8 @@ async def test_queue_items_are_popped_once_and_in_push_order() -> None:
     assert sorted(item for each in popped for item in each) == [b"%d %d" % (i, j) for i in range(4) for j in range(10)]
     for each in popped:
         for number in range(4):
-            mine = [item for item in each if item.startswith(b"%d " % number)]
-            assert mine == sorted(mine)
+            of_number = [item for item in each if item.startswith(b"%d " % number)]
+            assert of_number == sorted(of_number)
     assert await stores[8].queue_len("q") == 0
     assert await stores[8].num_keys() == 0
 
@@ -87,7 +87,7 @@ async def test_queue_items_are_popped_once_and_in_push_order() -> None:
 @pytest.mark.parametrize("turns", range(24))
 @pytest.mark.parametrize("again", [None, 0, 1, 2, 4])
 async def test_pop_cancelled_at_any_turn_keeps_the_items(turns: int, again: int | None) -> None:
-    """Cancel a second time after `again` turns, before the first cancellation has ended."""
+    """With `again`, a second cancellation follows after as many iterations, before the first one has completed."""
     near, far, _ = distant_stores(3)
     for item in (b"0", b"1"):
         await near.queue_push("q", item)
@@ -133,16 +133,16 @@ async def test_multi_get_returns_values_of_one_instant() -> None:
             await asyncio.sleep(0)
         ended.set()
 
-    async def look(store: KeyValueStore) -> None:
+    async def check_instant(store: KeyValueStore) -> None:
         while not ended.is_set():
             a, b = map(int, await store.multi_get(["a", "b"], timeout=10))
             assert a - b in (0, 1)
 
-    await asyncio.gather(change(), look(far), look(other))
+    await asyncio.gather(change(), check_instant(far), check_instant(other))
 
 
 async def test_multi_get_of_changing_values_times_out() -> None:
-    class Restless(MinimalStore):
+    class ChangingStore(MinimalStore):
         count = 0
 
         async def read(self, name: str) -> bytes | None:
@@ -150,22 +150,22 @@ async def test_multi_get_of_changing_values_times_out() -> None:
             return b"%d" % self.count
 
     with pytest.raises(StoreTimeoutError, match="values of 2 keys kept changing for 0 s: read fewer keys at once"):
-        await Restless({}).multi_get(["a", "b"], timeout=0)
+        await ChangingStore({}).multi_get(["a", "b"], timeout=0)
 
 
 async def test_long_wait_reads_one_key_at_a_time() -> None:
-    looks: list[str] = []
+    reads: list[str] = []
 
-    class Seen(MinimalStore):
+    class RecordingStore(MinimalStore):
         async def read(self, name: str) -> bytes | None:
-            looks.append(name)
+            reads.append(name)
             return await super().read(name)
 
     entries: dict[str, bytes] = {}
     keys = [str(number) for number in range(100)]
-    waiting = asyncio.create_task(Seen(entries).wait(keys))
-    await until(lambda: len(looks) >= 103)
-    assert looks[:103] == [*keys, "99", "99", "99"]
+    waiting = asyncio.create_task(RecordingStore(entries).wait(keys))
+    await until(lambda: len(reads) >= 103)
+    assert reads[:103] == [*keys, "99", "99", "99"]
     await MinimalStore(entries).multi_set(keys, [b""] * 100)
     await waiting
 
@@ -191,36 +191,36 @@ async def test_queue_is_limited_to_the_size_of_a_value() -> None:
 
 
 async def test_prefix_store_uses_overridden_methods() -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
-    class Quick(MinimalStore):
+    class InstantStore(MinimalStore):
         async def multi_get(self, keys: Any, timeout: Any = None) -> list[bytes]:
-            asked.append((list(keys), timeout))
-            return [b"at once"] * len(asked[-1][0])
+            calls.append((list(keys), timeout))
+            return [b"at once"] * len(calls[-1][0])
 
-    assert await PrefixStore("part", Quick({})).multi_get(["a", "b"], timeout=7) == [b"at once", b"at once"]
-    assert asked == [(["part/a", "part/b"], 7)]
+    assert await PrefixStore("part", InstantStore({})).multi_get(["a", "b"], timeout=7) == [b"at once", b"at once"]
+    assert calls == [(["part/a", "part/b"], 7)]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 async def test_ranks_on_a_minimal_store_meet_split_and_wait(world_size: int) -> None:
-    everybody = range(world_size)
+    all_ranks = range(world_size)
 
     async def rank(pg: ProcessGroup) -> tuple[int, int]:
         total = await pg.allreduce(pg.rank())
-        half = await pg.split_group([list(everybody[::2]), list(everybody[1::2])])
+        half = await pg.split_group([list(all_ranks[::2]), list(all_ranks[1::2])])
         within = await half.allreduce(pg.rank())
         await pg.barrier()
         await half.shutdown()
         return total, within
 
     results = await run_ranks(world_size, rank, store=MinimalStore({}))
-    assert results == [(sum(everybody), sum(everybody[rank % 2 :: 2])) for rank in everybody]
+    assert results == [(sum(all_ranks), sum(all_ranks[rank % 2 :: 2])) for rank in all_ranks]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 async def test_group_on_a_distant_store_grows(world_size: int) -> None:
-    """Each rank and the newcomer is a client, and requests take time."""
+    """Each rank and the newcomer is a client of its own, and requests take time."""
     entries: dict[str, bytes] = {}
 
     async def rank(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tests of the listening address of a store: late names, loopback names, and names of other machines."""
+"""The listening address of a store: names that resolve late, loopback names, and names of other machines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from aiocoll.store.listening import find_address, local_address
 from ..internals import replaced
 
 KEY = b"of this test and no other"
-#: An address that no machine has: it is reserved for examples.
+#: An address reserved for documentation, which no machine has.
 FOREIGN = "192.0.2.7"
 
 
-class Clock:
+class SleepingClock:
     """A clock that advances only by sleeping."""
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class Clock:
         self.now += delay
 
 
-class Names:
-    """A name server that resolves to `addresses` after a number of failed lookups."""
+class NameServer:
+    """A name server that fails some lookups, and then resolves every name to `addresses`."""
 
     def __init__(self, *addresses: str, unknown: int = 0) -> None:
         self.addresses = addresses
@@ -49,22 +49,23 @@ class Names:
 
 
 async def found_address(
-    monkeypatch: pytest.MonkeyPatch, host: str, names: Names, bind: str | None = None, key: bytes | None = KEY
+    monkeypatch: pytest.MonkeyPatch, host: str, names: NameServer, bind: str | None = None, key: bytes | None = KEY
 ) -> tuple[str, str | None]:
     replaced(monkeypatch, store_resolve=names.resolve)
-    clock: Any = Clock()
+    clock: Any = SleepingClock()
     return await find_address(host, bind, key=key, runtime=clock, timeout=3.0, trouble=lambda _: None)
 
 
 async def test_name_that_resolves_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, store_resolve=Names("127.0.0.1", unknown=3).resolve)
-    clock: Any = Clock()
-    told: list[str] = []
-    where = await find_address("localhost", None, key=None, runtime=clock, timeout=3.0, trouble=told.append)
+    replaced(monkeypatch, store_resolve=NameServer("127.0.0.1", unknown=3).resolve)
+    clock: Any = SleepingClock()
+    troubles: list[str] = []
+    where = await find_address("localhost", None, key=None, runtime=clock, timeout=3.0, trouble=troubles.append)
     assert where == ("127.0.0.1", None)
     assert clock.slept == [0.5] * 3
     assert (
-        told == ["the store cannot listen yet on 'localhost', which cannot be resolved (Name or service not known)"] * 3
+        troubles
+        == ["the store cannot listen yet on 'localhost', which cannot be resolved (Name or service not known)"] * 3
     )
 
 
@@ -74,25 +75,25 @@ async def test_unknown_name_raises_after_the_timeout(monkeypatch: pytest.MonkeyP
         r"3\.0 s: it must be a name or an address of this machine, where rank 0 hosts the store"
     )
     with pytest.raises(StoreUnavailableError, match=message):
-        await found_address(monkeypatch, "master", Names(unknown=100))
+        await found_address(monkeypatch, "master", NameServer(unknown=100))
 
 
 async def test_own_address_is_chosen_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await found_address(monkeypatch, "localhost", Names(FOREIGN, "127.0.0.1")) == ("127.0.0.1", None)
+    assert await found_address(monkeypatch, "localhost", NameServer(FOREIGN, "127.0.0.1")) == ("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("bind", [None, "127.0.0.1"])
 async def test_name_of_the_loopback_listens_on_bind_or_all_addresses(
     monkeypatch: pytest.MonkeyPatch, bind: str | None
 ) -> None:
-    where, drawback = await found_address(monkeypatch, "myhost", Names("127.0.1.1"), bind)
+    where, drawback = await found_address(monkeypatch, "myhost", NameServer("127.0.1.1"), bind)
     assert drawback is None
     assert where in ("::", "0.0.0.0") if bind is None else where == bind
     assert local_address(where) == "127.0.0.1"
 
 
 async def test_name_of_the_loopback_without_a_key_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await found_address(monkeypatch, "myhost", Names("127.0.1.1"), key=None) == (
+    assert await found_address(monkeypatch, "myhost", NameServer("127.0.1.1"), key=None) == (
         "127.0.1.1",
         "the store listens on 127.0.1.1 only, since 'myhost' resolves to it here (see /etc/hosts), so ranks on other "
         "hosts cannot reach it: pass its real address, and a job key",
@@ -101,17 +102,17 @@ async def test_name_of_the_loopback_without_a_key_is_explained(monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "localhost.localdomain", "ip6-localhost"])
 async def test_localhost_listens_on_the_loopback(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert await found_address(monkeypatch, name, Names("127.0.0.1")) == ("127.0.0.1", None)
+    assert await found_address(monkeypatch, name, NameServer("127.0.0.1")) == ("127.0.0.1", None)
 
 
 async def test_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     message = rf"cannot listen on service, which means {FOREIGN} here: it is not an address of this machine, where rank"
     with pytest.raises(StoreUnavailableError, match=message):
-        await found_address(monkeypatch, "service", Names(FOREIGN))
+        await found_address(monkeypatch, "service", NameServer(FOREIGN))
     with pytest.raises(AuthenticationError, match=f"{FOREIGN} can be reached from other machines"):
-        await found_address(monkeypatch, "service", Names(FOREIGN), key=None)
-    assert await found_address(monkeypatch, "service", Names(FOREIGN), "127.0.0.1") == ("127.0.0.1", None)
-    assert (await found_address(monkeypatch, "service", Names(FOREIGN), "any"))[0] in ("::", "0.0.0.0")
+        await found_address(monkeypatch, "service", NameServer(FOREIGN), key=None)
+    assert await found_address(monkeypatch, "service", NameServer(FOREIGN), "127.0.0.1") == ("127.0.0.1", None)
+    assert (await found_address(monkeypatch, "service", NameServer(FOREIGN), "any"))[0] in ("::", "0.0.0.0")
 
 
 async def test_master_connects_to_its_own_store_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +124,8 @@ async def test_master_connects_to_its_own_store_at_any_address(monkeypatch: pyte
             assert await other.get("k") == b"v"
 
 
-async def test_unreachable_listener_is_explained_by_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, store_resolve=Names("127.0.0.1").resolve)
+async def test_loopback_only_listener_is_explained_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced(monkeypatch, store_resolve=NameServer("127.0.0.1").resolve)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None
         assert "the store listens on 127.0.0.1 only, since 'myhost' resolves to it here" in store.trouble

@@ -1,4 +1,4 @@
-"""Tests of damaged logs of `FileStore`: each is an error with its reason, or an unread torn tail."""
+"""Damaged logs of `FileStore`: each raises an error with its reason, or has a torn tail that is not read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def stored_keys(path) -> list[str]:
 
 
 async def assert_refused(path, content: bytes, message: str) -> None:
-    """Assert that a store with this content refuses every call and does not change the file."""
+    """Assert that a store with this content refuses every call, and leaves the file unchanged."""
     path.write_bytes(content)
     async with FileStore(path) as store:
         for call in (store.list_keys, store.list_keys, lambda: store.set("new", b"1"), lambda: store.get("a", 0)):
@@ -92,7 +92,7 @@ async def test_log_with_any_flipped_byte_is_refused(path) -> None:
 
 
 async def test_log_with_any_flipped_length_bit_is_refused(path) -> None:
-    """Some flipped lengths reach beyond the end of the file, like that of an incomplete record."""
+    """Some flipped lengths reach beyond the end of the file, as the length of an incomplete record does."""
     whole = path.read_bytes()
     for start in record_ends(whole)[:-1]:
         for bit in range(32):
@@ -117,7 +117,7 @@ async def test_truncated_damaged_log_is_refused(path) -> None:
 
 @pytest.mark.parametrize("filler", [b"\0", b"\xff"])
 async def test_tail_that_no_writer_leaves_is_refused(path, filler: bytes) -> None:
-    """A crash of the host leaves zeros, for instance, in place of records that processes may have read."""
+    """A host crash can leave such bytes in place of records that processes may have read."""
     whole = path.read_bytes()
     for start in record_ends(whole):
         await assert_refused(path, whole[:start] + filler * 4096, damage_pattern(start))
@@ -151,8 +151,8 @@ async def test_rearranged_records_are_refused(path) -> None:
     await assert_refused(path, header + a + other[record_ends(other)[1] :], damage_pattern(second))
 
 
-#: Payloads that msgpack or a store refuses, each with a part of the error text.
-WRONG: list[tuple[bytes, str]] = [
+#: Payloads that msgpack or the store refuses, each with a part of the error message.
+INVALID_RECORDS: list[tuple[bytes, str]] = [
     *(
         (bytes([first]) + rest, "record")
         for first in (0xC1, 0x94, 0xDD, 0xDF, 0xC9, 0xD9)
@@ -162,8 +162,8 @@ WRONG: list[tuple[bytes, str]] = [
     (b"\x81\x90\x01", "cannot be decoded"),
     (msgpack.packb(["set", "a", b""]) + b"\0", "cannot be decoded"),
     *(
-        (msgpack.packb(message), said)
-        for message, said in [
+        (msgpack.packb(message), message_part)
+        for message, message_part in [
             (None, "not a command"),
             ("set", "not a command"),
             ([], "not a command"),
@@ -190,10 +190,12 @@ WRONG: list[tuple[bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("payload", "said"), WRONG, ids=[f"{number}" for number in range(len(WRONG))])
-async def test_invalid_record_contents_are_refused(path, payload: bytes, said: str) -> None:
+@pytest.mark.parametrize(
+    ("payload", "message_part"), INVALID_RECORDS, ids=[f"{number}" for number in range(len(INVALID_RECORDS))]
+)
+async def test_invalid_record_contents_are_refused(path, payload: bytes, message_part: str) -> None:
     whole = log_bytes(path.read_bytes()[:HEADER_SIZE], msgpack.packb(["set", "text", b"text"]), payload)
-    await assert_refused(path, whole, damage_pattern(record_ends(whole)[1], said))
+    await assert_refused(path, whole, damage_pattern(record_ends(whole)[1], message_part))
 
 
 async def test_record_over_the_limit_is_refused(path) -> None:
@@ -203,8 +205,8 @@ async def test_record_over_the_limit_is_refused(path) -> None:
     await assert_refused(path, header + prefix + sized + bytes(100), rf"a record has {MAX_RECORD + 1} bytes, the limit")
 
 
-async def test_file_shorter_than_what_was_read_is_refused(path) -> None:
-    """A member that has read the lost records neither writes nor reads on."""
+async def test_file_truncated_after_a_read_is_refused(path) -> None:
+    """A process that has read the lost records must not read or write any more."""
     whole = path.read_bytes()
     *_, third, end = record_ends(whole)
     async with FileStore(path) as old:
@@ -215,11 +217,11 @@ async def test_file_shorter_than_what_was_read_is_refused(path) -> None:
         ):
             await old.set("d", b"")
         assert path.read_bytes() == whole[:third]
-    async with FileStore(path) as old, FileStore(path) as young:
+    async with FileStore(path) as old, FileStore(path) as new:
         assert await old.list_keys() == KEYS[:2]
         path.write_bytes(whole[: record_ends(whole)[1]])
         for _ in range(4):
-            await young.set("d", b"d" * 10)
+            await new.set("d", b"d" * 10)
         with pytest.raises(StoreError, match=damage_pattern(third)):
             await old.list_keys()
 
@@ -252,12 +254,12 @@ async def test_reader_of_a_half_replaced_tail_recovers(path, monkeypatch: pytest
     for old in range(record_ends(whole)[-2], len(torn)):
         mixed = [whole[:old] + torn[old:]]
 
-        def see(fd: int, nbytes: int, at: int, mixed: list[bytes] = mixed) -> bytes:
+        def read_mixture(fd: int, nbytes: int, at: int, mixed: list[bytes] = mixed) -> bytes:
             return mixed[0][at : at + nbytes] if at >= HEADER_SIZE and mixed else pread(fd, nbytes, at)
 
         async with FileStore(path) as reader:
             with monkeypatch.context() as patch, path.open("rb") as writer:
-                patch.setattr(os, "pread", see)
+                patch.setattr(os, "pread", read_mixture)
                 fcntl.flock(writer, fcntl.LOCK_EX)
                 assert await reader.get("b", 0) == b"b" * 10
             mixed.clear()

@@ -1,4 +1,4 @@
-"""Tests of `TCPStore` and `StoreServer` beyond the contract of stores: connections, handshakes, frames."""
+"""`TCPStore` and `StoreServer` beyond the store contract: connections, handshakes, frames."""
 
 import asyncio
 import contextlib
@@ -63,7 +63,7 @@ def client(server: StoreServer, key: bytes | None = KEY, **options) -> TCPStore:
 
 @contextlib.asynccontextmanager
 async def raw_connection(server: StoreServer, *, authenticate: bool = False):
-    """Yield a reader and a writer of a connection without a client."""
+    """Yield the reader and the writer of a raw connection."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
         if authenticate:
@@ -78,7 +78,7 @@ async def raw_connection(server: StoreServer, *, authenticate: bool = False):
             await writer.wait_closed()
 
 
-class Impostor(asyncio.Protocol):
+class ImpostorProtocol(asyncio.Protocol):
     """A server protocol that sends `reply` to each client, then closes the connection or stays silent."""
 
     def __init__(self, reply: bytes, hang_up: bool, transports: list) -> None:
@@ -97,7 +97,9 @@ class Impostor(asyncio.Protocol):
 async def impostor(reply: bytes, *, hang_up: bool = True):
     """Yield the port of a listener that is not a store."""
     transports = []
-    listener = await asyncio.get_running_loop().create_server(lambda: Impostor(reply, hang_up, transports), LOCAL, 0)
+    listener = await asyncio.get_running_loop().create_server(
+        lambda: ImpostorProtocol(reply, hang_up, transports), LOCAL, 0
+    )
     async with listener:
         yield listener.sockets[0].getsockname()[1]
         for transport in transports:
@@ -134,11 +136,11 @@ async def test_master_serves_on_its_own_thread_while_its_loop_is_blocked():
         await master.set("k", b"1")
         seen = []
 
-        async def elsewhere() -> None:
+        async def read_in_thread() -> None:
             async with TCPStore(LOCAL, master.port) as store:
                 seen.append(await store.get("k"))
 
-        thread = threading.Thread(target=asyncio.run, args=(elsewhere(),))
+        thread = threading.Thread(target=asyncio.run, args=(read_in_thread(),))
         thread.start()
         thread.join()  # blocks this loop
         assert seen == [b"1"]
@@ -248,14 +250,14 @@ async def test_item_for_a_lost_client_goes_to_the_next_client(server):
         (session,) = [session for session in server._sessions if session._waits]
         done = threading.Event()
 
-        def cut_and_push() -> None:
-            """In one turn of the server's loop, so before it hears that the connection is gone."""
+        def abort_and_push() -> None:
+            """Push before the server notices the closed connection: both happen in one iteration of its loop."""
             session.abort()
             server.core.apply("queue_push", ("q", b"1"))
             server.core.apply("queue_push", ("q", b"2"))
             done.set()
 
-        server._loop.call_soon_threadsafe(cut_and_push)
+        server._loop.call_soon_threadsafe(abort_and_push)
         assert await asyncio.to_thread(done.wait, 20)
         with pytest.raises(StoreUnavailableError):
             await popping
@@ -339,13 +341,13 @@ async def test_unused_port_is_named_in_the_error():
         StoreUnavailableError, match=rf"no store at {LOCAL}:{port}: nothing listens.*\(tried for 0\.\d s\)"
     ):
         await TCPStore(LOCAL, port, timeout=0.02).get("k")
-    with pytest.raises(StoreUnavailableError, match=r"no store at unix:@aiocoll-nobody: nothing listens"):
-        await TCPStore("unix:@aiocoll-nobody", 0, timeout=0).get("k")
+    with pytest.raises(StoreUnavailableError, match=r"no store at unix:@aiocoll-missing: nothing listens"):
+        await TCPStore("unix:@aiocoll-missing", 0, timeout=0).get("k")
 
 
 @pytest.mark.parametrize("name", ["master", "localhost", "localhost.localdomain", "127.0.1.1"])
 async def test_name_that_resolves_to_the_loopback_is_explained(monkeypatch, name):
-    """The error explains it where it is an accident, as in /etc/hosts of Debian."""
+    """The error explains it only for names that resolve to loopback by accident, as in the /etc/hosts of Debian."""
     port = free_port()
 
     async def resolve(host, port):
@@ -354,8 +356,10 @@ async def test_name_that_resolves_to_the_loopback_is_explained(monkeypatch, name
     replaced(monkeypatch, store_sought=resolve)
     with pytest.raises(StoreUnavailableError) as caught:
         await TCPStore(name, port, timeout=0.02).get("k")
-    said = "at this address; 'master' resolves to 127.0.1.1 here, this machine itself (see /etc/hosts) (tried for"
-    assert (said in str(caught.value)) == (name == "master")
+    explanation = (
+        "at this address; 'master' resolves to 127.0.1.1 here, this machine itself (see /etc/hosts) (tried for"
+    )
+    assert (explanation in str(caught.value)) == (name == "master")
 
 
 async def test_unresolvable_host_is_named_in_the_error():
@@ -402,7 +406,7 @@ async def test_silent_server_is_refused(hang_up, reason):
 
 async def test_silent_clients_do_not_block_other_clients(server):
     async with contextlib.AsyncExitStack() as stack:
-        for _ in range(MIN_PLACES + 2):  # more than may be pending at a time
+        for _ in range(MIN_PLACES + 2):  # more than the server admits unproven
             await stack.enter_async_context(raw_connection(server))
         async with client(server) as store:
             await store.set("k", b"1")
@@ -418,14 +422,14 @@ async def test_silent_clients_use_no_memory_for_tls():
         for _ in range(MIN_PLACES):
             await stack.enter_async_context(raw_connection(server))
         await until(lambda: len(server._unencrypted) == MIN_PLACES)
-        async with client(server, encryption="tls") as store:  # came last, so all others have been looked at
+        async with client(server, encryption="tls") as store:  # accepted last, after all silent clients
             await store.set("k", b"1")
         assert resident_bytes() - before < MIN_PLACES * (64 << 10)
     await server.aclose()
 
 
-async def test_connection_uses_one_of_several_made_certificates(monkeypatch):
-    """Threads that make certificates at the same time get different ones."""
+async def test_connection_succeeds_with_concurrently_made_certificates(monkeypatch):
+    """Certificates made by several threads at the same time differ."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     monkeypatch.setattr(server._tls, "get", of_this_process.__wrapped__)
     server.start()
@@ -456,7 +460,7 @@ async def test_silent_client_is_disconnected_at_the_deadline(limits, encryption)
 
 
 async def test_client_that_has_proven_the_key_has_no_deadline(limits):
-    """The client sends CONFIRM after a later client was disconnected at its deadline."""
+    """The client confirms after a later client was disconnected at its deadline."""
     limits(store_handshake=0.05)
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
@@ -475,7 +479,7 @@ async def test_client_that_has_proven_the_key_has_no_deadline(limits):
 
 
 async def test_deadline_does_not_end_a_session_with_unread_data():
-    """All timers of the session fire in one callback while HELLO is unread in the socket."""
+    """The timers of the session fire in one callback while HELLO is unread in the socket."""
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
 
@@ -488,21 +492,21 @@ async def test_deadline_does_not_end_a_session_with_unread_data():
     async with raw_connection(server) as (reader, writer):
         handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
         await until(lambda: server._sessions)
-        blocked, go_on = threading.Event(), threading.Event()
-        server._loop.call_soon_threadsafe(lambda: (blocked.set(), go_on.wait(), fire_timers()))
+        blocked, resume = threading.Event(), threading.Event()
+        server._loop.call_soon_threadsafe(lambda: (blocked.set(), resume.wait(), fire_timers()))
         await asyncio.to_thread(blocked.wait)
         writer.write(handshake.hello())
         await writer.drain()
-        go_on.set()
+        resume.set()
         assert len(await reader.readexactly(CHALLENGE_SIZE)) == CHALLENGE_SIZE
     await server.aclose()
 
 
-@pytest.mark.usefixtures("uvloop_warm")
+@pytest.mark.usefixtures("started_uvloop")
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
-    """The client's loop is blocked until the reply has arrived and the timeout has expired."""
+    """The loop of the client is blocked until the reply has arrived and the timeout has expired."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
 
@@ -611,7 +615,7 @@ async def test_invalid_argument_on_the_wire_gets_an_error_reply(server):
         assert b"value must be bytes, got str" in await reader.readexactly(nbytes)
 
 
-#: By command: a call, and invalid results for it.
+#: A call per command, and invalid results for it.
 CALLS = {
     "set": (lambda store: store.set("k", b""), [b"", 0]),
     "add": (lambda store: store.add("n", 1), [None, b"1", 1.0, True]),
@@ -635,7 +639,7 @@ WRONG_OUTCOMES = [3, -1, None, "0", [0], True, 1.0]
 
 @pytest.mark.parametrize("command", CALLS)
 async def test_invalid_reply_closes_the_connection_with_a_reason(server, command, monkeypatch):
-    """Every invalid reply raises the same kind of error at once."""
+    """Each invalid reply raises the same kind of error at once."""
     call, results = CALLS[command]
     answers = [(0, wrong) for wrong in results]
     answers += [(1, wrong) for wrong in (None, b"", [], 7)]
@@ -645,8 +649,8 @@ async def test_invalid_reply_closes_the_connection_with_a_reason(server, command
         async with client(server) as store, client(server) as other:
             await other.multi_set(["k", "l"], [b"", b""])
             await other.queue_push("q", b"")
-            with monkeypatch.context() as lying:
-                replaced(lying, store_reply=lambda session, number, *_, say=answer: send(session, [number, *say]))
+            with monkeypatch.context() as patch:
+                replaced(patch, store_reply=lambda session, number, *_, reply=answer: send(session, [number, *reply]))
                 with pytest.raises(StoreUnavailableError, match=r"store 127.0.0.1:\d+: .* reply to " + command):
                     await call(store)
             await other.num_keys()
@@ -657,7 +661,7 @@ def send(session: Session, message: list) -> None:
 
 
 async def test_cancelled_wait_is_removed_after_its_reply(server):
-    """The request is removed at once, and not only when the connection ends."""
+    """The request is removed at once, not only when the connection ends."""
     async with client(server) as store:
         for command in (store.get, store.queue_pop):
             waiting = asyncio.create_task(command("never"))
@@ -744,17 +748,17 @@ async def test_master_that_fails_to_open_leaves_no_thread():
 
 
 @pytest.fixture(scope="session")
-def uvloop_warm() -> None:
-    """Start uvloop once: its first loop opens a pipe that stays until the process ends."""
+def started_uvloop() -> None:
+    """Start uvloop once, because its first loop opens a pipe that stays until the process ends."""
     if uvloop is not None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(asyncio.sleep(0))
 
 
-@pytest.mark.usefixtures("uvloop_warm")
+@pytest.mark.usefixtures("started_uvloop")
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 def test_cancelled_run_leaves_no_resources(name, tmp_path):
-    """The leak check of the test suite contains the assertions."""
+    """The leak check of the test suite makes the assertions."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
     new_loop = uvloop.new_event_loop if name == "uvloop" else asyncio.new_event_loop
@@ -781,17 +785,17 @@ async def test_exception_in_a_request_closes_only_its_connection(server, monkeyp
         waiting = asyncio.create_task(store.get("k"))
         await store.num_keys()
 
-        def broken(core, command, arguments):
+        def fail(core, command, arguments):
             if command == "append":
                 raise MemoryError("no memory")
 
-        spied(monkeypatch, store_applied=broken)
+        spied(monkeypatch, store_applied=fail)
         async with client(server) as other:
             with pytest.raises(StoreUnavailableError, match="closed the connection"):
                 await other.append("k", b"1")
         await store.set("k", b"1")
         assert await waiting == b"1"
-    assert not [record for record in caplog.records if record.name == "asyncio"], "the loop had to end it"
+    assert not [record for record in caplog.records if record.name == "asyncio"], "the event loop handled the exception"
 
 
 async def test_exception_in_a_wait_reply_closes_only_the_waiting_client(server, monkeypatch):
@@ -799,11 +803,11 @@ async def test_exception_in_a_wait_reply_closes_only_the_waiting_client(server, 
         waiting = asyncio.create_task(other.get("k"))
         await other.num_keys()
 
-        def broken(session, number, outcome, payload):
+        def fail(session, number, outcome, payload):
             if payload == b"wanted":
                 raise MemoryError("no memory")
 
-        spied(monkeypatch, store_reply=broken)
+        spied(monkeypatch, store_reply=fail)
         await store.set("k", b"wanted")
         with pytest.raises(StoreUnavailableError, match="closed the connection"):
             await waiting
@@ -818,19 +822,19 @@ async def test_second_join_of_a_client_is_refused(server):
 
 
 async def test_opening_cancelled_after_encryption_does_not_affect_the_next(monkeypatch):
-    """The next socket has the descriptor number of the cancelled one."""
+    """The next socket gets the descriptor number of the cancelled one."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
 
-    def made() -> TCPStore:
+    def new_store() -> TCPStore:
         return TCPStore(LOCAL, server.port, key=KEY, encryption="tls")
 
     with monkeypatch.context() as patch:
         spied(patch, client_connected=lambda *_: opening.cancel())
-        opening = asyncio.create_task(made().open())
+        opening = asyncio.create_task(new_store().open())
         await asyncio.wait([opening])
     assert opening.cancelled()
-    async with made() as store:
+    async with new_store() as store:
         await store.set("key", b"value")
     await server.aclose()
 
@@ -850,8 +854,8 @@ async def test_server_forget_ends_connections_and_waits(server: StoreServer) -> 
         assert await after.list_keys() == ["kept/1"]
         assert await after.queue_len("queue") == 0
         await after.queue_push("later", b"mine")
-        assert await after.queue_pop("later") == b"mine", "no earlier client takes it"
-    # Clients from before `forget` no longer count.
+        assert await after.queue_pop("later") == b"mine", "an earlier client took the item"
+    # Clients from before `forget` do not count any more.
     late = client(server, world_size=2, timeout=0.2)
     with pytest.raises(StoreTimeoutError):
         await late.open()

@@ -1,24 +1,24 @@
-"""A model of two ranks that share memory: one sends through a ring of one entry, both park and ring as `doorbell` says.
+"""A model of two ranks that share memory: one sends through a ring of one entry, and both sleep and ring doorbells.
 
-Every step is one load or one store, and stores wait in a buffer, oldest first, from where they reach the memory at any
-time later: that is what x86-64 promises, and all it promises (TSO). A fence waits until the buffer is empty, as a
-system call does. The steps have the names of what they stand for in `link.py` and `doorbell.py`.
+Each step is one load or one store. Stores enter a buffer and leave it for the memory in order, at any later time.
+That is the memory model of x86-64 (TSO), which promises no more. A fence waits until the buffer is empty; a system
+call also does. The steps are named after the code in `link.py` and `doorbell.py` that they model.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-#: Where each is in the memory: last stamp, entries taken, whether the writer waits, both doorbells and their eventfds.
+#: Memory indices: last stamp, number of taken entries, waiting flag of the writer, both doorbells, both eventfds.
 STAMP, TAKEN, WAITING, STATUS, EVENTFD = 0, 1, 2, 3, 5
 START = (0, 0, 0, 1, 1, 0, 0)
 WRITER, READER = 0, 1
 CAPACITY = 1
 
-#: The fences, by the step that they come before.
+#: The fences, each named after the step that it precedes.
 FENCES = ("look again", "look at status", "look at waiting", "look at taken")
 
-#: Steps that nobody else notices: no order of events is lost if each is taken before anything else happens.
+#: Steps that the other rank cannot observe. Taking them first loses no order of events, and leaves fewer states.
 PRIVATE = frozenset(
     {"attend", "turned", "park", "stamp", "request wakeup", "cancel wakeup", "soon", "write", "deliver", "take"}
 )
@@ -29,22 +29,22 @@ Local = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """What is explored."""
+    """The parameters of one exploration."""
 
     total: int
-    """Entries that are sent."""
+    """The number of sent entries."""
     without: str = ""
-    """The step, or the fence before it, that is left out."""
+    """The omitted fence or step."""
     lively: bool = True
-    """Whether the reader may also answer what it receives, and run out of time."""
+    """Whether the reader may also reply to what it receives, and may use up its time slice."""
 
 
 class Blocked(Exception):
-    """The step has to wait."""
+    """The step cannot be taken yet."""
 
 
 class Rank:
-    """What a step may do: one access to the memory, and as much as it likes to what is its own."""
+    """The state of a rank during a step, which makes at most one access to the shared memory."""
 
     def __init__(self, me: int, local: Local, memory: list[int], buffer: list[tuple[int, int]], case: Case) -> None:
         self.me = me
@@ -69,8 +69,8 @@ class Rank:
         if name != self.without:
             self.drain()
 
-    def rings(self) -> bool:
-        """`PeerDoorbell.ring`, after its fence."""
+    def must_ring(self) -> bool:
+        """Return whether the rank must ring, as `PeerDoorbell.ring` decides after its fence."""
         status = self.load(STATUS + 1 - self.me)
         if status & 1 and status != self.local["rung"]:
             self.local["rung"] = status
@@ -79,7 +79,7 @@ class Rank:
 
 
 def steps(rank: Rank, total: int) -> list[str]:
-    """Do the step that `rank` is at; return where it may go from there."""
+    """Take the current step of `rank`; return the steps that may follow."""
     me, local = rank.me, rank.local
     step = local["at"]
     if step == "turn of the loop":
@@ -103,7 +103,7 @@ def steps(rank: Rank, total: int) -> list[str]:
         rank.fence(step)
         return ["status"]
     if step == "status":
-        return ["ring" if rank.rings() else local.pop("rung then")]
+        return ["ring" if rank.must_ring() else local.pop("rung then")]
     if step == "ring":
         rank.drain()
         rank.memory[EVENTFD + 1 - me] = 1
@@ -112,7 +112,7 @@ def steps(rank: Rank, total: int) -> list[str]:
 
 
 def turn(rank: Rank, total: int) -> list[str]:
-    """Return the due steps, which the loop may take in any order; with nothing due it sleeps."""
+    """Return the due steps, which the loop may take in any order. With no due step, it sleeps."""
     local = rank.local
     ways = []
     if local["awake"]:
@@ -134,7 +134,7 @@ def call(local: Local, step: str, then: str) -> list[str]:
 
 
 def wake(rank: Rank) -> list[str]:
-    """`Doorbell._on_ring`."""
+    """Handle a ring, as `Doorbell._on_ring` does."""
     rank.drain()
     rank.memory[EVENTFD + rank.me] = 0
     rank.local["then"] = "turn of the loop"
@@ -191,7 +191,7 @@ def reader(rank: Rank, step: str) -> list[str]:
     if step == "poll":
         return ["deliver"] if rank.load(STAMP) == local["next"] else [local.pop("polled then")]
     if step == "deliver":
-        # Who gets a frame may answer it, which is a call to attention.
+        # The receiver of a frame may send a reply at once, which marks its rank as awake.
         local["then"] = "take"
         return ["take"] if local["awake"] or not rank.lively else ["take", "attend"]
     if step == "take":
@@ -249,7 +249,7 @@ def replaced(pair: tuple[Any, ...], me: int, value: Any) -> tuple[Any, ...]:
 
 
 def explore(case: Case) -> tuple[int, list[State]]:
-    """Go through every order of events; return how many states there are, and those in which nothing more happens."""
+    """Explore every order of events; return the number of states, and the final states."""
     local = {"at": "attend", "then": "turn of the loop", "awake": False, "soon": False, "rung": 0}
     both = ({**local, "sent": 0, "kept": 0}, {**local, "next": 1})
     first: State = (START, ((), ()), tuple(tuple(sorted(each.items())) for each in both))
@@ -266,6 +266,6 @@ def explore(case: Case) -> tuple[int, list[State]]:
     return len(seen), ends
 
 
-def received(state: State) -> int:
-    """Return how many entries the reader has had."""
+def received_count(state: State) -> int:
+    """Return the number of entries that the reader has received."""
     return int(dict(state[2][READER])["next"]) - 1

@@ -1,4 +1,4 @@
-"""Both ends of a link of every kind."""
+"""Factories for both ends of a link, for every kind of link."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from aiocoll.transport.stream.tls_stream import open_tls
 
 from .record_stream import open_records
 
-#: "records" is over a stream that is as awkward as encryption may be.
+#: "records" runs over `RecordStream`, which imitates the difficulties of an encrypted stream.
 KINDS = ("memory", "unix", "tcp", "shm", "records", "tls", "striped")
 
 
 def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets that do not block."""
+    """Return two connected, non-blocking sockets."""
     if kind == "unix":
         pair = socket.socketpair()
     else:
@@ -45,7 +45,7 @@ def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
 
 
 class Idle:
-    """Of a loop on which no operation waits."""
+    """The polling hooks of a loop on which no operation waits."""
 
     def look(self) -> bool:
         return False
@@ -55,7 +55,7 @@ class Idle:
 
 
 async def shm_ends(runtime: Runtime, single_copy: Sequence[bool] = (True, True)) -> list[ShmLink]:
-    """Return both ends of a link through shared memory, each of a rank of its own, and of such options."""
+    """Return both ends of a shared-memory link, which belong to two ranks with these `single_copy` options."""
     near, far = sockets("unix")
     ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True, single_copy=single_copy[rank]) for rank in range(2)]
     pairs = await asyncio.gather(ranks[0].propose(near, 1), ranks[1].accept(far, 0))
@@ -69,7 +69,7 @@ async def shm_ends(runtime: Runtime, single_copy: Sequence[bool] = (True, True))
 
 
 async def striped(loop: asyncio.AbstractEventLoop, first: Sequence[ByteStream]) -> list[StripedStream]:
-    """Return both ends of a stream over three connections, of which `first` are the ends of one."""
+    """Return both ends of a stream over three connections; `first` are the ends of the first one."""
     ends = [StripedStream(loop, end) for end in first]
     for _ in range(2):
         for end, sock in zip(ends, sockets("unix"), strict=True):
@@ -78,7 +78,7 @@ async def striped(loop: asyncio.AbstractEventLoop, first: Sequence[ByteStream]) 
 
 
 async def make_ends(kind: str, runtime: Runtime) -> list[Any]:
-    """Make both ends of a link; neither has been started."""
+    """Return both ends of a link, not started yet."""
     if kind == "memory":
         hub = Hub(runtime)
         transports = [MemoryTransport(hub, rank) for rank in range(2)]
@@ -100,7 +100,7 @@ async def make_ends(kind: str, runtime: Runtime) -> list[Any]:
 
 @asynccontextmanager
 async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tuple[Any, Any]]:
-    """Make both ends of a link, each with a `Recorder`; neither has been started."""
+    """Yield both ends of a link, each with a `Recorder`, not started yet."""
     ends = await make_ends(kind, runtime or Runtime.of(asyncio.get_running_loop()))
     for end in ends:
         end.sink = Recorder()

@@ -1,4 +1,4 @@
-"""Outboxes of several ranks, all in this process."""
+"""Outboxes of several ranks in this process."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from aiocoll.transport.shm.slots import LaneWriter
 
 __all__ = ["STRONG", "Host"]
 
-#: As of x86-64, in one thread.
+#: The fences of x86-64 for a single thread: none.
 STRONG = Fences(None, lambda: None)
 
 
 class Host:
-    """The outboxes of some ranks of this process; rank 0 posts, and is linked with some others.
+    """The outboxes of several ranks in this process. Rank 0 posts, and has links to other ranks.
 
     Attributes:
-        boxes: by rank.
-        lanes: of rank 0, by reader.
-        theirs: of each other rank, for rank 0.
-        readers: of rank 0's outbox, by rank.
+        boxes: The outboxes by rank.
+        lanes: The lanes of rank 0, by reader.
+        peer_lanes: The lane of each other rank for rank 0.
+        readers: The views of the outbox of rank 0, by reading rank.
 
     Args:
-        ranks: that the layout is for.
-        fences: of this machine.
-        linked: how many of them there are; 0 for all.
+        ranks: The number of ranks in the layout.
+        fences: The fences of this machine.
+        linked: The number of ranks that have an outbox; 0 for all.
     """
 
     def __init__(self, ranks: int = 2, fences: Fences = STRONG, linked: int = 0) -> None:
@@ -37,15 +37,15 @@ class Host:
         self.fences = fences
         self.boxes = [Outbox(self.layout, fences) for _ in range(linked or ranks)]
         self.lanes: dict[int, LaneWriter] = {}
-        self.theirs: dict[int, LaneWriter] = {}
+        self.peer_lanes: dict[int, LaneWriter] = {}
         self.readers: dict[int, PeerOutbox] = {}
-        #: Further objects that let go of the memory with this one.
+        #: Further objects to clear when this one is closed, so that they release the memory.
         self.used: list[Any] = []
         for rank in range(1, linked or ranks):
             self.link(rank)
 
     def link(self, rank: int) -> None:
-        """Open a link between rank 0 and another one."""
+        """Open a link between rank 0 and `rank`."""
         pair = (0, rank), (rank, 0)
         lanes: dict[int, LaneWriter] = {}
         for me, peer in pair:
@@ -58,19 +58,19 @@ class Host:
             lanes[me].connect(outbox.words)
             if me:
                 self.readers[me] = outbox
-        self.lanes[rank], self.theirs[rank] = lanes[0], lanes[rank]
+        self.lanes[rank], self.peer_lanes[rank] = lanes[0], lanes[rank]
 
     def unlink(self, rank: int) -> None:
-        """Rank 0 ends its link to another one, which may not notice."""
+        """Close the link on the side of rank 0 only; `rank` may not notice."""
         self.boxes[0].close_lane(self.lanes[rank])
 
     def close(self) -> None:
         for outbox in self.boxes:
             outbox.close()
-        # Until Python 3.13 a mapping has a descriptor of its own: whoever keeps this object keeps no memory.
+        # Until Python 3.13 a mapping keeps its own descriptor. Clear the objects, so that no reference keeps it.
         for each in (self, *self.used):
             vars(each).clear()
 
     def reserved(self) -> int:
-        """Return the bytes of memory that the outboxes have."""
+        """Return the allocated bytes of all outboxes."""
         return sum(os.fstat(box.fd).st_blocks * 512 for box in self.boxes)

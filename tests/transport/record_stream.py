@@ -1,4 +1,4 @@
-"""A byte stream that is as awkward as encryption may make it, without any."""
+"""A byte stream with the difficulties of an encrypted stream, but without encryption."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["RecordStream", "open_records"]
 
 _HEAD = struct.Struct("<BH")
 _DATA, _TAKEN, _END = range(3)
-#: Bytes of a record, and of what is given out at once; records that may leave before the other end has said "taken".
+#: Record size; most bytes returned by one receive; records that may be sent before the peer confirms.
 RECORD, SOME, AHEAD = 1000, 700, 3
 
 
 class RecordStream:
-    """A stream of records over a socket; both ends have to be one.
+    """A stream of records over a socket. Both ends must be of this class.
 
-    - What has come is read at once, so that no poller tells of it any more, and given out bit by bit.
-    - Every few records it has to answer before it gives out more, and does so only once the socket takes the answer.
-    - It sends no more before the answer of the other end has come.
+    - It reads ahead from the socket, so that a poller no longer reports the data, and returns them piece by piece.
+    - After every `AHEAD` records the receiver must confirm before it returns more, and may have to wait to send that.
+    - The sender waits for this confirmation before it sends more.
     """
 
     bound = b""
@@ -119,7 +119,7 @@ class RecordStream:
         self._arm()
 
     def _move(self) -> None:
-        """Send and read what can be, into memory of this stream."""
+        """Send and receive as much as the socket allows without blocking."""
         try:
             while self._leaving:
                 del self._leaving[: self.sock.send(self._leaving)]
@@ -153,7 +153,7 @@ class RecordStream:
             self._received += 1
             self._owes = self._owes or not self._received % AHEAD
 
-    # -- polling, only while somebody wants to be called
+    # -- callbacks of the event loop, registered only while the owner wants to be called
 
     def _has_news(self) -> bool:
         return bool(self._decoded or self._owes or self._ended or self._error)

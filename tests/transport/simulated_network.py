@@ -1,8 +1,8 @@
-"""Ranks whose handshakes run over real sockets, on a virtual clock, with delayed messages and blocked event loops.
+"""A simulated network: handshakes over real sockets, a virtual clock, delayed messages, blocked event loops.
 
-Each rank has a `StreamTransport` on an event loop of its own. A `Network` runs the loops in turns, one callback at a
-time, and lets the clock jump when none has anything to do. A connection is a pair of unix sockets, which it relays: it
-draws the delay of every message. All is a function of the seed.
+Each rank has a `StreamTransport` and its own event loop. A `Network` runs the loops in turn, one callback at a time.
+It advances the clock when no loop has work. A connection is two pairs of unix sockets. The network relays every
+message between them with a random delay. The seed determines the whole run.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["Network", "SimulatedRank"]
 
-#: The longest delay of a message, and the longest time for which a loop is blocked.
+#: The longest delay of a message, and the longest time that a loop is blocked.
 LONGEST = 3 * HANDSHAKE_TIMEOUT
-#: The messages of a handshake from each end; those about shared memory follow.
+#: Handshake message sizes per direction. Further messages set up shared memory.
 FROM_DIALLER = (HELLO_SIZE, PROOF_SIZE, CONFIRM_SIZE)
 FROM_ACCEPTOR = (CHALLENGE_SIZE, VERDICT_SIZE)
-#: Dials of a rank whose messages are often delayed. All later ones are seldom: any network is quick at last.
+#: The number of dials to a rank that are often delayed. Later dials are rarely delayed, so that every run ends.
 SLOW_DIALS = 3
 #: Virtual seconds after which a simulation has failed.
 LIMIT = 10_000.0
-#: Bytes of a send buffer that a connection which is not made yet has filled.
+#: Size of a send buffer that is filled to keep a connection unwritable until it is established.
 BUFFER = 4096
 
 
 class RankLoop(VirtualLoop):
-    """The event loop of one rank, which runs a callback when `Network` says so.
+    """The event loop of one rank. It runs a callback whenever `Network` calls `step`.
 
     Args:
-        network: the clock.
-        seed: of the randomness of the rank.
-        timers_first: whether timers go before the sockets that are ready, as in uvloop; asyncio does it the other way.
+        network: The owner of the clock.
+        seed: The seed of the rank's random numbers.
+        timers_first: Whether timers run before ready sockets, as in uvloop. asyncio runs the sockets first.
     """
 
     def __init__(self, network: Network, seed: int, timers_first: bool) -> None:
@@ -72,11 +72,11 @@ class RankLoop(VirtualLoop):
         return self.network.now
 
     def jump(self, seconds: float | None) -> None:
-        """Leave the clock to the network."""
+        """Do nothing: the network advances the clock."""
 
     @property
     def next_timer(self) -> float:
-        """When the next timer is due."""
+        """The time at which the next timer is due."""
         scheduled = self._scheduled  # type: ignore[attr-defined]
         while scheduled and scheduled[0]._cancelled:
             heapq.heappop(scheduled)._scheduled = False
@@ -88,7 +88,7 @@ class RankLoop(VirtualLoop):
         return bool(ready or self._selector.select(0))  # type: ignore[attr-defined]
 
     def step(self) -> None:
-        """Run one callback; what becomes ready meanwhile is for the next iteration, as in any event loop."""
+        """Run one callback. Callbacks that become ready meanwhile run in the next iteration, as in any event loop."""
         ready = self._ready  # type: ignore[attr-defined]
         if not self._batch:
             for take in (self._take_timers, self._take_events)[:: 1 if self._timers_first else -1]:
@@ -115,11 +115,11 @@ class RankLoop(VirtualLoop):
 
 
 class SimulatedRank:
-    """A rank: its transport, and the sink of its links.
+    """A rank with its transport. It is the sink of its own links.
 
     Attributes:
-        broken: the errors of links that broke.
-        received: the numbers in the frames that have come.
+        broken: The errors of broken links.
+        received: The numbers in the received frames.
     """
 
     def __init__(self, network: Network, rank: int, seed: int, transport: str, timers_first: bool) -> None:
@@ -147,7 +147,7 @@ class SimulatedRank:
         self.changed.set()
 
     async def open(self, peer: SimulatedRank, kind: ConnKind, *, dials: bool) -> None:
-        """Open a link, or wait for that of the peer; exchange a message."""
+        """Open a link, or wait for the link from `peer`; then send a message and wait for one."""
         if dials:
             card = {**peer.transport.card, "unix": f"@{peer.rank}"}
             link = await self.transport.connect(peer.rank, card, kind)
@@ -184,15 +184,15 @@ class SimulatedRank:
         self.broken.append(error)
 
 
-class Way:
-    """One direction of a connection: reads what one end sends, and delivers it to the other after some time.
+class Relay:
+    """A relay for one direction of a connection: receives from a socket and sends to another after a delay.
 
     Args:
-        network: clock and randomness.
-        source: relays this socket ...
-        target: ... to that.
-        sizes: of the messages that come first.
-        delayed: share of the messages that are delayed.
+        network: The owner of the clock and the random numbers.
+        source: The socket to receive from.
+        target: The socket to send to.
+        sizes: The sizes of the first messages.
+        delayed: The share of delayed messages.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Way:
         self.ended = False
 
     def look(self) -> None:
-        """Take what was sent, a message at a time."""
+        """Receive the available messages one by one, and schedule their delivery."""
         while not self.ended:
             size = self._sizes[0] if self._sizes else _MESSAGE.size
             try:
@@ -226,7 +226,7 @@ class Way:
             self.ended = not data
             self._due = max(self._due, self._network.now + self._network.delay(self._delayed))
             self._network.at(self._due, lambda data=data, fds=fds: self._deliver(data, fds))
-            self._network.may_block()
+            self._network.maybe_block()
 
     def _deliver(self, data: bytes, fds: list[int]) -> None:
         with suppress(OSError):
@@ -239,7 +239,7 @@ class Way:
 
 
 class Event(NamedTuple):
-    """Something that the network does at a time."""
+    """An action of the network at a given time."""
 
     when: float
     number: int
@@ -250,7 +250,7 @@ class Network:
     """Two ranks, the clock of their loops, and the connections between them.
 
     Args:
-        seed: of all that is random.
+        seed: The seed of all random choices.
         transport: `"unix"` or `"shm"`.
     """
 
@@ -260,12 +260,12 @@ class Network:
         self.random = chance = random.Random(seed)
         self._events: list[Event] = []
         self._count = 0
-        self._ways: list[Way] = []
+        self._relays: list[Relay] = []
         self._sockets: list[socket.socket] = []
         self._dials = [0, 0]
         timers_first = chance.random() < 0.5
         self.ranks = [SimulatedRank(self, rank, chance.getrandbits(32), transport, timers_first) for rank in (0, 1)]
-        #: How often an event of a handshake blocks a loop.
+        #: The probability that a handshake event blocks a loop.
         self._blocking = chance.choice((0.0, 0.1, 0.3))
         self._delayed = chance.choice((0.0, 0.2, 0.5))
         for _ in range(chance.randrange(6)):
@@ -273,7 +273,7 @@ class Network:
 
     @contextmanager
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Dial in this network, in this context; close all at its end."""
+        """Route all dials through this network inside the context; close everything at its end."""
         with monkeypatch.context() as patch:
             patch.setattr(addresses, "reach", self._reach)
             try:
@@ -286,30 +286,30 @@ class Network:
                     rank.loop.close()
 
     def run(self, *programs: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine on each rank until all have ended."""
+        """Run one coroutine per rank until all have finished."""
         tasks = [rank.loop.create_task(each) for rank, each in zip(self.ranks, programs, strict=True)]
         self._run(lambda: all(task.done() for task in tasks), LIMIT)
         for task in tasks:
-            assert task.done(), f"nothing happens any more, or it takes over {LIMIT:g} s: {task}"
+            assert task.done(), f"deadlock, or unfinished after {LIMIT:g} virtual s: {task}"
             task.result()
 
-    def rest(self) -> None:
-        """Let everything happen that is under way."""
+    def settle(self) -> None:
+        """Run until all delayed messages and timers have had their effect."""
         end = self.now + 10 * LONGEST
         self.at(end, lambda: None)
         self._run(lambda: False, end)
 
     def at(self, when: float, do: Callable[[], object]) -> None:
-        """Do something at a time."""
+        """Schedule `do` at the virtual time `when`."""
         self._count += 1
         heapq.heappush(self._events, Event(when, self._count, do))
 
     def delay(self, share: float) -> float:
-        """Return the seconds that a message takes, when this share of them is delayed."""
+        """Return the delay of a message in seconds; `share` of all messages have one."""
         return self.random.uniform(0, LONGEST) if self.random.random() < share else 0.0
 
-    def may_block(self) -> None:
-        """Perhaps block a loop now: something has happened in a handshake."""
+    def maybe_block(self) -> None:
+        """Block a random loop with some probability. Handshake events call this."""
         if self.random.random() < self._blocking:
             self._block()
 
@@ -334,8 +334,8 @@ class Network:
                     return
                 self.now = min(times)
                 continue
-            for way in self._ways:
-                way.look()
+            for relay in self._relays:
+                relay.look()
 
     async def _reach(
         self,
@@ -346,7 +346,7 @@ class Network:
         in_bursts: bool = False,
         connecting: Callable[[int], object] | None = None,
     ) -> socket.socket:
-        """See `addresses.reach`."""
+        """Connect as `addresses.reach` does, within this network."""
         rank = int(target[1:])
         near, far = socket.socketpair(), socket.socketpair()
         for sock in (*near, *far):
@@ -387,7 +387,7 @@ class Network:
             with suppress(BlockingIOError):
                 while near[1].recv(1 << 16):
                     pass
-        self._ways.append(Way(self, near[1], far[1], FROM_DIALLER, delayed))
-        self._ways.append(Way(self, far[1], near[1], FROM_ACCEPTOR, delayed))
+        self._relays.append(Relay(self, near[1], far[1], FROM_DIALLER, delayed))
+        self._relays.append(Relay(self, far[1], near[1], FROM_ACCEPTOR, delayed))
         listening = self.ranks[rank]
         listening.loop.call_soon(listening.transport._greet, far[0])

@@ -1,4 +1,4 @@
-"""Addresses: who is on which host, what peers are told, and the sockets there."""
+"""Addresses: host identity, listeners, and dialling (`reach`)."""
 
 import asyncio
 import errno
@@ -21,10 +21,10 @@ from aiocoll.transport.stream import addresses as address
 
 from ..ports import free_ports
 
-# libuv keeps a pipe for the life of the process.
+# libuv opens a pipe with the first loop and keeps it. Open it here, or the check for leaked descriptors reports it.
 uvloop.new_event_loop().close()
 
-linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells these facts only")
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 
 
 def has_ipv6() -> bool:
@@ -89,8 +89,10 @@ def test_tcp_listeners_take_the_ports_of_a_range() -> None:
     with ExitStack() as stack:
         taken = [stack.enter_context(address.open_tcp("127.0.0.1", (first, first + 2))) for _ in range(3)]
         assert [listener.getsockname()[1] for listener in taken] == [first, first + 1, first + 2]
-        said = rf"cannot listen on 127\.0\.0\.1: no port of port_range=\({first}, {first + 2}\) is free; set a wider "
-        with pytest.raises(RendezvousError, match=said):
+        message = (
+            rf"cannot listen on 127\.0\.0\.1: no port of port_range=\({first}, {first + 2}\) is free; set a wider "
+        )
+        with pytest.raises(RendezvousError, match=message):
             address.open_tcp("127.0.0.1", (first, first + 2))
         taken[1].close()
         assert stack.enter_context(address.open_tcp("127.0.0.1", (first, first + 2))).getsockname()[1] == first + 1
@@ -101,7 +103,7 @@ def test_port_with_connections_of_a_finished_job_can_be_used(port: int) -> None:
     with address.open_tcp("127.0.0.1", (port,) * 2) as listener, socket.create_connection(where) as client:
         listener.setblocking(True)
         accepted, _ = listener.accept()
-        accepted.close()  # it closes first, so its end keeps the port for a minute
+        accepted.close()  # the side that closes first keeps the port for a minute
         assert client.recv(1) == b""
     address.open_tcp("127.0.0.1", (port,) * 2).close()
 
@@ -124,7 +126,7 @@ async def test_reach_raises_blocking_error_for_a_full_backlog() -> None:
     address.remove_unix(name)
 
 
-async def test_reach_names_the_socket_that_is_connecting() -> None:
+async def test_reach_reports_the_connecting_socket() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connecting: list[int] = []
         loop, where = asyncio.get_running_loop(), listener.getsockname()
@@ -142,8 +144,8 @@ async def test_reach_is_refused_by_a_port_without_a_listener() -> None:
 
 @linux_only
 async def test_reach_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unlucky(socket.socket):
-        """The system picks, for our end, the very port that is dialled."""
+    class SelfConnectingSocket(socket.socket):
+        """A socket that is bound to the port that it dials, as the kernel may also choose."""
 
         def connect_ex(self, target: tuple[str, int]) -> int:
             self.bind(target)
@@ -152,16 +154,16 @@ async def test_reach_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         free = bound.getsockname()
-    monkeypatch.setattr("socket.socket", Unlucky)
+    monkeypatch.setattr("socket.socket", SelfConnectingSocket)
     with pytest.raises(ConnectionRefusedError):
         await address.reach(asyncio.get_running_loop(), socket.AF_INET, free)
 
 
 async def test_reach_raises_reset_error_for_a_listener_that_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crowded one may turn a connection away between any two questions about it."""
+    """A full listener may reset the connection between two system calls of `reach`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        class TurnedAway(socket.socket):
+        class ResetSocket(socket.socket):
             def getsockopt(self, *option: int) -> Any:
                 code = super().getsockopt(*option)
                 accepted, _ = listener.accept()
@@ -170,13 +172,13 @@ async def test_reach_raises_reset_error_for_a_listener_that_resets(monkeypatch: 
                 return code
 
         target = listener.getsockname()
-        monkeypatch.setattr("socket.socket", TurnedAway)
+        monkeypatch.setattr("socket.socket", ResetSocket)
         with pytest.raises(ConnectionResetError):
             await address.reach(asyncio.get_running_loop(), socket.AF_INET, target)
 
 
-class Starved:
-    """A listening socket that has no descriptors to give for a while."""
+class StarvedListener:
+    """A listening socket whose first `accept` calls fail for lack of file descriptors."""
 
     def __init__(self, real: socket.socket, failures: int) -> None:
         self.real = real
@@ -196,16 +198,16 @@ class Starved:
 
 
 class ManualTimers(Runtime):
-    """Timers that fire when the test says so."""
+    """A runtime whose timers fire only when the test calls them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self.timers: list[tuple[float, object, tuple[object, ...]]] = []
         self.handles: list[asyncio.TimerHandle] = []
         self.changed = asyncio.Event()
-        self.call_later = self.later
+        self.call_later = self.record_timer
 
-    def later(self, delay: float, callback: object, *args: object) -> asyncio.TimerHandle:
+    def record_timer(self, delay: float, callback: object, *args: object) -> asyncio.TimerHandle:
         self.timers.append((delay, callback, args))
         self.changed.set()
         self.handles.append(self.loop.call_later(3600, lambda: None))
@@ -218,7 +220,7 @@ async def test_lack_of_descriptors_delays_accepting_and_is_logged_once(caplog: p
     greeted: asyncio.Queue[socket.socket] = asyncio.Queue()
     listeners = address.Listeners(runtime, greeted.put_nowait)
     real, name = address.open_unix(os.urandom)
-    starved = Starved(real, 3)
+    starved = StarvedListener(real, 3)
     listeners.add(starved)
     client = await address.reach(loop, socket.AF_UNIX, address.unix_address(name))
     for left in (2, 1, 0):
@@ -226,7 +228,7 @@ async def test_lack_of_descriptors_delays_accepting_and_is_logged_once(caplog: p
         runtime.changed.clear()
         for _ in range(3):
             await asyncio.sleep(0)
-        assert starved.failures == left, "asked again during the pause"
+        assert starved.failures == left, "accept was called again during the pause"
         (delay, resume, args) = runtime.timers.pop()
         assert delay == 0.1
         resume(*args)
@@ -244,7 +246,7 @@ async def test_close_without_free_descriptors_cancels_the_retry() -> None:
     runtime = ManualTimers(loop)
     listeners = address.Listeners(runtime, socket.socket.close)
     real, name = address.open_unix(os.urandom)
-    listeners.add(Starved(real, 1))
+    listeners.add(StarvedListener(real, 1))
     with await address.reach(loop, socket.AF_UNIX, address.unix_address(name)):
         await runtime.changed.wait()
         listeners.close()
@@ -255,7 +257,7 @@ async def test_close_without_free_descriptors_cancels_the_retry() -> None:
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_listener_that_was_finalized_before_its_owner_is_closed(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """Garbage collection finalizes the objects of a cycle in any order."""
+    """Garbage collection finalizes the objects of a cycle in any order, so the loop may be closed first."""
     running = loop()
     listeners = address.Listeners(Runtime(running), socket.socket.close)
     listener, name = address.open_unix(os.urandom)

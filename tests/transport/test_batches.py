@@ -1,4 +1,4 @@
-"""Small frames that follow each other closely leave together; one that comes alone leaves at once."""
+"""Batches of small frames: frames in quick succession share a system call, and a single frame leaves at once."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .links import Recorder, frame, linked, sockets
 pytestmark = pytest.mark.parametrize("kind", ["unix", "tcp"])
 
 
-class Counting(socket.socket):
-    """Counts the bytes of each system call that sends."""
+class CountingSocket(socket.socket):
+    """A socket that records the number of bytes of each sending system call."""
 
     calls: list[int]
 
@@ -37,8 +37,8 @@ class Counting(socket.socket):
         return self.calls[-1]
 
 
-class Clock(Runtime):
-    """Its ticks are set by the test."""
+class ManualClock(Runtime):
+    """A runtime whose clock is set by the test."""
 
     def __init__(self) -> None:
         super().__init__(asyncio.get_running_loop())
@@ -50,9 +50,9 @@ class Ends:
     """A link whose system calls are counted, its other end, and the clock of both."""
 
     def __init__(self, kind: str) -> None:
-        self.clock = Clock()
+        self.clock = ManualClock()
         near, far = sockets(kind)
-        counting = Counting(fileno=near.detach())
+        counting = CountingSocket(fileno=near.detach())
         self.calls = counting.calls = []
         self.near = StreamLink(self.clock, PlainStream(self.clock.loop, counting), 1, ConnKind.DATA, BufferPool())
         self.far = StreamLink(self.clock, PlainStream(self.clock.loop, far), 0, ConnKind.DATA, BufferPool())
@@ -61,21 +61,21 @@ class Ends:
         self.written: list[tuple[int, bytes]] = []
 
     def write(self, *sizes: int) -> None:
-        """Write frames of these sizes; all are said to be handed over."""
+        """Write frames of these payload sizes; assert that the link accepts all of them."""
         for nbytes in sizes:
             op = len(self.written)
             self.written.append((op, payload(op, nbytes)))
             assert self.near.write(*frame(op, payload(op, nbytes)))
 
-    async def arrive(self) -> None:
-        """Wait until all that was written has arrived, in order."""
+    async def wait_for_arrival(self) -> None:
+        """Wait until all written frames have arrived in order."""
         self.far.start()
         await self.sink.frames_are(len(self.written))
         assert self.sink.frames == self.written
 
 
 @asynccontextmanager
-async def ends_of(kind: str) -> AsyncIterator[Ends]:
+async def counted_ends(kind: str) -> AsyncIterator[Ends]:
     ends = Ends(kind)
     try:
         yield ends
@@ -84,63 +84,63 @@ async def ends_of(kind: str) -> AsyncIterator[Ends]:
         ends.far.close()
 
 
-async def turn() -> None:
+async def loop_iteration() -> None:
     await asyncio.sleep(0)
 
 
-async def test_64_small_frames_of_one_turn_leave_in_two_system_calls(kind: str) -> None:
-    async with ends_of(kind) as ends:
+async def test_64_small_frames_of_one_iteration_leave_in_two_system_calls(kind: str) -> None:
+    async with counted_ends(kind) as ends:
         ends.write(*[64] * 64)
-        assert ends.calls == [HEADER_SIZE + 64], "the first has left, the others are gathered"
-        await turn()
+        assert ends.calls == [HEADER_SIZE + 64], "the first frame was not sent alone, or the others were not batched"
+        await loop_iteration()
         assert ends.calls == [HEADER_SIZE + 64, 63 * (HEADER_SIZE + 64)]
-        await turn()
+        await loop_iteration()
         assert len(ends.calls) == 2
-        await ends.arrive()
+        await ends.wait_for_arrival()
 
 
 async def test_first_frame_is_sent_at_once(kind: str) -> None:
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         ends.write(8)
         assert ends.far.poll()
         assert ends.sink.frames == ends.written
 
 
 async def test_next_frame_after_a_poll_is_sent_at_once(kind: str) -> None:
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         for number in range(1, 10):
             ends.write(number)
             assert len(ends.calls) == number
             ends.near.poll()
-        await ends.arrive()
+        await ends.wait_for_arrival()
 
 
 async def test_poll_sends_the_batch(kind: str) -> None:
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         ends.write(0, 1, 2, GATHER)
         assert ends.calls == [HEADER_SIZE]
         ends.near.poll()
         assert ends.calls[1:] == [3 * HEADER_SIZE + 1 + 2 + GATHER]
-        await turn()
+        await loop_iteration()
         assert len(ends.calls) == 2
-        await ends.arrive()
+        await ends.wait_for_arrival()
 
 
 async def test_end_of_an_await_sends_the_batch(kind: str) -> None:
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         ends.write(1, 1, 1)
         ends.clock.settle()
         assert len(ends.calls) == 2
         ends.write(1)
         ends.clock.settle()
         assert len(ends.calls) == 3
-        await turn()
+        await loop_iteration()
         assert len(ends.calls) == 3
-        await ends.arrive()
+        await ends.wait_for_arrival()
 
 
 async def test_later_frame_is_not_added_to_an_old_batch(kind: str) -> None:
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         for number in range(1, 5):
             ends.write(1)
             assert len(ends.calls) == number
@@ -150,54 +150,54 @@ async def test_later_frame_is_not_added_to_an_old_batch(kind: str) -> None:
         ends.write(1)
         ends.clock.now += 10 * CLOSELY
         ends.write(1)
-        assert len(ends.calls) == 5, "nothing overtakes what was gathered"
-        await turn()
+        assert len(ends.calls) == 5, "a frame overtook the batch"
+        await loop_iteration()
         assert len(ends.calls) == 6
-        await ends.arrive()
+        await ends.wait_for_arrival()
 
 
 async def test_full_batch_is_sent_at_once(kind: str) -> None:
     each = 1000
     count = BATCH // each + 2
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         ends.write(*[each - HEADER_SIZE] * (count + 1))
         assert ends.calls[0] == each
         assert len(ends.calls) == 2
         assert BATCH <= ends.calls[1] < BATCH + each
-        await turn()
+        await loop_iteration()
         assert len(ends.calls) == 3
         assert sum(ends.calls) == (count + 1) * each
-        await ends.arrive()
+        await ends.wait_for_arrival()
 
 
 @pytest.mark.parametrize("nbytes", [GATHER + 1, JOIN, JOIN + 1, SEGMENT // 2])
 async def test_large_frame_is_sent_together_with_the_batch(kind: str, nbytes: int) -> None:
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         ends.write(1, 2, 3, nbytes)
         assert ends.calls == [HEADER_SIZE + 1, 3 * HEADER_SIZE + 2 + 3 + nbytes]
         ends.write(4)
-        await turn()
-        await ends.arrive()
+        await loop_iteration()
+        await ends.wait_for_arrival()
 
 
 async def test_batched_payload_may_be_overwritten(kind: str) -> None:
     data = bytearray(b"before")
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         ends.write(1)
         assert ends.near.write(frame(1, bytes(6))[0], memoryview(data))
         data[:] = b"after!"
         ends.written.append((1, b"before"))
-        await ends.arrive()
+        await ends.wait_for_arrival()
 
 
 @pytest.mark.parametrize("how", ["finish", "close"])
 async def test_batched_frames_are_sent_when_the_link_ends(kind: str, how: str) -> None:
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         ends.write(1, 2, 3)
         getattr(ends.near, how)()
-        await ends.arrive()
+        await ends.wait_for_arrival()
         await ends.sink.until(lambda: ends.sink.losses)
-        await turn()
+        await loop_iteration()
         assert len(ends.calls) == 2
 
 
@@ -206,7 +206,7 @@ async def test_batch_beyond_the_socket_buffer_is_kept_and_reported(kind: str) ->
         near.start()
         written: list[tuple[int, bytes]] = []
         near.write(*frame(0))
-        while near.writable:  # whether in the kernel or in the batch, each is handed over
+        while near.writable:  # the link accepts frames into the kernel buffer and the batch
             op = len(written)
             written.append((op + 1, payload(op, 700)))
             assert near.write(*frame(op + 1, payload(op, 700)))
@@ -220,10 +220,10 @@ async def test_batch_beyond_the_socket_buffer_is_kept_and_reported(kind: str) ->
 
 
 async def test_link_that_breaks_with_a_batch_is_reported_lost_once(kind: str) -> None:
-    async with ends_of(kind) as ends:
+    async with counted_ends(kind) as ends:
         ends.near.start()
         ends.write(1, 2, 3)
         ends.far.close()
         await ends.near.sink.until(lambda: ends.near.sink.losses)
-        await turn()
+        await loop_iteration()
         assert len(ends.near.sink.losses) == 1

@@ -1,4 +1,4 @@
-"""Delayed handshake messages and blocked event loops: no rank loses a link to a peer that lives."""
+"""Delayed handshake messages and blocked event loops: no rank loses the link to a live peer."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from aiocoll.security.handshake import ConnKind
 
 from .simulated_network import Network
 
-#: Seeds in the fast tests, and in `make soak`.
+#: The number of seeds in the fast tests, and in `make soak`.
 FEW = 200
 MANY = 5000
 
 
 def simulate(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open a link between two ranks, one or both of which dial; exchange a message each way."""
+    """Open a link between two ranks, one or both of which dial; exchange one message in each direction."""
     network = Network(seed, ("unix", "shm")[seed % 2])
     kind = (ConnKind.DATA, ConnKind.CONTROL)[seed // 2 % 2]
     dialling = ({0}, {1}, {0, 1}, {0, 1})[seed // 4 % 4]
     with network.installed(monkeypatch):
         low, high = network.ranks
         network.run(low.open(high, kind, dials=0 in dialling), high.open(low, kind, dials=1 in dialling))
-        network.rest()
+        network.settle()
         assert [rank.broken for rank in network.ranks] == [[], []]
         assert [len(rank.links) for rank in network.ranks] == [1, 1]
         assert [rank.received for rank in network.ranks] == [[1], [0]]

@@ -1,4 +1,4 @@
-"""Links that share their receive buffers."""
+"""Receive buffers shared by the links of a transport."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .links import Recorder, frame, sockets
 Fed = tuple[socket.socket, StreamLink, Recorder]
 
 
-def wire(op: int, data: bytes) -> bytes:
+def frame_bytes(op: int, data: bytes) -> bytes:
     header, view = frame(op, data)
     return header + bytes(view or b"")
 
 
-class Counted(BufferPool):
-    """Knows the buffers that are in use."""
+class CheckedPool(BufferPool):
+    """A pool that knows its buffers in use, and overwrites the returned ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,19 +34,19 @@ class Counted(BufferPool):
 
     def take(self) -> memoryview:
         buffer = super().take()
-        assert not any(buffer is each for each in self.used), "two links would read into it"
+        assert not any(buffer is each for each in self.used), "the pool gave one buffer to two links"
         self.used.append(buffer)
         return buffer
 
     def give(self, buffer: memoryview) -> None:
         self.used = [each for each in self.used if each is not buffer]
-        buffer[:] = b"\xff" * len(buffer)  # whoever still looks shall see that it is not theirs
+        buffer[:] = b"\xff" * len(buffer)  # a link that still reads the buffer gets wrong bytes
         super().give(buffer)
 
 
 @asynccontextmanager
-async def fed(count: int, pool: BufferPool) -> AsyncIterator[list[Fed]]:
-    """Make links of one transport whose other ends are bare sockets."""
+async def links_with_raw_ends(count: int, pool: BufferPool) -> AsyncIterator[list[Fed]]:
+    """Yield links of one transport, each with the raw socket at its other end."""
     runtime = Runtime.of(asyncio.get_running_loop())
     made: list[Fed] = []
     try:
@@ -71,33 +71,33 @@ def feed(raw: socket.socket, link: StreamLink, data: bytes) -> None:
 
 
 async def test_waiting_link_holds_no_buffer() -> None:
-    pool = Counted()
-    async with fed(20, pool) as links:
+    pool = CheckedPool()
+    async with links_with_raw_ends(20, pool) as links:
         for peer, (raw, link, sink) in enumerate(links):
-            feed(raw, link, wire(1, payload(peer, 700)) + wire(2, payload(peer, SEGMENT)))
+            feed(raw, link, frame_bytes(1, payload(peer, 700)) + frame_bytes(2, payload(peer, SEGMENT)))
             assert sink.frames == [(1, payload(peer, 700)), (2, payload(peer, SEGMENT))]
             assert not pool.used
-        assert len(pool._free) == 1, "they read one after the other, so one buffer will do"
+        assert len(pool._free) == 1, "links that read in turn used more than one buffer"
 
 
 async def test_partial_frame_is_not_overwritten_by_other_links() -> None:
-    pool = Counted()
-    async with fed(3, pool) as links:
+    pool = CheckedPool()
+    async with links_with_raw_ends(3, pool) as links:
         for peer, (raw, link, _) in enumerate(links):
-            feed(raw, link, wire(1, payload(peer, 20_000))[: 10_000 + peer])
+            feed(raw, link, frame_bytes(1, payload(peer, 20_000))[: 10_000 + peer])
         assert len(pool.used) == 3
         for peer, (raw, link, sink) in enumerate(links):
-            feed(raw, link, wire(1, payload(peer, 20_000))[10_000 + peer :])
+            feed(raw, link, frame_bytes(1, payload(peer, 20_000))[10_000 + peer :])
             assert sink.frames == [(1, payload(peer, 20_000))]
         assert not pool.used
 
 
 async def test_routed_payload_takes_no_buffer() -> None:
-    pool = Counted()
+    pool = CheckedPool()
     room = memoryview(bytearray(SEGMENT))
-    async with fed(1, pool) as [(raw, link, sink)]:
+    async with links_with_raw_ends(1, pool) as [(raw, link, sink)]:
         sink.place = lambda header: room[: header[7]]
-        stream = wire(1, payload(1, SEGMENT))
+        stream = frame_bytes(1, payload(1, SEGMENT))
         feed(raw, link, stream[:9000])
         assert not pool.used
         feed(raw, link, stream[9000:])
@@ -105,15 +105,15 @@ async def test_routed_payload_takes_no_buffer() -> None:
 
 
 async def test_diverted_payload_does_not_disturb_other_links() -> None:
-    pool = Counted()
+    pool = CheckedPool()
     room = memoryview(bytearray(SEGMENT))
-    async with fed(2, pool) as [(raw, link, sink), (other_raw, other, other_sink)]:
+    async with links_with_raw_ends(2, pool) as [(raw, link, sink), (other_raw, other, other_sink)]:
         sink.place = lambda header: room[: header[7]]
-        feed(raw, link, wire(1, b"\xaa" * 50_000)[:100])
+        feed(raw, link, frame_bytes(1, b"\xaa" * 50_000)[:100])
         link.divert()
-        feed(other_raw, other, wire(2, payload(2, 40_000))[:30_000])
-        feed(raw, link, wire(1, b"\xaa" * 50_000)[100:])
-        feed(other_raw, other, wire(2, payload(2, 40_000))[30_000:])
+        feed(other_raw, other, frame_bytes(2, payload(2, 40_000))[:30_000])
+        feed(raw, link, frame_bytes(1, b"\xaa" * 50_000)[100:])
+        feed(other_raw, other, frame_bytes(2, payload(2, 40_000))[30_000:])
         assert [op for op, _ in sink.frames] == [1]
         assert other_sink.frames == [(2, payload(2, 40_000))]
 
@@ -121,12 +121,12 @@ async def test_diverted_payload_does_not_disturb_other_links() -> None:
 async def test_link_that_ends_within_a_frame_returns_its_buffer() -> None:
     ends: list[Callable[[socket.socket], object]] = [
         socket.socket.close,
-        lambda raw: raw.send(b"\xff" * 40_000),  # the rest of the frame, and then nonsense
+        lambda raw: raw.send(b"\xff" * 40_000),  # the rest of the frame, then an invalid frame
     ]
-    pool = Counted()
-    async with fed(2, pool) as links:
+    pool = CheckedPool()
+    async with links_with_raw_ends(2, pool) as links:
         for (raw, link, sink), end in zip(links, ends, strict=True):
-            feed(raw, link, wire(1, payload(1, 20_000))[:10_000])
+            feed(raw, link, frame_bytes(1, payload(1, 20_000))[:10_000])
             assert len(pool.used) == 1
             end(raw)
             while not sink.losses:
@@ -134,11 +134,11 @@ async def test_link_that_ends_within_a_frame_returns_its_buffer() -> None:
             assert not pool.used
 
 
-async def test_buffers_of_a_burst_are_not_all_kept() -> None:
-    pool = Counted()
-    async with fed(MOST + 4, pool) as links:
+async def test_pool_keeps_a_limited_number_of_buffers_after_a_burst() -> None:
+    pool = CheckedPool()
+    async with links_with_raw_ends(MOST + 4, pool) as links:
         for raw, link, _ in links:
-            feed(raw, link, wire(1, b"x" * 10)[:-1])
+            feed(raw, link, frame_bytes(1, b"x" * 10)[:-1])
         assert len(pool.used) == MOST + 4
         for raw, link, sink in links:
             feed(raw, link, b"x")

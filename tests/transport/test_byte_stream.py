@@ -1,4 +1,4 @@
-"""What every byte stream owes a link, and that links, handshakes and heartbeats ask no more of it."""
+"""The contract of byte streams, and its users: links, handshakes and heartbeats need nothing else from a stream."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from aiocoll.transport.stream.tls_stream import open_tls
 from ..internals import Limits
 from .links import sockets
 from .record_stream import SOME, RecordStream, open_records
-from .test_stream import say, settle, started
+from .test_stream import send_number, settle, started
 
 STREAMS: dict[str, OpenStream] = {
     "plain": open_plain,
     "records": open_records,
     "tls": lambda loop, sock, dialled: open_tls(of_this_process(), loop, sock, dialled=dialled),
 }
-#: Streams over several connections, by the kind of these.
+#: Streams over several connections, with the kind of each connection.
 STRIPED = {"striped": "plain", "striped records": "records", "striped tls": "tls"}
-#: Connections of such a stream.
+#: The number of connections in such a stream.
 STRIPES = 3
 each_stream = pytest.mark.parametrize("kind", [*STREAMS, *STRIPED])
 
@@ -47,7 +47,7 @@ async def opened(kind: str) -> list[ByteStream]:
     return await asyncio.gather(*opening)
 
 
-def striped(connections: Sequence[Sequence[ByteStream]]) -> list[StripedStream]:
+def striped_pair(connections: Sequence[Sequence[ByteStream]]) -> list[StripedStream]:
     """Return both ends of a stream over several connections."""
     ends = [StripedStream(asyncio.get_running_loop(), end) for end in connections[0]]
     for both in connections[1:]:
@@ -57,10 +57,10 @@ def striped(connections: Sequence[Sequence[ByteStream]]) -> list[StripedStream]:
 
 
 @asynccontextmanager
-async def ends_of(kind: str) -> AsyncIterator[tuple[ByteStream, ByteStream]]:
+async def stream_ends(kind: str) -> AsyncIterator[tuple[ByteStream, ByteStream]]:
     ends: Sequence[ByteStream]
     if kind in STRIPED:
-        ends = striped([await opened(STRIPED[kind]) for _ in range(STRIPES)])
+        ends = striped_pair([await opened(STRIPED[kind]) for _ in range(STRIPES)])
     else:
         ends = await opened(kind)
     try:
@@ -70,12 +70,12 @@ async def ends_of(kind: str) -> AsyncIterator[tuple[ByteStream, ByteStream]]:
             end.close()
 
 
-def data(nbytes: int) -> bytes:
+def random_bytes(nbytes: int) -> bytes:
     return np.random.default_rng(1).integers(0, 256, nbytes, np.uint8).tobytes()
 
 
 class Reader:
-    """Receives whenever it is called, at most `most` bytes at once, until the end."""
+    """A reader that receives at most `most` bytes per callback, until the end of the stream."""
 
     def __init__(self, stream: ByteStream, most: int = 1 << 20) -> None:
         self.received = bytearray()
@@ -98,29 +98,29 @@ class Reader:
             self._stream.stop_reading()
             self._ended = True
 
-    async def has(self, nbytes: int) -> None:
+    async def wait_for(self, nbytes: int) -> None:
         async with asyncio.timeout(20):
             while len(self.received) < nbytes and not self._ended:
                 self._changed.clear()
                 await self._changed.wait()
 
     async def all(self) -> bytes:
-        await self.has(1 << 40)
+        await self.wait_for(1 << 40)
         return bytes(self.received)
 
 
-def fill(stream: ByteStream, said: bytes) -> int:
-    """Send until no more is taken; return how much was."""
+def fill(stream: ByteStream, message: bytes) -> int:
+    """Send until the stream accepts no more; return the number of accepted bytes."""
     sent = 0
     with suppress(BlockingIOError):
-        while sent < len(said):
-            sent += stream.send(memoryview(said)[sent:])
+        while sent < len(message):
+            sent += stream.send(memoryview(message)[sent:])
     return sent
 
 
-async def write(stream: ByteStream, said: bytes, parts: Callable[[memoryview], list[memoryview]]) -> list[int]:
-    """Send all of it, whenever it is called; return how much was taken each time."""
-    rest, done, taken = memoryview(said), asyncio.Event(), []
+async def write(stream: ByteStream, message: bytes, parts: Callable[[memoryview], list[memoryview]]) -> list[int]:
+    """Send all of `message` from writable callbacks; return the number of bytes that each call accepted."""
+    rest, done, taken = memoryview(message), asyncio.Event(), []
 
     def writable() -> None:
         nonlocal rest
@@ -141,50 +141,50 @@ async def write(stream: ByteStream, said: bytes, parts: Callable[[memoryview], l
 
 @each_stream
 async def test_receive_without_data_raises_blocking_error(kind: str) -> None:
-    async with ends_of(kind) as (near, _):
+    async with stream_ends(kind) as (near, _):
         with pytest.raises(BlockingIOError):
             near.receive_into(memoryview(bytearray(10)))
 
 
 @each_stream
 async def test_slow_reader_stops_the_sender_without_loss(kind: str) -> None:
-    said = data(1 << 20)
-    async with ends_of(kind) as (near, far):
-        sent = fill(near, said)
-        assert 0 < sent < len(said)
+    message = random_bytes(1 << 20)
+    async with stream_ends(kind) as (near, far):
+        sent = fill(near, message)
+        assert 0 < sent < len(message)
         reader = Reader(far, 5000)
-        await write(near, said[sent:], lambda rest: [rest])
+        await write(near, message[sent:], lambda rest: [rest])
         near.shutdown()
-        assert await reader.all() == said
+        assert await reader.all() == message
 
 
 @each_stream
 @pytest.mark.parametrize(("nbytes", "most"), [(3000, 1), (20_000, 100), (1 << 20, 1 << 18)])
-async def test_large_data_arrives_in_both_directions_at_once(kind: str, nbytes: int, most: int) -> None:
-    said = [data(nbytes)[:: 1 - 2 * end] for end in range(2)]
+async def test_large_data_is_sent_in_both_directions_at_once(kind: str, nbytes: int, most: int) -> None:
+    message = [random_bytes(nbytes)[:: 1 - 2 * end] for end in range(2)]
     chance = random.Random(1)
 
     def parts(rest: memoryview) -> list[memoryview]:
         cuts = [0, *sorted(chance.randrange(len(rest) + 1) for _ in range(3)), len(rest)]
         return [rest[start:stop] for start, stop in pairwise(cuts)]
 
-    async with ends_of(kind) as ends:
+    async with stream_ends(kind) as ends:
         readers = [Reader(end, most) for end in ends]
-        taken = await asyncio.gather(*(write(end, each, parts) for end, each in zip(ends, said, strict=True)))
+        taken = await asyncio.gather(*(write(end, each, parts) for end, each in zip(ends, message, strict=True)))
         for end in ends:
             end.shutdown()
-        assert [await reader.all() for reader in readers] == said[::-1]
+        assert [await reader.all() for reader in readers] == message[::-1]
     if most > 100:
         assert all(len(each) > 1 for each in taken)
 
 
 @each_stream
 async def test_readable_callback_is_called_for_all_received_data(kind: str) -> None:
-    """Also of what was read from the socket with something else, and again after a pause."""
-    async with ends_of(kind) as (near, far):
-        near.send(data(900))
+    """The data may be left in the stream by an earlier receive, or arrive during a pause in reading."""
+    async with stream_ends(kind) as (near, far):
+        near.send(random_bytes(900))
         reader = Reader(far, 10)
-        await reader.has(30)
+        await reader.wait_for(30)
         far.stop_reading()
         calls = reader.calls
         for _ in range(5):
@@ -192,12 +192,12 @@ async def test_readable_callback_is_called_for_all_received_data(kind: str) -> N
         assert reader.calls == calls
         near.shutdown()
         rest = Reader(far, 2 * SOME)
-        assert bytes(reader.received) + await rest.all() == data(900)
+        assert bytes(reader.received) + await rest.all() == random_bytes(900)
 
 
 @each_stream
-async def test_other_direction_continues_after_the_end_of_one(kind: str) -> None:
-    async with ends_of(kind) as (near, far):
+async def test_stream_continues_in_one_direction_after_the_end_of_the_other(kind: str) -> None:
+    async with stream_ends(kind) as (near, far):
         near.send(b"question")
         near.shutdown()
         assert await Reader(far).all() == b"question"
@@ -207,8 +207,8 @@ async def test_other_direction_continues_after_the_end_of_one(kind: str) -> None
 
 
 @each_stream
-async def test_close_ends_the_peer_and_runs_no_callback(kind: str) -> None:
-    async with ends_of(kind) as (near, far):
+async def test_closed_stream_ends_its_peer_and_runs_no_callback(kind: str) -> None:
+    async with stream_ends(kind) as (near, far):
         near.start_reading(lambda: pytest.fail("closed"))
         near.start_writing(lambda: pytest.fail("closed"))
         near.close()
@@ -221,7 +221,7 @@ async def test_close_ends_the_peer_and_runs_no_callback(kind: str) -> None:
 
 @each_stream
 async def test_handshake_message_may_arrive_in_pieces(kind: str) -> None:
-    async with ends_of(kind) as (near, far):
+    async with stream_ends(kind) as (near, far):
         reading = asyncio.create_task(receive_message(far, 300))
         for piece in range(30):
             await write(near, bytes([piece]) * 10, lambda rest: [rest])
@@ -234,7 +234,7 @@ async def test_handshake_message_may_arrive_in_pieces(kind: str) -> None:
 
 @each_stream
 async def test_handshake_message_without_buffer_space_raises_blocking_error(kind: str) -> None:
-    async with ends_of(kind) as (near, _):
+    async with stream_ends(kind) as (near, _):
         fill(near, bytes(1 << 20))
         with pytest.raises(BlockingIOError):
             send_message(near, b"one more")
@@ -249,7 +249,7 @@ async def test_plain_streams_call_the_socket_itself() -> None:
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
 async def test_transport_sends_only_through_its_streams(flavour: str) -> None:
-    """Handshakes, frames and heartbeats; who speaks otherwise is not understood."""
+    """Handshakes, frames and heartbeats all pass through it; the peer understands only records."""
     opened: list[bool] = []
 
     async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> RecordStream:
@@ -261,27 +261,27 @@ async def test_transport_sends_only_through_its_streams(flavour: str) -> None:
         assert link is not None
         await other.until(lambda: other.accepted)
         for number in range(100):
-            say(link, number)
-            say(other.accepted[0], number)
-        await one.until(lambda: len(one.heard) == 100)
-        await other.until(lambda: len(other.heard) == 100)
-        assert one.heard == [(1, number) for number in range(100)]
+            send_number(link, number)
+            send_number(other.accepted[0], number)
+        await one.until(lambda: len(one.received) == 100)
+        await other.until(lambda: len(other.received) == 100)
+        assert one.received == [(1, number) for number in range(100)]
         accepted: asyncio.Queue[tuple[int, ByteStream]] = asyncio.Queue()
         one.transport.heartbeat_accepted = lambda *given: accepted.put_nowait(given)
         heartbeat = await other.transport.connect_heartbeat(0, one.card)
         assert heartbeat is not None
-        rank, theirs = await accepted.get()
-        assert (rank, type(theirs)) == (1, RecordStream)
+        rank, accepted_heartbeat = await accepted.get()
+        assert (rank, type(accepted_heartbeat)) == (1, RecordStream)
         heartbeat.send(b"\0")
-        theirs.send(b"\0")
-        assert await receive_message(heartbeat, 1) == await receive_message(theirs, 1) == b"\0"
+        accepted_heartbeat.send(b"\0")
+        assert await receive_message(heartbeat, 1) == await receive_message(accepted_heartbeat, 1) == b"\0"
         heartbeat.close()
-        theirs.close()
+        accepted_heartbeat.close()
         assert sorted(opened) == [False, False, True, True]
 
 
 async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
-    """Once: the rank that dials does so again."""
+    """The dialling rank dials once more."""
     failing = [True]
 
     async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> PlainStream:
@@ -300,7 +300,7 @@ async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
 
 @each_stream
 async def test_watchdogs_exchange_heartbeats_through_any_stream(kind: str, limits: Limits) -> None:
-    """In their threads, while the loop is blocked."""
+    """The watchdogs run in threads, so heartbeats arrive while the event loop is blocked."""
     limits(
         watchdog_round=watchdog.ROUND / 20,
         unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
@@ -309,14 +309,14 @@ async def test_watchdogs_exchange_heartbeats_through_any_stream(kind: str, limit
     lost: list[Any] = []
     loop = asyncio.get_running_loop()
     watchdogs = [
-        Watchdog(rank, loop, time.perf_counter, {}.__getitem__, lambda *told: lost.append(told), lost.append)
+        Watchdog(rank, loop, time.perf_counter, {}.__getitem__, lambda *received: lost.append(received), lost.append)
         for rank in range(2)
     ]
-    async with ends_of(kind) as ends:
+    async with stream_ends(kind) as ends:
         for each, end in zip(watchdogs, ends, strict=True):
             each.start()
             each.add_heartbeat(7, end)
-        time.sleep(2 * watchdog.UNREACHABLE_AFTER)  # noqa: ASYNC251 - that is the fault
+        time.sleep(2 * watchdog.UNREACHABLE_AFTER)  # noqa: ASYNC251 - blocks the loop on purpose
         await asyncio.sleep(0)
         silences = [each.silence(7) for each in watchdogs]
         for each in watchdogs:
@@ -328,15 +328,15 @@ async def test_watchdogs_exchange_heartbeats_through_any_stream(kind: str, limit
 
 @each_stream
 async def test_data_left_by_a_receive_outside_the_loop_is_reported(kind: str) -> None:
-    """As an await that polls leaves it, before it suspends."""
-    async with ends_of(kind) as (near, far):
-        rest, told = bytearray(), asyncio.Event()
+    """A polling await leaves data in the stream this way, before it suspends."""
+    async with stream_ends(kind) as (near, far):
+        rest, received = bytearray(), asyncio.Event()
 
         def readable() -> None:
             space = memoryview(bytearray(1000))
             with suppress(BlockingIOError):
                 rest.extend(space[: near.receive_into(space)])
-            told.set()
+            received.set()
 
         near.start_reading(readable)
         await asyncio.sleep(0)
@@ -348,5 +348,5 @@ async def test_data_left_by_a_receive_outside_the_loop_is_reported(kind: str) ->
                 got = near.receive_into(first)
         async with asyncio.timeout(10):
             while got + len(rest) < 100:
-                told.clear()
-                await told.wait()
+                received.clear()
+                await received.wait()

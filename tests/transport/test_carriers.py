@@ -1,4 +1,4 @@
-"""Carriers of data links: when they are used, and what happens without one."""
+"""Carriers of data links: their selection, their use, and the fallback to the connection itself."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from aiocoll.testing import run_ranks
 from aiocoll.transport.stream.link_table import CarrierUse
 
 
-class Declining:
-    """A carrier that leaves every link on its connection."""
+class DecliningCarrier:
+    """A carrier that declines every link, which then stays on its connection."""
 
     def __init__(self, request: CarrierRequest) -> None:
         self.request = request
@@ -37,16 +37,16 @@ class Declining:
         self.closed = True
 
 
-def unavailable(request: CarrierRequest) -> Any:
+def make_unavailable_carrier(request: CarrierRequest) -> Any:
     raise BackendUnavailableError("there is no such device")
 
 
 @pytest.fixture
 def register() -> Iterator[Any]:
-    """Register transports by name for one test."""
+    """Yield a function that registers a transport by name for one test."""
     names = []
 
-    def register(name: str, make: Any = Declining, **how: Any) -> None:
+    def register(name: str, make: Any = DecliningCarrier, **how: Any) -> None:
         names.append(name)
         transports.register(name, TransportProvider(medium="tcp", make_carrier=make, **how), version=TRANSPORT_VERSION)
 
@@ -61,7 +61,7 @@ def request() -> CarrierRequest:
 
 @pytest.mark.parametrize("used", [True, False])
 async def test_data_link_waits_until_the_ranks_have_agreed(used: bool) -> None:
-    carrier = Declining(request())
+    carrier = DecliningCarrier(request())
     use = CarrierUse(carrier, carries_all=True)
     with socket.socket(socket.AF_UNIX) as sock:
         found = asyncio.create_task(use.carrier(sock))
@@ -73,7 +73,7 @@ async def test_data_link_waits_until_the_ranks_have_agreed(used: bool) -> None:
 
 
 async def test_carrier_between_hosts_leaves_unix_sockets_alone() -> None:
-    use = CarrierUse(Declining(request()), carries_all=False)
+    use = CarrierUse(DecliningCarrier(request()), carries_all=False)
     with socket.socket(socket.AF_UNIX) as sock:
         assert await use.carrier(sock) is None
 
@@ -132,7 +132,7 @@ async def test_ranks_agree_on_a_transport_that_all_offer(register: Any) -> None:
 
 
 async def test_auto_transport_skips_an_unavailable_carrier(register: Any, caplog: pytest.LogCaptureFixture) -> None:
-    register("broken", unavailable, auto_rank=1)
+    register("broken", make_unavailable_carrier, auto_rank=1)
     choice = TransportChoice("auto")
     assert choice.make_carrier(request()) is None
     assert choice.card == {}

@@ -1,4 +1,4 @@
-"""Every link of the package passes the contract, whatever carries it."""
+"""The link contract, run for every kind of link of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks that dial each other at once: one link, the same at both ends, whatever comes when."""
+"""Crossing dials: two ranks that dial each other at once get one link, the same at both ends, in every order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import dial, transport
 from aiocoll.transport.stream.crossing import Crossing
 
-from .test_stream import Rank, say, settle, started
+from .test_stream import Rank, send_number, settle, started
 
-#: What the two ends of a connection say in its handshake, in turn.
+#: The number of messages in a handshake, counting both directions.
 MESSAGES = 5
-#: After so many of them, the end that was dialled has promised the link.
+#: After this number of messages, the dialled end has promised the link.
 PROMISED = 3
 
 
 class Links:
-    """What `Crossing` asks of the links of a rank."""
+    """The table of links that `Crossing` queries."""
 
     def __init__(self) -> None:
         self.live = False
@@ -57,14 +57,14 @@ async def test_crossing_dials_follow_promises_and_confirmations(rank: int, peer:
     links.live = True
     assert crossing.decide(key) is Status.DUPLICATE
     assert not crossing.may_confirm(key)
-    for nobody in (rank, -1, 7):
-        assert crossing.decide((nobody, ConnKind.DATA)) is Status.REFUSED
+    for missing in (rank, -1, 7):
+        assert crossing.decide((missing, ConnKind.DATA)) is Status.REFUSED
 
 
 class Gate:
-    """Holds each handshake message of two connections, one dialled by each rank, until it is let through.
+    """A gate for each handshake message of two connections, one dialled by each rank; `let_through` releases one.
 
-    A connection is known by the rank that dials it. Those that follow the first of a rank are held nowhere.
+    A connection is identified by the rank that dials it. Further connections of a rank are not held.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: list[Rank]) -> None:
@@ -76,7 +76,7 @@ class Gate:
         receive, reach = byte_stream.receive_message, address.reach
         self._receive = receive
 
-        async def reached(loop: Any, family: int, target: Any, **_: Any) -> socket.socket:
+        async def record_dialled(loop: Any, family: int, target: Any, **_: Any) -> socket.socket:
             sock = await reach(loop, family, target)
             task = asyncio.current_task()
             assert task is not None
@@ -89,14 +89,14 @@ class Gate:
         for rank in ranks:
             greet = rank.transport._greet
 
-            def greeted(sock: socket.socket, rank: Rank = rank, greet: Any = greet) -> None:
+            def record_accepted(sock: socket.socket, rank: Rank = rank, greet: Any = greet) -> None:
                 dialled_by = 1 - rank.transport.rank
                 if (dialled_by, False) not in self._of.values():
                     self._of[sock] = dialled_by, False
                 greet(sock)
 
-            monkeypatch.setattr(rank.transport._listeners, "_greet", greeted)
-        monkeypatch.setattr(address, "reach", reached)
+            monkeypatch.setattr(rank.transport._listeners, "_greet", record_accepted)
+        monkeypatch.setattr(address, "reach", record_dialled)
         monkeypatch.setattr(dial, "receive_message", self.receive)
         monkeypatch.setattr(transport, "receive_message", self.receive)
 
@@ -112,7 +112,7 @@ class Gate:
         return data
 
     async def let_through(self, dialled_by: int) -> None:
-        """Let the next message of a connection arrive, and all that follows from it happen."""
+        """Release the next message of the connection dialled by `dialled_by`, and run the loop until it took effect."""
         self.through[dialled_by] += 1
         self.changed.set()
         self.changed = asyncio.Event()
@@ -121,19 +121,19 @@ class Gate:
 
 
 def orders() -> Iterator[tuple[int, ...]]:
-    """All orders in which the messages of the two connections can arrive."""
+    """Yield all orders in which the messages of the two connections can arrive."""
     for first in itertools.combinations(range(2 * MESSAGES), MESSAGES):
         yield tuple(0 if at in first else 1 for at in range(2 * MESSAGES))
 
 
 @asynccontextmanager
-async def gated(flavour: str) -> AsyncIterator[tuple[list[Rank], Gate]]:
+async def gated_ranks(flavour: str) -> AsyncIterator[tuple[list[Rank], Gate]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         async with started(2, flavour, handshake_timeout=3600.0) as ranks:
             yield ranks, Gate(monkeypatch, ranks)
 
 
-async def both_dial(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
+async def start_both_dials(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
     return [
         asyncio.get_running_loop().create_task(ranks[each].connect(ranks[1 - each]), name=str(each)) for each in (0, 1)
     ]
@@ -142,42 +142,42 @@ async def both_dial(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
 async def test_crossing_dials_make_one_link_in_every_message_order(flavour: str) -> None:
     for order in orders():
-        async with gated(flavour) as (ranks, gate):
-            dials = await both_dial(ranks)
+        async with gated_ranks(flavour) as (ranks, gate):
+            dials = await start_both_dials(ranks)
             for dialled_by in order:
                 await gate.let_through(dialled_by)
             made = await asyncio.gather(*dials)
             await settle(*ranks)
             assert [link is None for link in made].count(True) == 1, order
-            await talk(ranks)
+            await exchange_messages(ranks)
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("held", [0, 1])
 async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavour: str) -> None:
-    """After any number of its messages: the other becomes the link, unless the first one has been promised."""
+    """The other dial stops after any number of its messages. Its link wins only if it has been promised."""
     for before in range(MESSAGES):
-        async with gated(flavour) as (ranks, gate):
-            dials = await both_dial(ranks)
+        async with gated_ranks(flavour) as (ranks, gate):
+            dials = await start_both_dials(ranks)
             for _ in range(before):
                 await gate.let_through(held)
             for _ in range(MESSAGES):
                 await gate.let_through(1 - held)
             if before < PROMISED:
                 await asyncio.gather(*dials)
-            for _ in range(MESSAGES):  # nothing comes of it, or a peer that has proven itself has been waited for
+            for _ in range(MESSAGES):  # releases the dial that was stuck
                 await gate.let_through(held)
             made = await asyncio.gather(*dials)
             await settle(*ranks)
             assert [link is None for link in made].count(True) == 1, before
-            await talk(ranks)
+            await exchange_messages(ranks)
 
 
-async def talk(ranks: list[Rank]) -> None:
+async def exchange_messages(ranks: list[Rank]) -> None:
     a, b = ranks
     (left,), (right,) = a.links, b.links
-    say(left, 5)
-    say(right, 6)
-    await b.until(lambda: b.heard)
-    await a.until(lambda: a.heard)
-    assert (a.heard, b.heard, a.gone, b.gone) == ([(1, 6)], [(0, 5)], [], [])
+    send_number(left, 5)
+    send_number(right, 6)
+    await b.until(lambda: b.received)
+    await a.until(lambda: a.received)
+    assert (a.received, b.received, a.lost_peers, b.lost_peers) == ([(1, 6)], [(0, 5)], [], [])

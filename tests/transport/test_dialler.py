@@ -1,4 +1,4 @@
-"""Dials on a virtual clock: why they failed, and timeouts that a blocked event loop does not use up."""
+"""Dials on a virtual clock: failure reasons, and timeouts that a blocked event loop does not use up."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WHERE = "rank 1 cannot be reached at 127.0.0.1 port 1, which other hosts cannot 
 
 
 @pytest.fixture
-def virtual() -> Iterator[asyncio.Runner]:
+def virtual_runner() -> Iterator[asyncio.Runner]:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         yield runner
 
 
-async def failure(connect_timeout: float = 5.0, *, all_met: bool = False) -> str:
-    """Dial rank 1; return why it cannot be reached."""
+async def failure_reason(connect_timeout: float = 5.0, *, all_met: bool = False) -> str:
+    """Dial rank 1; return the reported failure reason."""
     runtime = Runtime.of(asyncio.get_running_loop())
     options = StreamOptions(transport="tcp", connect_timeout=connect_timeout)
     transport = StreamTransport(runtime, 0, 2, "job", b"k" * 32, options)
@@ -67,13 +67,13 @@ def replace_reach(monkeypatch: pytest.MonkeyPatch, reach: Callable[[VirtualLoop]
     ],
 )
 def test_shortened_attempt_does_not_replace_the_failure_reason(
-    virtual: asyncio.Runner,
+    virtual_runner: asyncio.Runner,
     monkeypatch: pytest.MonkeyPatch,
     silent_from: float,
     connect_timeout: float,
     reason: str,
 ) -> None:
-    """Refused at first, then silent: only an attempt with its whole handshake timeout shows that."""
+    """The host first refuses, then is silent. Only an attempt with a full handshake timeout proves the silence."""
 
     async def reach(loop: VirtualLoop) -> socket.socket:
         if loop.time() >= silent_from:
@@ -81,11 +81,13 @@ def test_shortened_attempt_does_not_replace_the_failure_reason(
         raise os_error(errno.ECONNREFUSED)
 
     replace_reach(monkeypatch, reach)
-    assert virtual.run(failure(connect_timeout)) == reason
+    assert virtual_runner.run(failure_reason(connect_timeout)) == reason
 
 
-def test_blocked_loop_does_not_use_up_connect_timeout(virtual: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop is blocked for longer than the whole timeout; what is left of it is used afterwards."""
+def test_blocked_loop_does_not_use_up_connect_timeout(
+    virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is blocked for longer than the timeout. The rest of the timeout is used afterwards."""
     attempts: list[float] = []
 
     async def reach(loop: VirtualLoop) -> socket.socket:
@@ -96,11 +98,13 @@ def test_blocked_loop_does_not_use_up_connect_timeout(virtual: asyncio.Runner, m
         raise os_error(errno.ECONNREFUSED)
 
     replace_reach(monkeypatch, reach)
-    assert re.fullmatch(r"Connection refused \(tried for 1[23]\.\d s\)", virtual.run(failure()))
+    assert re.fullmatch(r"Connection refused \(tried for 1[23]\.\d s\)", virtual_runner.run(failure_reason()))
     assert sum(when > 9.0 for when in attempts) > 50
 
 
-def test_dial_gives_up_in_an_always_blocked_loop(virtual: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dial_gives_up_in_an_always_blocked_loop(
+    virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def program() -> float:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
@@ -110,18 +114,20 @@ def test_dial_gives_up_in_an_always_blocked_loop(virtual: asyncio.Runner, monkey
             loop.call_later(0.001, block)
 
         block()
-        await failure()
+        await failure_reason()
         return loop.time()
 
     async def reach(loop: VirtualLoop) -> socket.socket:
         raise os_error(errno.ECONNREFUSED)
 
     replace_reach(monkeypatch, reach)
-    assert 5.0 < virtual.run(program()) < 1000.0
+    assert 5.0 < virtual_runner.run(program()) < 1000.0
 
 
-def test_blocked_loop_does_not_make_a_host_silent(virtual: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One outage, then the loop is blocked for longer than a host may be silent: the host is dialled again."""
+def test_blocked_loop_does_not_make_a_host_silent(
+    virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one network error the loop is blocked for longer than a host may be silent. The host is dialled again."""
     attempts: list[float] = []
 
     async def reach(loop: VirtualLoop) -> socket.socket:
@@ -133,4 +139,4 @@ def test_blocked_loop_does_not_make_a_host_silent(virtual: asyncio.Runner, monke
         raise os_error(errno.ENETUNREACH)
 
     replace_reach(monkeypatch, reach)
-    assert "no other attempt mends this" in virtual.run(failure(100.0, all_met=True))
+    assert "no other attempt mends this" in virtual_runner.run(failure_reason(100.0, all_met=True))

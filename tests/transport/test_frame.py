@@ -1,4 +1,4 @@
-"""The bytes of a frame, as other versions and languages would write them."""
+"""The bytes of a frame, which other versions and languages must write identically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_header_is_40_bytes_little_endian() -> None:
     )
 
 
-def test_kinds_have_fixed_numbers() -> None:
+def test_frame_kinds_have_fixed_numbers() -> None:
     assert {kind.name: int(kind) for kind in FrameKind} == {
         "DATA": 1,
         "READY": 2,
@@ -24,5 +24,5 @@ def test_kinds_have_fixed_numbers() -> None:
     }
 
 
-def test_segments_keep_elements_whole() -> None:
+def test_segment_size_is_a_multiple_of_the_largest_element_size() -> None:
     assert SEGMENT % 16 == 0

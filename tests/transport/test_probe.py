@@ -1,4 +1,4 @@
-"""Measuring a link: a link of known figures on a virtual clock has just these, and a connection that ends is told."""
+"""Probing a link: the measured figures equal those of a simulated link, and a closed connection is reported."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from aiocoll.transport.stream.probe import PACKET, TRAINS, LinkFigures, answer, 
 
 
 class Wire:
-    """One end of a connection: what is sent leaves at `rate` bytes per second, and comes `delay` seconds later.
+    """An end of a simulated connection with a data rate in bytes per second and a delay in seconds.
 
     Attributes:
-        other: the other end.
-        sent: bytes so far.
+        other: The other end.
+        sent: The number of bytes sent so far.
     """
 
     bound = b""
@@ -31,7 +31,7 @@ class Wire:
         self._rate, self._delay, self._room, self._piece = rate, delay, room, piece
         self._idle = 0.0
         self._waiting = 0
-        self._came = bytearray()
+        self._arrived = bytearray()
         self._readable: Callable[[], object] | None = None
         self._writable: Callable[[], object] | None = None
         self.sent = 0
@@ -44,33 +44,33 @@ class Wire:
             part = bytes(data[start : min(start + self._piece, taken)])
             self._idle = max(self._idle, self._loop.time()) + len(part) / self._rate
             self._waiting += len(part)
-            self._loop.call_at(self._idle, self._left, len(part))
-            self._loop.call_at(self._idle + self._delay, self.other._comes, part)
+            self._loop.call_at(self._idle, self._leave, len(part))
+            self._loop.call_at(self._idle + self._delay, self.other._arrive, part)
         self.sent += taken
         return taken
 
-    def _left(self, nbytes: int) -> None:
+    def _leave(self, nbytes: int) -> None:
         self._waiting -= nbytes
         if self._writable is not None:
             self._writable()
 
-    def _comes(self, part: bytes) -> None:
-        self._came += part
+    def _arrive(self, part: bytes) -> None:
+        self._arrived += part
         if self._readable is not None:
             self._readable()
 
     def receive_into(self, space: memoryview) -> int:
-        if not self._came:
+        if not self._arrived:
             raise BlockingIOError
-        taken = min(len(space), len(self._came))
-        space[:taken] = self._came[:taken]
-        del self._came[:taken]
+        taken = min(len(space), len(self._arrived))
+        space[:taken] = self._arrived[:taken]
+        del self._arrived[:taken]
         return taken
 
     def start_reading(self, readable: Callable[[], object]) -> None:
         self._readable = readable
-        if self._came:
-            self._loop.call_soon(lambda: self._came and self._readable and self._readable())
+        if self._arrived:
+            self._loop.call_soon(lambda: self._arrived and self._readable and self._readable())
 
     def stop_reading(self) -> None:
         self._readable = None
@@ -93,8 +93,10 @@ class Wire:
         raise NotImplementedError
 
 
-def measured(rate: float, delay: float, *, room: int = 1 << 20, piece: int = PACKET, seconds: float = 1e9) -> Any:
-    """Return the figures of a link, and the bytes that were sent to measure it."""
+def measured_figures(
+    rate: float, delay: float, *, room: int = 1 << 20, piece: int = PACKET, seconds: float = 1e9
+) -> Any:
+    """Return the measured figures of a link, and the number of bytes sent to measure it."""
 
     async def main() -> tuple[LinkFigures, int]:
         one, two = (Wire(rate, delay, room, piece) for _ in range(2))
@@ -114,25 +116,25 @@ def measured(rate: float, delay: float, *, room: int = 1 << 20, piece: int = PAC
 @pytest.mark.parametrize("delay", [0.0, 50e-6, 25e-3, 1.0])
 @pytest.mark.parametrize("room", [1 << 20, 5000], ids=["", "full"])
 def test_probe_measures_the_figures_of_the_link(rate: float, delay: float, room: int) -> None:
-    """The round trip is that of a byte and its answer of twelve."""
-    found, sent = measured(rate, delay, room=room)
+    """The round trip is measured with a request of 1 byte and a reply of 12 bytes."""
+    found, sent = measured_figures(rate, delay, room=room)
     assert found.rtt == pytest.approx(2 * delay + 13 / rate)
     assert found.rate == pytest.approx(rate)
     assert sent == len(TRAINS) + sum(TRAINS) * PACKET
 
 
 def test_probe_of_an_instant_link_has_no_rate() -> None:
-    assert measured(float("inf"), 1e-3)[0] == LinkFigures(2e-3, 0.0)
+    assert measured_figures(float("inf"), 1e-3)[0] == LinkFigures(2e-3, 0.0)
 
 
 def test_probe_of_a_distant_host_sends_one_request() -> None:
-    found, sent = measured(1e6, 2.0, seconds=1.0)
+    found, sent = measured_figures(1e6, 2.0, seconds=1.0)
     assert found == LinkFigures(pytest.approx(4.0, rel=1e-4), 0.0)
     assert sent == 1
 
 
 def test_probe_sends_no_more_than_its_time_allows() -> None:
-    found, sent = measured(1e6, 0.2, seconds=1.0)
+    found, sent = measured_figures(1e6, 0.2, seconds=1.0)
     assert found.rate == pytest.approx(1e6)
     assert sent == 3 + sum(TRAINS[:3]) * PACKET
 
@@ -140,14 +142,14 @@ def test_probe_sends_no_more_than_its_time_allows() -> None:
 @pytest.mark.parametrize("side", [measure, answer])
 @pytest.mark.parametrize("sent", [b"", b"\x02", b"\x02" + bytes(PACKET)], ids=len)
 async def test_probe_reports_a_closed_connection(side: Callable[..., Any], sent: bytes) -> None:
-    here, there = socket.socketpair()
-    here.setblocking(False)
+    near, far = socket.socketpair()
+    near.setblocking(False)
     loop = asyncio.get_running_loop()
-    stream: ByteStream = PlainStream(loop, here)
+    stream: ByteStream = PlainStream(loop, near)
     arguments = (stream, loop.time) if side is answer else (stream, loop.time, 1.0)
     task = asyncio.ensure_future(side(*arguments))
-    with there:
-        there.sendall(sent)
+    with far:
+        far.sendall(sent)
     try:
         with pytest.raises(ConnectionError):
             await task

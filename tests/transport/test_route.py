@@ -1,4 +1,4 @@
-"""By which of its addresses others reach this host."""
+"""Routes: the address of this host that other ranks dial."""
 
 import errno
 import io
@@ -15,7 +15,7 @@ from aiocoll.transport.stream import route
 
 from ..internals import replaced
 
-linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells these facts only")
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 
 
 def has_ipv6() -> bool:
@@ -115,7 +115,9 @@ def test_unresolvable_master_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_master_without_a_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("255.255.255.255", 9))]  # a broadcast, so connect() refuses
+    found = [
+        (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("255.255.255.255", 9))
+    ]  # a broadcast address: connect() refuses it
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
     with pytest.raises(RendezvousError, match=r"no route from this host to the master at 'far' .*interface= or bind="):
         route.routable_address("far")
@@ -123,74 +125,74 @@ def test_master_without_a_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 # -- on several hosts
 
-#: Of no machine at all: addresses for examples.
+#: Addresses reserved for documentation, which no host has.
 FOREIGN = ("192.0.2.7", "192.0.2.8")
 
 
 @pytest.fixture
-def no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no default route: only the way to loopback."""
+def no_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the default route; only loopback is reachable."""
     replaced(monkeypatch, far_addresses=())
 
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Return a changeable table of this host's interfaces and addresses."""
-    there = {"lo": "127.0.0.1"}
-    monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(there)))
-    replaced(monkeypatch, interface_address=there.__getitem__)
-    return there
+    """Return a table of the interfaces and addresses of this host, which the test may change."""
+    table = {"lo": "127.0.0.1"}
+    monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(table)))
+    replaced(monkeypatch, interface_address=table.__getitem__)
+    return table
 
 
-def find(stores: list[str], interface: str | None = None, bind: str | None = None, together: bool = False) -> Any:
+def find_route(stores: list[str], interface: str | None = None, bind: str | None = None, together: bool = False) -> Any:
     return route.find_route(0, dict(enumerate(stores)), interface, bind, together=together)
 
 
 def test_ranks_on_one_loopback_use_it() -> None:
-    assert find(["127.0.0.1"] * 3) == ("127.0.0.1", "127.0.0.1")
-    assert find([""] * 3, together=True) == ("127.0.0.1", "127.0.0.1")
+    assert find_route(["127.0.0.1"] * 3) == ("127.0.0.1", "127.0.0.1")
+    assert find_route([""] * 3, together=True) == ("127.0.0.1", "127.0.0.1")
 
 
 def test_bind_and_interface_take_precedence() -> None:
-    assert find(["", FOREIGN[0]], bind="127.0.0.1") == ("127.0.0.1", "127.0.0.1")
+    assert find_route(["", FOREIGN[0]], bind="127.0.0.1") == ("127.0.0.1", "127.0.0.1")
 
 
 @linux_only
 def test_interface_option_is_used_without_other_information() -> None:
-    assert find(["", ""], interface="lo") == ("127.0.0.1", "127.0.0.1")
+    assert find_route(["", ""], interface="lo") == ("127.0.0.1", "127.0.0.1")
 
 
 @linux_only
 def test_bind_any_listens_on_all_addresses_and_publishes_one() -> None:
-    assert find(["127.0.0.1"] * 2, bind="any") == ("0.0.0.0", "127.0.0.1")
-    assert find(["", ""], interface="lo", bind="any") == ("0.0.0.0", "127.0.0.1")
+    assert find_route(["127.0.0.1"] * 2, bind="any") == ("0.0.0.0", "127.0.0.1")
+    assert find_route(["", ""], interface="lo", bind="any") == ("0.0.0.0", "127.0.0.1")
 
 
 def test_store_host_uses_the_address_that_others_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the addresses by which they have found it the one that is its own."""
+    """It is the one address of this host among those by which the other ranks reached the store."""
     replaced(
         monkeypatch,
         is_own_address=lambda host: host == FOREIGN[1],
         routable_address=lambda master, *_: master,
     )
-    assert find(["127.0.0.1", *FOREIGN, "127.0.0.1"]) == (FOREIGN[1], FOREIGN[1])
+    assert find_route(["127.0.0.1", *FOREIGN, "127.0.0.1"]) == (FOREIGN[1], FOREIGN[1])
 
 
-@pytest.mark.usefixtures("no_way_out")
+@pytest.mark.usefixtures("no_default_route")
 def test_only_address_of_the_host_is_used(interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, routable_address=lambda master, *_: master)
     interfaces["eth0"] = FOREIGN[0]
-    assert find(["", ""]) == (FOREIGN[0], FOREIGN[0])
-    assert find(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # a service's, which is nobody's own
+    assert find_route(["", ""]) == (FOREIGN[0], FOREIGN[0])
+    assert find_route(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # a service address belongs to no host
 
 
-@pytest.mark.usefixtures("no_way_out")
+@pytest.mark.usefixtures("no_default_route")
 def test_ambiguous_address_raises_an_error_that_lists_interfaces(interfaces: dict[str, str]) -> None:
     with pytest.raises(RendezvousError, match=r"AIOCOLL_INTERFACE, AIOCOLL_BIND\); available: only the loopback$"):
-        find(["", ""])
+        find_route(["", ""])
     interfaces.update(eth1=FOREIGN[1], eth0=FOREIGN[0])
     with pytest.raises(RendezvousError, match=r"available: eth0 \(192\.0\.2\.7\), eth1 \(192\.0\.2\.8\)$"):
-        find(["", ""])
+        find_route(["", ""])
 
 
 def test_own_addresses_are_recognized() -> None:

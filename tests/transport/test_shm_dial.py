@@ -1,4 +1,4 @@
-"""How two ranks come to share memory, or agree that they do not, whatever goes wrong on the way."""
+"""Negotiation of shared memory: both ranks share it, or both use the socket, whichever step fails."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ WARNING = "uses unix sockets instead of shared memory"
 
 
 @contextmanager
-def limited(more: int) -> Iterator[None]:
-    """Let this process open `more` files."""
+def file_limit(more: int) -> Iterator[None]:
+    """Limit this process to `more` further open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = os.dup(0)
     os.close(limit)
     used = {int(name) for name in os.listdir("/proc/self/fd")}
-    # Descriptors are numbers below the limit, and the lowest free one is taken.
+    # The limit is on descriptor numbers, and a new descriptor takes the lowest free number.
     while more:
         more -= limit not in used
         limit += 1
@@ -55,38 +55,38 @@ def limited(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def rest(moved: bool) -> bool:
-    """Poll no longer than needed."""
+def stop_polling(moved: bool) -> bool:
+    """End polling as soon as possible."""
     return False
 
 
 class Ends:
-    """Two ranks with a socket between them, the first of which has dialled."""
+    """Two ranks with a socket between them. Rank 0 dials."""
 
     def __init__(self, *wanted: bool) -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
         self.socks = sockets("unix")
         self.ranks = [
-            Sharing(runtime, rank, 2, rest, wanted=each, single_copy=True)
+            Sharing(runtime, rank, 2, stop_polling, wanted=each, single_copy=True)
             for rank, each in enumerate(wanted or (True, True))
         ]
 
     def propose(self) -> Awaitable[LinkParts | None]:
-        return self._closing(0, self.ranks[0].propose(self.socks[0], 1))
+        return self._close_on_failure(0, self.ranks[0].propose(self.socks[0], 1))
 
     def accept(self) -> Awaitable[LinkParts | None]:
-        return self._closing(1, self.ranks[1].accept(self.socks[1], 0))
+        return self._close_on_failure(1, self.ranks[1].accept(self.socks[1], 0))
 
-    async def _closing(self, rank: int, sharing: Awaitable[LinkParts | None]) -> LinkParts | None:
-        """As the transport does: whoever fails closes."""
+    async def _close_on_failure(self, rank: int, sharing: Awaitable[LinkParts | None]) -> LinkParts | None:
+        """Close the socket if the negotiation fails, as the transport does."""
         try:
             return await sharing
         except BaseException:
             self.socks[rank].close()
             raise
 
-    async def meet(self) -> list[Any]:
-        """Return what each has come to: a pair, None, or an error."""
+    async def negotiate(self) -> list[Any]:
+        """Return the result of each rank: the parts of a link, None, or an error."""
         return await asyncio.wait_for(asyncio.gather(self.propose(), self.accept(), return_exceptions=True), 20)
 
     def end(self, results: list[Any]) -> None:
@@ -95,12 +95,12 @@ class Ends:
                 rank.give_up(result)
         for sock in self.socks:
             sock.close()
-        assert mapped() == [], "whoever keeps the errors in `results` keeps no memory"
+        assert mapped() == [], "memory is still mapped"
 
 
 @pytest.fixture(autouse=True)
 def _no_collector() -> Iterator[None]:
-    """Let nobody else unmap what was left."""
+    """Disable garbage collection, which would unmap leaked memory and so hide the leak."""
     gc.collect()
     gc.disable()
     yield
@@ -108,9 +108,9 @@ def _no_collector() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def meeting(*wanted: bool) -> AsyncIterator[tuple[Ends, list[Any]]]:
+async def negotiated(*wanted: bool) -> AsyncIterator[tuple[Ends, list[Any]]]:
     ends = Ends(*wanted)
-    results = await ends.meet()
+    results = await ends.negotiate()
     try:
         yield ends, results
     finally:
@@ -121,8 +121,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
 
 
-def agree(results: list[Any]) -> bool:
-    """Whether both ends have come to the same: both share, both use the socket, or both have no link."""
+def are_of_one_kind(results: list[Any]) -> bool:
+    """Return whether both results are of one kind: a shared-memory link, the socket, or an error."""
     kinds = {
         "none" if result is None else "error" if isinstance(result, BaseException) else "pair" for result in results
     }
@@ -130,7 +130,7 @@ def agree(results: list[Any]) -> bool:
 
 
 async def test_both_ends_map_one_region() -> None:
-    async with meeting() as (_, (near, far)):
+    async with negotiated() as (_, (near, far)):
         assert (near.direction, far.direction) == (0, 1)
         assert near.own.layout.directions == far.own.layout.directions
         near.region.memory[PAGE : PAGE + 5] = b"hello"
@@ -141,22 +141,22 @@ async def test_both_ends_map_one_region() -> None:
 async def test_either_end_may_decline_shared_memory(
     wanted: tuple[bool, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with meeting(*wanted) as (ends, results):
+    async with negotiated(*wanted) as (ends, results):
         assert results == [None, None]
         assert [rank.trouble is None for rank in ends.ranks] == list(wanted)
-        assert_the_socket_is_fresh(ends)
+        assert_socket_is_empty(ends)
     assert warnings(caplog) == []
 
 
-def assert_the_socket_is_fresh(ends: Ends) -> None:
-    """Nothing of the negotiation is left in it."""
+def assert_socket_is_empty(ends: Ends) -> None:
+    """Assert that no bytes of the negotiation are left in the socket."""
     near, far = ends.socks
     near.send(b"from near")
     far.send(b"from far")
     assert (near.recv(100), far.recv(100)) == (b"from far", b"from near")
 
 
-#: What may fail in either end, and where: module, name, error.
+#: System calls that may fail on either side: module, function, error number.
 FAILURES: dict[str, tuple[Any, str, int]] = {
     "no memfd in the kernel": (os, "memfd_create", errno.ENOSYS),
     "memfd forbidden": (os, "memfd_create", errno.EPERM),
@@ -167,8 +167,8 @@ FAILURES: dict[str, tuple[Any, str, int]] = {
 }
 
 
-class Failing:
-    """Calls fail from the `first` on, counted over both ends; for `times` calls."""
+class FailingCall:
+    """A function whose calls fail from number `first` on, for `times` calls, counted over both ranks."""
 
     def __init__(self, module: Any, name: str, code: int, first: int, times: int) -> None:
         self.original: Callable[..., Any] = getattr(module, name)
@@ -188,19 +188,19 @@ class Failing:
 async def test_refused_system_call_makes_both_ends_use_the_socket(
     failure: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever call it is, both ends use the socket; whose call it was warns, once, with the reason."""
+    """Both ranks use the socket whichever call fails. The rank of the failed call warns once, with the reason."""
     module, name, code = FAILURES[failure]
     for first in range(20):
-        failing = Failing(module, name, code, first, times)
+        failing = FailingCall(module, name, code, first, times)
         caplog.clear()
         with monkeypatch.context() as patch:
             patch.setattr(module, name, failing)
-            async with meeting() as (ends, results):
+            async with negotiated() as (ends, results):
                 if failing.calls <= first:
                     assert all(isinstance(result, LinkParts) for result in results)
                     break
                 assert results == [None, None]
-                assert_the_socket_is_fresh(ends)
+                assert_socket_is_empty(ends)
                 troubled = [rank.trouble for rank in ends.ranks if rank.trouble is not None]
                 assert len(warnings(caplog)) == len(troubled) >= 1
                 assert all(os.strerror(code) in trouble for trouble in troubled)
@@ -210,10 +210,10 @@ async def test_refused_system_call_makes_both_ends_use_the_socket(
 async def test_rank_without_shared_memory_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(os, "memfd_create", Failing(os, "memfd_create", errno.EPERM, 0, 1))
+    monkeypatch.setattr(os, "memfd_create", FailingCall(os, "memfd_create", errno.EPERM, 0, 1))
     ends = Ends()
     for _ in range(3):
-        assert await ends.meet() == [None, None]
+        assert await ends.negotiate() == [None, None]
     assert len(warnings(caplog)) == 1
     ends.end([None, None])
 
@@ -221,19 +221,19 @@ async def test_rank_without_shared_memory_warns_once(
 async def test_lack_of_descriptors_at_every_step_makes_both_ends_use_the_socket(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Those that a process has no room for are lost on the way, without an error."""
+    """The kernel drops received descriptors beyond the limit of a process, without an error."""
     outcomes = []
     for more in range(40):
         ends = Ends()
         caplog.clear()
-        with limited(more):
-            results = await ends.meet()
+        with file_limit(more):
+            results = await ends.negotiate()
         ends_well = all(isinstance(result, LinkParts) for result in results)
         outcomes.append(ends_well)
-        assert agree(results), (more, results)
+        assert are_of_one_kind(results), (more, results)
         assert not any(isinstance(result, Exception) for result in results), (more, results)
         if not ends_well:
-            assert_the_socket_is_fresh(ends)
+            assert_socket_is_empty(ends)
             assert 1 <= len(warnings(caplog)) <= 2
         ends.end(results)
         if ends_well:
@@ -243,7 +243,7 @@ async def test_lack_of_descriptors_at_every_step_makes_both_ends_use_the_socket(
 
 
 async def test_dialler_cancelled_at_every_step_leaves_no_half_link() -> None:
-    """It is the dialler that decides: no acceptor believes in a link that the dialler has given up."""
+    """The dialler decides: the acceptor must not use a link that the dialler has given up."""
     completed = []
     for turns in range(1, 100):
         ends = Ends()
@@ -253,7 +253,7 @@ async def test_dialler_cancelled_at_every_step_leaves_no_half_link() -> None:
         tasks[0].cancel()
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
         completed.append(isinstance(results[0], LinkParts))
-        assert agree(results), (turns, results)
+        assert are_of_one_kind(results), (turns, results)
         if not completed[-1]:
             assert isinstance(results[1], ConnectionError), (turns, results)
         ends.end(results)
@@ -264,40 +264,40 @@ async def test_dialler_cancelled_at_every_step_leaves_no_half_link() -> None:
     assert completed[-1]
 
 
-async def test_blocked_dialler_whose_time_ends_has_no_link() -> None:
-    """Its answer has come and its time is over in one turn of the loop: then neither has a link."""
+async def test_dialler_whose_timeout_expires_while_blocked_has_no_link() -> None:
+    """The reply and the timeout reach the dialler in the same iteration of the loop; neither rank has a link."""
     ends = Ends()
     tasks = [asyncio.ensure_future(ends.propose()), asyncio.ensure_future(ends.accept())]
-    turn = asyncio.Event()
-    asyncio.get_running_loop().call_soon(poll, ends.socks[0], tasks[0], turn)
-    await turn.wait()
+    cancelled = asyncio.Event()
+    asyncio.get_running_loop().call_soon(cancel_when_readable, ends.socks[0], tasks[0], cancelled)
+    await cancelled.wait()
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
     assert isinstance(results[0], asyncio.CancelledError)
     assert isinstance(results[1], ConnectionError)
     ends.end(results)
 
 
-def poll(sock: socket.socket, task: asyncio.Future[Any], turn: asyncio.Event) -> None:
-    """Cancel `task` in the turn in which there is something to read for it."""
+def cancel_when_readable(sock: socket.socket, task: asyncio.Future[Any], cancelled: asyncio.Event) -> None:
+    """Cancel `task` in the same loop iteration in which its socket becomes readable."""
     try:
         sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
-        asyncio.get_running_loop().call_soon(poll, sock, task, turn)
+        asyncio.get_running_loop().call_soon(cancel_when_readable, sock, task, cancelled)
     else:
         task.cancel()
-        turn.set()
+        cancelled.set()
 
 
-async def readable(sock: socket.socket) -> None:
-    """Wait until there is something to read, and leave it there."""
+async def wait_until_readable(sock: socket.socket) -> None:
+    """Wait until the socket is readable; leave the data in it."""
     loop = asyncio.get_running_loop()
-    come = asyncio.Event()
-    loop.add_reader(sock.fileno(), come.set)
-    await come.wait()
+    became_readable = asyncio.Event()
+    loop.add_reader(sock.fileno(), became_readable.set)
+    await became_readable.wait()
     loop.remove_reader(sock.fileno())
 
 
-def is_over(sock: socket.socket) -> bool:
+def is_closed(sock: socket.socket) -> bool:
     try:
         return sock.recv(1) == b""
     except ConnectionResetError:
@@ -305,7 +305,7 @@ def is_over(sock: socket.socket) -> bool:
 
 
 async def test_acceptor_cancelled_at_every_step_leaves_no_half_link() -> None:
-    """Until the dialler has spoken, it learns of that; afterwards it has a link, whose socket says that it is over."""
+    """Before the dialler's decision, the dialler gets an error. Afterwards it has a link whose socket is closed."""
     completed = []
     for turns in range(1, 100):
         ends = Ends()
@@ -318,7 +318,7 @@ async def test_acceptor_cancelled_at_every_step_leaves_no_half_link() -> None:
         if not completed[-1]:
             assert isinstance(results[1], asyncio.CancelledError)
             if isinstance(results[0], LinkParts):
-                assert is_over(ends.socks[0])
+                assert is_closed(ends.socks[0])
             else:
                 assert isinstance(results[0], ConnectionError)
         ends.end(results)
@@ -329,7 +329,7 @@ async def test_acceptor_cancelled_at_every_step_leaves_no_half_link() -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-async def test_closed_end_raises_an_error_at_the_other(silent: int) -> None:
+async def test_closed_socket_raises_an_error_at_the_peer(silent: int) -> None:
     ends = Ends()
     ends.socks[silent].close()
     with pytest.raises(ConnectionError) as raised:
@@ -338,20 +338,20 @@ async def test_closed_end_raises_an_error_at_the_other(silent: int) -> None:
 
 
 async def test_busy_thread_pool_does_not_delay_a_link() -> None:
-    """The program's own threads, or that there can be none, are no matter of ours."""
+    """The link needs no thread of the default executor."""
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(NoThreads())
-    async with meeting() as (_, results):
+    loop.set_default_executor(ThreadlessExecutor())
+    async with negotiated() as (_, results):
         assert all(isinstance(result, LinkParts) for result in results)
 
 
 async def test_abandoned_link_returns_its_lane() -> None:
-    """An outbox has a lane for each rank, and some for links of which one is given up."""
+    """An outbox has one lane per rank, and a few spare lanes for links that will be given up."""
     ends = Ends()
-    kept, socks = await ends.meet(), ends.socks  # the outboxes stay
+    kept, socks = await ends.negotiate(), ends.socks  # this link keeps the outboxes open
     for _ in range(OutboxLayout(2).lanes + 1):
         ends.socks = sockets("unix")
-        results = await ends.meet()
+        results = await ends.negotiate()
         assert all(isinstance(result, LinkParts) for result in results)
         for rank, result in zip(ends.ranks, results, strict=True):
             rank.give_up(result)
@@ -361,23 +361,23 @@ async def test_abandoned_link_returns_its_lane() -> None:
     ends.end(kept)
 
 
-class NoThreads(ThreadPoolExecutor):
+class ThreadlessExecutor(ThreadPoolExecutor):
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
 
-# -- garbage: from a peer that has the key, so a mistake, but no reason to leave anything open
+# -- malformed offers: an authenticated peer that errs must leave no descriptor or memory open
 
 
 def message(offered: int = 1, ranks: int = 2, lane: int = 0) -> bytes:
     return dial._MESSAGE.pack(offered, False, False, ranks, lane, 0, 0)
 
 
-def plain(_: int) -> int:
+def null_device(_: int) -> int:
     return os.open("/dev/null", os.O_RDWR | os.O_NONBLOCK)
 
 
-def unsealed(nbytes: int) -> int:
+def unsealed_memory(nbytes: int) -> int:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     return fd
@@ -387,13 +387,13 @@ def eventfd(_: int) -> int:
     return os.eventfd(0, os.EFD_NONBLOCK)
 
 
-def full(_: int) -> int:
+def full_eventfd(_: int) -> int:
     fd = eventfd(0)
     os.eventfd_write(fd, 2**64 - 2)
     return fd
 
 
-def blocking(_: int) -> int:
+def blocking_eventfd(_: int) -> int:
     return os.eventfd(2**32 - 1)
 
 
@@ -403,90 +403,106 @@ def pipe(_: int) -> int:
     return writer
 
 
-def regular(nbytes: int) -> int:
+def regular_file(nbytes: int) -> int:
     fd = os.open("/tmp", os.O_TMPFILE | os.O_RDWR | os.O_NONBLOCK)
     os.ftruncate(fd, nbytes)
     return fd
 
 
-def stream(_: int) -> int:
+def closed_stream(_: int) -> int:
     ends = socket.socketpair()
     ends[1].close()
     ends[0].setblocking(False)
     return ends[0].detach()
 
 
-def poller(_: int) -> int:
+def epoll_descriptor(_: int) -> int:
     with select.epoll() as epoll:
         os.set_blocking(epoll.fileno(), False)
         return os.dup(epoll.fileno())
 
 
-def with_seals(nbytes: int, seals: int, flags: int = 0) -> int:
+def memory_with_seals(nbytes: int, seals: int, flags: int = 0) -> int:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
 
 
-def sealed(nbytes: int) -> int:
-    fd = with_seals(nbytes, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+def sealed_memory(nbytes: int) -> int:
+    fd = memory_with_seals(nbytes, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     os.posix_fallocate(fd, 0, nbytes)
     return fd
 
 
-def smaller(nbytes: int) -> int:
-    return sealed(nbytes - 1)
+def smaller_memory(nbytes: int) -> int:
+    return sealed_memory(nbytes - 1)
 
 
-def larger(nbytes: int) -> int:
-    return sealed(nbytes + 1)
+def larger_memory(nbytes: int) -> int:
+    return sealed_memory(nbytes + 1)
 
 
-def unwritable(nbytes: int) -> int:
-    return with_seals(nbytes, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+def unwritable_memory(nbytes: int) -> int:
+    return memory_with_seals(nbytes, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
 
 
-def readable_only(nbytes: int) -> int:
-    fd = sealed(nbytes)
+def read_only_memory(nbytes: int) -> int:
+    fd = sealed_memory(nbytes)
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     finally:
         os.close(fd)
 
 
-def own(nbytes: int) -> int:
-    """Make what only its owner can write."""
+def own_memory(nbytes: int) -> int:
+    """Return memory that only its owner can write."""
     region = OwnRegion(nbytes, (0, PAGE))
     fd = os.dup(region.fd)
     region.close()
     return fd
 
 
-#: What is no doorbell, or one that blocks who rings it.
-DOORBELLS = [blocking, pipe, regular, stream, poller, plain, sealed]
-#: What is no memory of the right size that both may write and nobody can take away.
-MEMORIES = [unsealed, smaller, larger, unwritable, readable_only, regular, plain, pipe, eventfd]
-#: What is no outbox: only its owner need be able to write it.
-OUTBOXES = [unsealed, smaller, larger, regular, plain, pipe, eventfd]
+#: Descriptors that are no doorbell, or a doorbell that blocks the ringing rank.
+DOORBELLS = [blocking_eventfd, pipe, regular_file, closed_stream, epoll_descriptor, null_device, sealed_memory]
+#: Descriptors that are no sealed memory of the right size which both ranks can write.
+MEMORIES = [
+    unsealed_memory,
+    smaller_memory,
+    larger_memory,
+    unwritable_memory,
+    read_only_memory,
+    regular_file,
+    null_device,
+    pipe,
+    eventfd,
+]
+#: Descriptors that are no outbox. An outbox may be writable by its owner alone.
+OUTBOXES = [unsealed_memory, smaller_memory, larger_memory, regular_file, null_device, pipe, eventfd]
 
 
 OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | None]] = {
-    "nothing": (b"", [], ConnectionResetError),
+    "closed connection": (b"", [], ConnectionResetError),
     "half a message": (message()[:5], [], ConnectionResetError),
-    "no, with descriptors": (message(0), [sealed, sealed, eventfd], None),
-    "less than it says": (message(), [smaller, sealed, eventfd], ProtocolError),
-    "more than it says": (message(), [larger, sealed, eventfd], ProtocolError),
-    "memory for another host": (message(ranks=1000), [sealed, sealed, eventfd], ProtocolError),
-    "a lane that is not there": (message(lane=OUTBOX.lanes), [sealed, sealed, eventfd], ProtocolError),
-    "an outbox too small": (message(), [sealed, smaller, eventfd], ProtocolError),
-    "unsealed memory": (message(), [unsealed, sealed, eventfd], ProtocolError),
-    "an unsealed outbox": (message(), [sealed, unsealed, eventfd], ProtocolError),
-    "no memory at all": (message(), [plain, sealed, eventfd], ProtocolError),
-    "no outbox at all": (message(), [sealed, plain, eventfd], ProtocolError),
-    **{f"{each.__name__} for memory": (message(), [each, sealed, eventfd], ProtocolError) for each in MEMORIES},
-    **{f"{each.__name__} for an outbox": (message(), [sealed, each, eventfd], ProtocolError) for each in OUTBOXES},
-    **{f"{each.__name__} for a doorbell": (message(), [sealed, sealed, each], ProtocolError) for each in DOORBELLS},
+    "refusal with descriptors": (message(0), [sealed_memory, sealed_memory, eventfd], None),
+    "memory smaller than announced": (message(), [smaller_memory, sealed_memory, eventfd], ProtocolError),
+    "memory larger than announced": (message(), [larger_memory, sealed_memory, eventfd], ProtocolError),
+    "memory for another host": (message(ranks=1000), [sealed_memory, sealed_memory, eventfd], ProtocolError),
+    "missing lane": (message(lane=OUTBOX.lanes), [sealed_memory, sealed_memory, eventfd], ProtocolError),
+    "outbox too small": (message(), [sealed_memory, smaller_memory, eventfd], ProtocolError),
+    "unsealed memory": (message(), [unsealed_memory, sealed_memory, eventfd], ProtocolError),
+    "unsealed outbox": (message(), [sealed_memory, unsealed_memory, eventfd], ProtocolError),
+    "device instead of memory": (message(), [null_device, sealed_memory, eventfd], ProtocolError),
+    "device instead of an outbox": (message(), [sealed_memory, null_device, eventfd], ProtocolError),
+    **{f"{each.__name__} for memory": (message(), [each, sealed_memory, eventfd], ProtocolError) for each in MEMORIES},
+    **{
+        f"{each.__name__} for an outbox": (message(), [sealed_memory, each, eventfd], ProtocolError)
+        for each in OUTBOXES
+    },
+    **{
+        f"{each.__name__} for a doorbell": (message(), [sealed_memory, sealed_memory, each], ProtocolError)
+        for each in DOORBELLS
+    },
 }
 
 
@@ -514,20 +530,20 @@ async def test_malformed_offer_is_refused(offer: str) -> None:
 @pytest.mark.parametrize(
     ("data", "makers", "expected"),
     [
-        (message(ranks=3), [own, eventfd], ProtocolError),
-        (message(lane=OUTBOX.lanes), [own, eventfd], ProtocolError),
-        (message(), [own, eventfd, eventfd], LinkParts),  # the third finds no room and is dropped
-        (message(), [sealed, eventfd], LinkParts),  # of a kernel that does not keep others from writing
-        (message(), [unsealed, eventfd], ProtocolError),
-        (message(), [plain, eventfd], ProtocolError),
+        (message(ranks=3), [own_memory, eventfd], ProtocolError),
+        (message(lane=OUTBOX.lanes), [own_memory, eventfd], ProtocolError),
+        (message(), [own_memory, eventfd, eventfd], LinkParts),  # the kernel drops the third descriptor
+        (message(), [sealed_memory, eventfd], LinkParts),  # from a kernel without F_SEAL_FUTURE_WRITE
+        (message(), [unsealed_memory, eventfd], ProtocolError),
+        (message(), [null_device, eventfd], ProtocolError),
         *((message(), [each, eventfd], ProtocolError) for each in OUTBOXES),
-        *((message(), [sealed, each], ProtocolError) for each in DOORBELLS),
+        *((message(), [sealed_memory, each], ProtocolError) for each in DOORBELLS),
     ],
 )
-async def test_malformed_answer_is_refused(data: bytes, makers: list[Callable[[int], int]], expected: type) -> None:
+async def test_malformed_reply_is_refused(data: bytes, makers: list[Callable[[int], int]], expected: type) -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
-    await readable(ends.socks[1])
+    await wait_until_readable(ends.socks[1])
     _, fds = recv_fds(ends.socks[1], dial._MESSAGE.size, 3)
     dial._close(fds)
     fds = [make(OUTBOX.nbytes) for make in makers]
@@ -540,15 +556,15 @@ async def test_malformed_answer_is_refused(data: bytes, makers: list[Callable[[i
 
 
 async def test_full_doorbell_does_not_block_a_link() -> None:
-    """It is its owner's, who has been told often enough."""
+    """A full doorbell wakes its owner anyway, so a rank that rings it may drop the ring."""
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
-    await readable(ends.socks[1])
+    await wait_until_readable(ends.socks[1])
     _, fds = recv_fds(ends.socks[1], dial._MESSAGE.size, 3)
     dial._close(fds)
     outbox = OwnRegion(OUTBOX.nbytes, (0, PAGE))
     outbox.memory[0] = 1
-    fds = [os.dup(outbox.fd), full(0)]
+    fds = [os.dup(outbox.fd), full_eventfd(0)]
     socket.send_fds(ends.socks[1], [message()], fds)
     dial._close(fds)
     pair = await task
@@ -560,17 +576,17 @@ async def test_full_doorbell_does_not_block_a_link() -> None:
 
 
 async def test_descriptor_check_without_proc_uses_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "readlink", Failing(os, "readlink", errno.ENOENT, 0, 1))
-    async with meeting() as (ends, results):
+    monkeypatch.setattr(os, "readlink", FailingCall(os, "readlink", errno.ENOENT, 0, 1))
+    async with negotiated() as (ends, results):
         assert results == [None, None]
         assert any(os.strerror(errno.ENOENT) in str(rank.trouble) for rank in ends.ranks)
-        assert_the_socket_is_fresh(ends)
+        assert_socket_is_empty(ends)
 
 
 async def test_refusal_with_descriptors_is_accepted() -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
-    await readable(ends.socks[1])
+    await wait_until_readable(ends.socks[1])
     _, fds = recv_fds(ends.socks[1], dial._MESSAGE.size, 3)
     socket.send_fds(ends.socks[1], [message(0)], fds[:2])
     dial._close(fds)
@@ -585,7 +601,7 @@ async def test_machine_without_fences_uses_the_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transport, "fences", lambda: None)
-    async with meeting() as (ends, results):
+    async with negotiated() as (ends, results):
         assert results == [None, None]
         assert all("libatomic" in str(rank.trouble) for rank in ends.ranks)
 
@@ -594,7 +610,7 @@ async def test_process_whose_words_may_tear_uses_sockets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transport, "stores_words", lambda: False)
-    async with meeting() as (ends, results):
+    async with negotiated() as (ends, results):
         assert results == [None, None]
         assert all("in two steps" in str(rank.trouble) for rank in ends.ranks)
 
@@ -602,18 +618,18 @@ async def test_process_whose_words_may_tear_uses_sockets(
 async def test_python_without_memfd_uses_the_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Built for old systems, it has no `os.memfd_create`."""
+    """A Python built for old systems has no `os.memfd_create`."""
     monkeypatch.delattr(os, "memfd_create")
-    async with meeting() as (ends, results):
+    async with negotiated() as (ends, results):
         assert results == [None, None]
         assert all("memfd" in str(rank.trouble) for rank in ends.ranks)
-        assert_the_socket_is_fresh(ends)
+        assert_socket_is_empty(ends)
     assert len(warnings(caplog)) <= 2
 
 
 async def test_doorbell_is_closed_with_the_last_link() -> None:
     ends = Ends()
-    results = await ends.meet()
+    results = await ends.negotiate()
     doorbell = results[0].own.doorbell
     again = sockets("unix")
     second = await asyncio.gather(ends.ranks[0].propose(again[0], 1), ends.ranks[1].accept(again[1], 0))
@@ -630,19 +646,19 @@ async def test_doorbell_is_closed_with_the_last_link() -> None:
 
 
 async def test_lane_of_an_abandoned_link_is_reused() -> None:
-    """Another link keeps the outbox, so that lanes that stay open would run out."""
+    """Another link keeps the outbox open, so lanes that are not returned would run out."""
     ends = Ends()
-    first = await ends.meet()
+    first = await ends.negotiate()
     lanes = [first[0].own.lane.number]
     for _ in range(OUTBOX.lanes):
-        pairs = await ends.meet()
+        pairs = await ends.negotiate()
         lane = pairs[0].own.lane
         lanes.append(lane.number)
         lane.connect(pairs[0].peer.outbox.words)
         for rank, pair in zip(ends.ranks, pairs, strict=True):
             rank.give_up(pair)
         assert not lane.is_linked
-    assert lanes == [1] + [2] * OUTBOX.lanes, "its own lane, and the first of those for links beside it"
+    assert lanes == [1] + [2] * OUTBOX.lanes, "the spare lane of the abandoned link was not reused"
     pairs.clear()
     del lane, pair
     ends.end(first)
@@ -651,7 +667,7 @@ async def test_lane_of_an_abandoned_link_is_reused() -> None:
 async def test_doorbell_that_fails_to_register_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     known = fences()
     assert known is not None
-    monkeypatch.setattr(os, "eventfd", Failing(os, "eventfd", errno.EMFILE, 0, 1))
+    monkeypatch.setattr(os, "eventfd", FailingCall(os, "eventfd", errno.EMFILE, 0, 1))
     with pytest.raises(OSError, match="Too many open files") as raised:
-        Doorbell(Runtime.of(asyncio.get_running_loop()), known, rest, Outbox(OUTBOX, known))
+        Doorbell(Runtime.of(asyncio.get_running_loop()), known, stop_polling, Outbox(OUTBOX, known))
     assert mapped() == [], raised

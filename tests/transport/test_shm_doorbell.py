@@ -1,4 +1,4 @@
-"""Who sleeps is woken: in every order of events of a model, and in the calls of the real thing."""
+"""Doorbells: a model in which no order of events loses a wake-up, and the calls of the real doorbell."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from aiocoll.transport.shm.layout import STATUS, OutboxLayout
 from aiocoll.transport.shm.outbox import Outbox
 from aiocoll.transport.shm.region import open_readable
 
-from .doorbells import Case, explore, received
+from .doorbells import Case, explore, received_count
 
-#: With one entry the reader may do all it may do; with two, that the ring is full, and a second call, are in it.
+#: One entry lets the reader do everything. Two entries also fill the ring and need a second ring of the doorbell.
 CASES = [Case(1), Case(2, lively=False)]
 LAYOUT = OutboxLayout(2)
 
@@ -26,37 +26,37 @@ LAYOUT = OutboxLayout(2)
 def test_doorbell_loses_no_wake_up_in_any_order_of_events(case: Case) -> None:
     states, ends = explore(case)
     assert states > 5000
-    assert {received(end) for end in ends} == {case.total}
+    assert {received_count(end) for end in ends} == {case.total}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", [Case(2), Case(3, lively=False)])
 def test_doorbell_loses_no_wake_up_in_any_order_of_more_events(case: Case) -> None:
     _, ends = explore(case)
-    assert {received(end) for end in ends} == {case.total}
+    assert {received_count(end) for end in ends} == {case.total}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("without", ["look again", "look at status", "look at waiting", "another number", "last look"])
 def test_model_detects_each_omitted_step(without: str) -> None:
-    """Each of the fences is needed, the last look before sleeping, and another number for each sleep."""
+    """The model needs each fence, the last poll before sleeping, and a new number for each sleep."""
     found = (explore(case._replace(without=without))[1] for case in CASES)
-    assert any(received(end) < case.total for case, ends in zip(CASES, found, strict=True) for end in ends)
+    assert any(received_count(end) < case.total for case, ends in zip(CASES, found, strict=True) for end in ends)
 
 
 @pytest.mark.slow
 def test_fence_of_a_waiting_writer_is_not_needed() -> None:
-    """Before it sleeps it looks again anyway, after a fence."""
+    """The writer polls again after a fence before it sleeps."""
     for case in CASES:
         _, ends = explore(case._replace(without="look at taken"))
-        assert {received(end) for end in ends} == {case.total}
+        assert {received_count(end) for end in ends} == {case.total}
 
 
-# -- the real one
+# -- the real doorbell
 
 
 class Link:
-    """What a doorbell polls."""
+    """A link that counts its polls, and reports progress for the first `moves` of them."""
 
     def __init__(self) -> None:
         self.polls = 0
@@ -68,8 +68,8 @@ class Link:
         return self.moves >= 0
 
 
-class Watcher:
-    """Lets the doorbell rest as soon as nothing moves."""
+class ImpatientPolling:
+    """Polling hooks that let the doorbell sleep as soon as a poll moves nothing."""
 
     def look(self) -> bool:
         return False
@@ -79,15 +79,15 @@ class Watcher:
 
 
 class Pair:
-    """A doorbell with a link, and the end of a peer that rings it."""
+    """A doorbell with a link, and the doorbell of a peer that rings it."""
 
     def __init__(self) -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
         self.fences = 0
         fences = Fences(None, self.fence)
-        self.doorbell = Doorbell(runtime, fences, Watcher(), Outbox(LAYOUT, fences))
+        self.doorbell = Doorbell(runtime, fences, ImpatientPolling(), Outbox(LAYOUT, fences))
         self.doorbell.hold()
-        self.other = Doorbell(runtime, fences, Watcher(), Outbox(LAYOUT, fences))
+        self.other = Doorbell(runtime, fences, ImpatientPolling(), Outbox(LAYOUT, fences))
         self.other.hold()
         self.link = Link()
         outbox = open_readable(os.dup(self.doorbell.outbox.fd), LAYOUT.nbytes)
@@ -100,8 +100,8 @@ class Pair:
     def status(self) -> int:
         return self.peer.status[0]
 
-    def calls(self) -> int:
-        """Return how often the eventfd was written since the last time."""
+    def take_rings(self) -> int:
+        """Return the number of writes to the eventfd since the last call."""
         try:
             return os.eventfd_read(self.doorbell.eventfd)
         except BlockingIOError:
@@ -121,7 +121,7 @@ async def pair() -> Any:
     await asyncio.sleep(0)
 
 
-async def turns(count: int = 4) -> None:
+async def loop_iterations(count: int = 4) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -131,7 +131,7 @@ async def test_doorbell_sleeps_with_a_new_number_each_time(pair: Pair) -> None:
     numbers = []
     for _ in range(5):
         assert pair.status % 2 == 0
-        await turns()
+        await loop_iterations()
         numbers.append(pair.status)
         pair.doorbell.attend()
     assert len(set(numbers)) == 5
@@ -141,77 +141,77 @@ async def test_doorbell_sleeps_with_a_new_number_each_time(pair: Pair) -> None:
 @pytest.mark.parametrize("value", [0, (1 << 64) - 1])
 async def test_doorbell_status_does_not_depend_on_the_memory_contents(value: int, pair: Pair) -> None:
     pair.doorbell.add(pair.link)
-    await turns()
+    await loop_iterations()
     before = pair.status
     pair.doorbell.outbox.status[STATUS] = value
     pair.doorbell.attend()
     assert pair.status == before + 1
     pair.doorbell.outbox.status[STATUS] = value
-    await turns()
+    await loop_iterations()
     assert pair.status == before + 2
 
 
 async def test_doorbell_rings_once_per_sleep_and_never_while_awake(pair: Pair) -> None:
     pair.peer.ring()
-    assert pair.calls() == 1, "it sleeps from the start: nobody looks yet"
+    assert pair.take_rings() == 1, "a doorbell without links must sleep"
     pair.doorbell.add(pair.link)
     pair.peer.ring()
-    assert pair.calls() == 0
-    await turns()
+    assert pair.take_rings() == 0
+    await loop_iterations()
     pair.peer.ring()
     pair.peer.ring()
-    assert pair.calls() == 1
+    assert pair.take_rings() == 1
     pair.peer.ring()
-    assert pair.calls() == 0
+    assert pair.take_rings() == 0
     pair.doorbell.attend()
-    await turns()
+    await loop_iterations()
     pair.peer.ring()
-    assert pair.calls() == 1
+    assert pair.take_rings() == 1
 
 
 async def test_ring_withdrawn_by_a_peer_still_wakes_the_owner(pair: Pair) -> None:
-    """Whoever may ring a doorbell may read it too."""
+    """A peer that may ring a doorbell may also read its eventfd, which withdraws the ring."""
     loop = asyncio.get_running_loop()
-    told: list[Any] = []
-    loop.set_exception_handler(lambda _, context: told.append(context))
+    events: list[Any] = []
+    loop.set_exception_handler(lambda _, context: events.append(context))
     pair.doorbell.add(pair.link)
-    await turns()
+    await loop_iterations()
     before = pair.link.polls
     pair.doorbell._on_ring()
-    await turns()
+    await loop_iterations()
     assert pair.link.polls > before
-    assert told == []
+    assert events == []
     loop.set_exception_handler(None)
 
 
 async def test_woken_rank_polls_all_links_and_sleeps_again(pair: Pair) -> None:
     pair.doorbell.add(pair.link)
-    await turns()
+    await loop_iterations()
     before, number = pair.link.polls, pair.status
     pair.link.moves = 3
     pair.peer.ring()
     async with asyncio.timeout(20):
         while pair.status in (number, number + 1):  # noqa: ASYNC110
             await asyncio.sleep(0)
-    # Once for each turn in which something moved, once in vain, and once more after the number was out.
+    # Three polls that move something, one that moves nothing, and one after the status has been published.
     assert pair.link.polls - before == 3 + 1 + 1
-    assert pair.calls() == 0
+    assert pair.take_rings() == 0
 
 
 async def test_doorbell_polls_after_its_number_and_the_fence(pair: Pair) -> None:
-    told: list[Any] = []
+    events: list[Any] = []
     pair.doorbell.add(pair.link)
-    await turns()
-    pair.link.poll = lambda: told.append(("look", pair.status % 2)) or False
-    pair.doorbell.fences = Fences(None, lambda: told.append(("fence", pair.status % 2)))
+    await loop_iterations()
+    pair.link.poll = lambda: events.append(("look", pair.status % 2)) or False
+    pair.doorbell.fences = Fences(None, lambda: events.append(("fence", pair.status % 2)))
     pair.doorbell.attend()
-    await turns()
-    assert told == [("look", 0), ("fence", 1), ("look", 1)]
+    await loop_iterations()
+    assert events == [("look", 0), ("fence", 1), ("look", 1)]
 
 
-async def test_ringing_rank_is_awake_for_the_answer(pair: Pair) -> None:
+async def test_ringing_rank_stays_awake_for_the_reply(pair: Pair) -> None:
     pair.other.add(Link())
-    await turns()
+    await loop_iterations()
     assert not pair.other.awake
     pair.peer.ring()
     assert pair.other.awake
@@ -220,16 +220,16 @@ async def test_ringing_rank_is_awake_for_the_answer(pair: Pair) -> None:
 async def test_shared_core_is_known_after_both_ranks_polled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = iter([3, 3, 3, 5, 0])
     monkeypatch.setattr("aiocoll.transport.shm.doorbell.core", lambda: next(cores))
-    assert not pair.peer.is_beside(), "the other end has not said where it is"
+    assert not pair.peer.is_beside(), "the peer has not published its core"
     pair.doorbell.core()
     assert pair.peer.is_beside()
-    assert not pair.peer.is_beside(), "this one has moved"
+    assert not pair.peer.is_beside(), "this rank has moved to another core"
     pair.doorbell._status[8] = 0
-    assert not pair.peer.is_beside(), "nobody knows where anybody is"
+    assert not pair.peer.is_beside(), "both cores are unknown"
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no process may choose its core here")
-def test_core_is_that_of_this_thread() -> None:
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
+def test_core_returns_the_core_of_this_thread() -> None:
     allowed = os.sched_getaffinity(0)
     try:
         for number in allowed:
@@ -248,39 +248,39 @@ def test_core_is_unknown_without_sched_getcpu(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_closed_doorbell_does_not_poll(pair: Pair) -> None:
     fences = Fences(None, pair.fence)
-    doorbell = Doorbell(Runtime.of(asyncio.get_running_loop()), fences, Watcher(), Outbox(LAYOUT, fences))
+    doorbell = Doorbell(Runtime.of(asyncio.get_running_loop()), fences, ImpatientPolling(), Outbox(LAYOUT, fences))
     doorbell.hold()
     link = Link()
     doorbell.add(link)
     doorbell.remove(link)
     doorbell.remove(link)
     doorbell.drop()
-    await turns()
+    await loop_iterations()
     assert doorbell.closed
     assert link.polls == 0
 
 
 async def test_exception_during_a_poll_does_not_stop_later_wake_ups(pair: Pair) -> None:
-    """It is a mistake, and the loop tells of it; but the next call is heard."""
+    """The loop reports the exception, and the next ring still wakes the rank."""
     loop = asyncio.get_running_loop()
-    told: list[Any] = []
-    loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+    events: list[Any] = []
+    loop.set_exception_handler(lambda _, context: events.append(context["exception"]))
     pair.doorbell.add(pair.link)
-    await turns()
-    mistake = ZeroDivisionError()
+    await loop_iterations()
+    bug = ZeroDivisionError()
     look = pair.link.poll
 
     def fail() -> bool:
         pair.link.poll = look
-        raise mistake
+        raise bug
 
     pair.link.poll = fail
     pair.doorbell.attend()
-    await turns()
-    assert told == [mistake]
+    await loop_iterations()
+    assert events == [bug]
     assert pair.status % 2
     before = pair.link.polls
     pair.doorbell.attend()
-    await turns()
+    await loop_iterations()
     assert pair.link.polls > before
     loop.set_exception_handler(None)

@@ -1,4 +1,4 @@
-"""Which fences a machine has."""
+"""The fences of each machine architecture."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_x86_needs_no_store_fence(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le", "riscv64", "s390x"])
 def test_other_machines_use_fences_of_libatomic(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, asked)})())
+    orders: list[int] = []
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, orders)})())
     known = fences(machine)
     assert known is not None
     assert known.order is not None
     known.order()
     known.full()
-    assert asked == [5, 5]
+    assert orders == [5, 5]
 
 
 @pytest.mark.parametrize("machine", ["i386", "i686", "armv7l", "armv8l", "mips", "ppc", "riscv32", "unknown"])
@@ -47,18 +47,18 @@ def test_32_bit_process_on_a_64_bit_machine_is_refused(monkeypatch: pytest.Monke
 
 
 class Fence:
-    """As a function of a library."""
+    """A function of a library, loaded by ctypes."""
 
     argtypes: object = None
     restype: object = int
 
-    def __init__(self, library: str, asked: list[int]) -> None:
+    def __init__(self, library: str, orders: list[int]) -> None:
         assert library == "libatomic.so.1"
-        self.asked = asked
+        self.orders = orders
 
     def __call__(self, order: int) -> None:
         assert (self.argtypes, self.restype) == ([ctypes.c_int], None)
-        self.asked.append(order)
+        self.orders.append(order)
 
 
 def test_libatomic_fences_can_be_called() -> None:
@@ -72,14 +72,14 @@ def test_libatomic_fences_can_be_called() -> None:
 
 @pytest.mark.parametrize("error", [OSError("no such file"), AttributeError("no such function")])
 def test_fences_are_unavailable_without_libatomic(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
+    def fail_to_load(name: str) -> None:
         raise error
 
-    monkeypatch.setattr(ctypes, "PyDLL", missing)
+    monkeypatch.setattr(ctypes, "PyDLL", fail_to_load)
     assert fences("aarch64") is None
 
 
-def test_this_machine_has_fences_without_a_store_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x86_machine_has_fences_without_a_store_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     known = fences()
     assert known is not None
@@ -87,11 +87,11 @@ def test_this_machine_has_fences_without_a_store_fence(monkeypatch: pytest.Monke
 
 
 class Interrupted(BaseException):
-    """As KeyboardInterrupt."""
+    """An exception like KeyboardInterrupt."""
 
 
 def test_interrupted_fence_does_not_block_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C is raised between any two instructions; the cleanup after it must not wait for ever."""
+    """A second Ctrl-C can be raised between any two instructions. The cleanup after it must not block."""
 
     class Lock:
         def __init__(self) -> None:
@@ -100,7 +100,7 @@ def test_interrupted_fence_does_not_block_later_ones(monkeypatch: pytest.MonkeyP
 
         def acquire(self, *args: bool) -> bool:
             taken = self.lock.acquire(*args, **({} if args else {"timeout": 5.0}))
-            assert taken or args == (False,), "this would have waited for ever"
+            assert taken or args == (False,), "the lock was still held after the interrupt"
             if self.interrupt:
                 self.interrupt = False
                 raise Interrupted

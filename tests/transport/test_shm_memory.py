@@ -1,4 +1,4 @@
-"""How much memory a link takes: what it carries decides, and who writes has reserved it before."""
+"""Memory of a link: it grows with the sent data, and the writer reserves it before use."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from .links import Idle, frame, linked, shm_ends, sockets
 from .outboxes import Host
 
 KIB = 1024
-#: The contract, of one rank's part in an idle connection.
+#: The largest memory of one rank for an idle link (contract).
 IDLE = 64 * KIB
-#: Worlds on either side of where layouts become smaller.
+#: World sizes on both sides of the sizes at which layouts shrink.
 RANKS = (2, 8, 9, 1000)
 REGIONS = {LinkLayout(ranks).nbytes for ranks in RANKS}
 NO_MEMORY = "this host has no memory left to share"
 
 
 class Kernel:
-    """Populates, and keeps what; or has no memory, or does not know how."""
+    """A kernel interface that records the populated memory, and fails on demand."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int, int]] = []
         self.code = 0
-        #: Calls that succeed before.
+        #: The number of calls that succeed before the failures.
         self.left = 0
 
-    def fails(self, code: int, after: int = 0) -> None:
+    def fail_with(self, code: int, after: int = 0) -> None:
         self.code, self.left = code, after
 
     def __call__(self, populate: Any, memory: mmap.mmap, start: int, nbytes: int) -> None:
@@ -62,12 +62,12 @@ class Kernel:
             raise OSError(self.code, os.strerror(self.code))
         self.left -= 1
         populate(memory, start, nbytes)
-        # Both ends map a region; only its owner writes an outbox.
+        # Both ends map a link region, so count it once. Only its owner writes an outbox.
         which = 0 if len(memory) in REGIONS else id(memory)
         self.spans.append((which, start, start + nbytes))
 
     def reserved(self) -> int:
-        """Return the bytes of the pages that were populated, of one region and of outboxes."""
+        """Return the bytes of all populated pages, for one region and all outboxes."""
         pages: set[tuple[int, int]] = set()
         for which, start, end in self.spans:
             pages.update((which, page) for page in range(start // PAGE, -(-end // PAGE)))
@@ -82,7 +82,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 class Ends(NamedTuple):
-    """The region of a link, and what both ends do to one of its directions."""
+    """The region of a link, with the writer and the reader of one of its directions."""
 
     fd: int
     there: Direction
@@ -103,17 +103,17 @@ class Ends(NamedTuple):
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[[int, int], Ends]]:
-    """Make a region for so many ranks; the direction is the dialler's, or the other."""
+def make_region_ends() -> Iterator[Callable[[int, int], Ends]]:
+    """Yield a function that makes a region for a number of ranks; direction 0 is the dialler's."""
     known = fences()
     assert known is not None
     open_fds: list[int] = []
 
     def make(ranks: int, direction: int = 0) -> Ends:
         layout = LinkLayout(ranks)
-        fd, ours = asyncio.run(SharedRegion.create(layout.nbytes, layout.directions[0].first()))
+        fd, region = asyncio.run(SharedRegion.create(layout.nbytes, layout.directions[0].first()))
         open_fds.append(fd)
-        regions = ours, SharedRegion.open(os.dup(fd), layout.nbytes, layout.directions[1].first())
+        regions = region, SharedRegion.open(os.dup(fd), layout.nbytes, layout.directions[1].first())
         return Ends(
             fd, layout.directions[direction], known, regions[direction], memoryview(regions[1 - direction].memory)
         )
@@ -123,12 +123,12 @@ def made() -> Iterator[Callable[[int, int], Ends]]:
         os.close(fd)
 
 
-Made = Callable[..., Ends]
+MakeEnds = Callable[..., Ends]
 
 
 @pytest.fixture
 def make_host() -> Iterator[Callable[..., Host]]:
-    """Make the outboxes of two ranks, of so many."""
+    """Yield a function that makes the outboxes of two ranks, with the layout for a number of ranks."""
     known = fences()
     assert known is not None
     hosts: list[Host] = []
@@ -145,8 +145,8 @@ def make_host() -> Iterator[Callable[..., Host]]:
 MakeHost = Callable[[int], Host]
 
 
-def posted(host: Host, common: bool, slot: int, identity: int, array: np.ndarray) -> bool:
-    """Post to a lane."""
+def post(host: Host, common: bool, slot: int, identity: int, array: np.ndarray) -> bool:
+    """Post `array` to a lane; return whether the slot had memory."""
     if common:
         return host.boxes[0].common.post(slot, identity, 7, 1, array, array.nbytes, [host.lanes[1]])
     return host.lanes[1].post(slot, identity, 7, 1, array, array.nbytes)
@@ -156,7 +156,7 @@ def reader_of(host: Host, common: bool) -> SlotReader:
     return host.readers[1].common if common else host.readers[1].lane
 
 
-def whole(nbytes: int) -> int:
+def in_whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -164,19 +164,19 @@ def whole(nbytes: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_idle_link_reserves_little_memory(ranks: int, made: Made, make_host: MakeHost) -> None:
-    ends, host = made(ranks), make_host(ranks)
+def test_idle_link_reserves_little_memory(ranks: int, make_region_ends: MakeEnds, make_host: MakeHost) -> None:
+    ends, host = make_region_ends(ranks), make_host(ranks)
     assert ends.reserved() <= 2 * 28 * KIB
     assert host.reserved() <= 2 * (OutboxLayout(ranks).common.small + 2 * PAGE)
     out = ends.outgoing()
     idle = ends.reserved()
     for number in range(64):
         assert out.put(*frame(number, b"x" * 100))
-    assert ends.reserved() == idle, "some small frames need no more"
+    assert ends.reserved() == idle, "small frames reserved more memory"
 
 
-def mapped(nbytes: int) -> list[int]:
-    """Return the bytes that each mapping of regions of this size takes: all of a page, or half of one that two map."""
+def resident_bytes(nbytes: int) -> list[int]:
+    """Return the resident bytes of each mapping of a region of this size; a page mapped twice counts half."""
     found = []
     for part in Path("/proc/self/smaps").read_text().split("/memfd:aiocoll")[1:]:
         size, _, _, _, pss = (int(line.split()[1]) * KIB for line in part.splitlines()[1:6])
@@ -186,8 +186,8 @@ def mapped(nbytes: int) -> list[int]:
 
 
 async def test_idle_link_takes_less_memory_than_the_contract() -> None:
-    """Of either end: what it has touched of the region, and its objects."""
-    async with linked("shm") as (near, far):  # whatever is made once
+    """Count the touched pages of the region and the objects of each end."""
+    async with linked("shm") as (near, far):  # makes the objects that all links share
         near.start()
     tracemalloc.start()
     try:
@@ -202,7 +202,7 @@ async def test_idle_link_takes_less_memory_than_the_contract() -> None:
             near.start()
             far.start()
             await asyncio.gather(near.sink.frames_are(8), far.sink.frames_are(8))
-            resident = mapped(LinkLayout(2).nbytes)
+            resident = resident_bytes(LinkLayout(2).nbytes)
             assert len(resident) == 4
             assert max(resident) + (objects - before) / 2 <= IDLE
             for end in ends:
@@ -211,20 +211,20 @@ async def test_idle_link_takes_less_memory_than_the_contract() -> None:
         tracemalloc.stop()
 
 
-# -- it grows
+# -- growth
 
 
 @pytest.mark.parametrize("direction", [0, 1])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_frame_ring_grows_by_doubling(ranks: int, direction: int, made: Made) -> None:
-    ends = made(ranks, direction)
+def test_frame_ring_grows_by_doubling(ranks: int, direction: int, make_region_ends: MakeEnds) -> None:
+    ends = make_region_ends(ranks, direction)
     idle, out = ends.reserved(), ends.outgoing()
     assert out.put(*frame(0, b"x" * FIRST))
     assert ends.reserved() == idle
     assert out.put(*frame(1, b"x" * 17))
     assert ends.reserved() == idle + FIRST
     assert out.put(*frame(2, b"x" * 50_000))
-    assert ends.reserved() == idle + whole(FIRST + 64 + 50_000) - FIRST
+    assert ends.reserved() == idle + in_whole_pages(FIRST + 64 + 50_000) - FIRST
     while out.put(*frame(3, b"x" * 100_000)):
         pass
     while out.put(*frame(4, b"x" * 1000)):
@@ -239,28 +239,28 @@ def test_slots_are_reserved_one_by_one(ranks: int, common: bool, make_host: Make
     idle, reader = host.reserved(), reader_of(host, common)
     layout = host.layout.common if common else host.layout.lane
     for slot in range(SLOTS):
-        assert posted(host, common, slot, 1 + slot, np.full(4, slot, np.float64))
+        assert post(host, common, slot, 1 + slot, np.full(4, slot, np.float64))
         assert reader.look(slot, 1 + slot, 7) == 1
         reader.free(slot, 7)
-    lines = 0 if common else whole(layout.lines + SLOTS * LINE) - whole(layout.lines)
-    assert host.reserved() == idle + lines, "what fits in a line needs no more than the lines"
+    lines = 0 if common else in_whole_pages(layout.lines + SLOTS * LINE) - in_whole_pages(layout.lines)
+    assert host.reserved() == idle + lines, "contributions that fit in their line reserved more than the lines"
     idle += lines
     for slot in range(SLOTS):
         _, nbytes = layout.slot(slot)
         count = 41 if slot % 2 else nbytes
         for times in range(3):
-            assert posted(host, common, slot, 1000 * times + slot, np.full(count, slot, np.uint8))
+            assert post(host, common, slot, 1000 * times + slot, np.full(count, slot, np.uint8))
             assert reader.view(slot, np.dtype(np.uint8), count).tolist() == [slot] * count
             reader.free(slot, 7)
         end = sum(layout.slot(slot))
-        assert host.reserved() == idle + whole(end - layout.small)
+        assert host.reserved() == idle + in_whole_pages(end - layout.small)
     assert host.reserved() == idle + layout.end - layout.small
 
 
 @pytest.mark.parametrize("direction", [0, 1])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_chunk_queue_is_reserved_when_it_is_taken(ranks: int, direction: int, made: Made) -> None:
-    ends = made(ranks, direction)
+def test_chunk_queue_is_reserved_when_it_is_taken(ranks: int, direction: int, make_region_ends: MakeEnds) -> None:
+    ends = make_region_ends(ranks, direction)
     idle, (writer, reader) = ends.reserved(), ends.chunk_queue()
     assert reader.look(1, 7) == -1
     assert ends.reserved() == idle
@@ -291,10 +291,10 @@ async def test_frames_arrive_intact_while_the_ring_grows(nbytes: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("ranks", [8, 9])
 def test_unreserved_pages_are_never_touched(
-    ranks: int, seed: int, made: Made, make_host: MakeHost, kernel: Kernel
+    ranks: int, seed: int, make_region_ends: MakeEnds, make_host: MakeHost, kernel: Kernel
 ) -> None:
-    """Neither end: a page that was touched first takes memory too, which nobody has asked for."""
-    ends, host, chance = made(ranks, seed % 2), make_host(ranks), random.Random(seed)
+    """Touching an unreserved page would allocate it, in either process."""
+    ends, host, chance = make_region_ends(ranks, seed % 2), make_host(ranks), random.Random(seed)
     out, (writer, reader) = ends.outgoing(), ends.chunk_queue()
     words = ends.reading.cast("Q")
     sent = 0
@@ -303,7 +303,7 @@ def test_unreserved_pages_are_never_touched(
         slot, common = chance.randrange(SLOTS), chance.random() < 0.5
         box, (_, room) = reader_of(host, common), host.layout.lane.slot(slot)
         assert box.look(slot, identity, 7) == -1
-        if nbytes <= room and posted(host, common, slot, identity, np.zeros(nbytes, np.uint8)):
+        if nbytes <= room and post(host, common, slot, identity, np.zeros(nbytes, np.uint8)):
             assert box.look(slot, identity, 7) == 1
             box.view(slot, np.dtype(np.uint8), nbytes).tolist()
             box.free(slot, 7)
@@ -323,13 +323,13 @@ def test_unreserved_pages_are_never_touched(
         assert ends.reserved() + host.reserved() == kernel.reserved()
 
 
-# -- a kernel that cannot
+# -- a kernel without MADV_POPULATE_WRITE
 
 
 @pytest.mark.parametrize("ranks", [8, 9])
-def test_old_kernel_reserves_a_region_at_once(ranks: int, made: Made, kernel: Kernel) -> None:
-    kernel.fails(errno.EINVAL)
-    ends = made(ranks, 1)
+def test_old_kernel_reserves_a_region_at_once(ranks: int, make_region_ends: MakeEnds, kernel: Kernel) -> None:
+    kernel.fail_with(errno.EINVAL)
+    ends = make_region_ends(ranks, 1)
     assert ends.reserved() == LinkLayout(ranks).nbytes
     out, (writer, _) = ends.outgoing(), ends.chunk_queue()
     assert out.put(*frame(1, b"x" * 100_000))
@@ -338,15 +338,15 @@ def test_old_kernel_reserves_a_region_at_once(ranks: int, made: Made, kernel: Ke
 
 @pytest.mark.parametrize("ranks", [8, 9])
 def test_old_kernel_reserves_an_outbox_in_steps(ranks: int, make_host: MakeHost, kernel: Kernel) -> None:
-    kernel.fails(errno.EINVAL)
+    kernel.fail_with(errno.EINVAL)
     host = make_host(ranks)
     idle, layout = host.reserved(), host.layout
     assert idle <= 2 * (layout.common.small + 2 * PAGE)
     for common in (True, False):
         lane = layout.common if common else layout.lane
-        assert all(posted(host, common, slot, 1, np.ones(lane.small_nbytes, np.uint8)) for slot in range(SLOTS))
+        assert all(post(host, common, slot, 1, np.ones(lane.small_nbytes, np.uint8)) for slot in range(SLOTS))
     lanes = sum(lane.end - lane.small for lane in (layout.common, layout.lane)) - 3 * (
-        layout.lane.middle_nbytes - whole(layout.lane.small_nbytes)
+        layout.lane.middle_nbytes - in_whole_pages(layout.lane.small_nbytes)
     )
     assert idle < host.reserved() <= idle + 2 * lanes
 
@@ -354,41 +354,41 @@ def test_old_kernel_reserves_an_outbox_in_steps(ranks: int, make_host: MakeHost,
 def test_old_kernel_without_memory_reserves_nothing(
     make_host: MakeHost, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel.fails(errno.EINVAL)
+    kernel.fail_with(errno.EINVAL)
     host = make_host(2)
 
     def fail(fd: int, start: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    assert not posted(host, True, 5, 1, np.ones(100, np.uint8))
-    assert posted(host, True, 5, 1, np.ones(32, np.uint8))
+    assert not post(host, True, 5, 1, np.ones(100, np.uint8))
+    assert post(host, True, 5, 1, np.ones(32, np.uint8))
 
 
 async def test_old_kernel_supports_all_calls(kernel: Kernel) -> None:
-    kernel.fails(errno.EINVAL)
+    kernel.fail_with(errno.EINVAL)
     assert await run_ranks(3, reduce_all, transport="shm") == [SUMS[3]] * 3
 
 
-def test_process_that_cannot_reserve_uses_no_shared_memory(kernel: Kernel, made: Made) -> None:
-    """What the peer can is no help to it."""
-    ends, layout = made(2), LinkLayout(2)
-    kernel.fails(errno.EINVAL)
+def test_process_that_cannot_reserve_uses_no_shared_memory(kernel: Kernel, make_region_ends: MakeEnds) -> None:
+    """The abilities of the peer do not help a process that cannot reserve memory."""
+    ends, layout = make_region_ends(2), LinkLayout(2)
+    kernel.fail_with(errno.EINVAL)
     with pytest.raises(OSError, match=NO_MEMORY):
         SharedRegion.open(os.dup(ends.fd), layout.nbytes, layout.directions[1].first())
 
 
 # -- a host without memory
 
-CODES = pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
+each_code = pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
 
 
-@CODES
+@each_code
 @pytest.mark.parametrize("after", range(11))
 async def test_link_without_memory_uses_the_socket(
     code: int, after: int, kernel: Kernel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernel.fails(code, after)
+    kernel.fail_with(code, after)
     runtime, socks = Runtime.of(asyncio.get_running_loop()), sockets("unix")
     ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True, single_copy=True) for rank in range(2)]
     assert await asyncio.gather(ranks[0].propose(socks[0], 1), ranks[1].accept(socks[1], 0)) == [None, None]
@@ -398,55 +398,55 @@ async def test_link_without_memory_uses_the_socket(
         sock.close()
 
 
-@CODES
+@each_code
 @pytest.mark.parametrize("common", [True, False])
 def test_slots_without_memory_refuse_posts(common: bool, code: int, make_host: MakeHost, kernel: Kernel) -> None:
     host = make_host(2)
     reader = reader_of(host, common)
-    assert posted(host, common, 1, 1, np.arange(100.0))
+    assert post(host, common, 1, 1, np.arange(100.0))
     reader.free(1, 7)
-    kernel.fails(code)
+    kernel.fail_with(code)
     for slot in 0, SMALL_SLOTS:
-        assert not posted(host, common, slot, 5, np.arange(6.0))
+        assert not post(host, common, slot, 5, np.arange(6.0))
         assert reader.look(slot, 5, 7) == -1
-        assert posted(host, common, slot, 6, np.arange(4.0)), "there is always a line"
+        assert post(host, common, slot, 6, np.arange(4.0)), "a contribution that fits in the line needs no memory"
         reader.free(slot, 7)
-    assert posted(host, common, 1, 7, np.arange(200.0)), "this slot is there"
-    kernel.fails(0)
-    assert posted(host, common, 0, 8, np.arange(6.0))
+    assert post(host, common, 1, 7, np.arange(200.0)), "the slot was reserved before"
+    kernel.fail_with(0)
+    assert post(host, common, 0, 8, np.arange(6.0))
     assert reader.look(0, 8, 7) == 1
     assert reader.view(0, np.dtype(float), 6).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@CODES
-def test_chunk_queue_without_memory_is_refused(code: int, made: Made, kernel: Kernel) -> None:
-    ends = made(2)
+@each_code
+def test_chunk_queue_without_memory_is_refused(code: int, make_region_ends: MakeEnds, kernel: Kernel) -> None:
+    ends = make_region_ends(2)
     writer, _ = ends.chunk_queue()
-    kernel.fails(code)
+    kernel.fail_with(code)
     assert not writer.take(1, 7)
     assert writer.state[CHUNK_HOLDER] == 0
-    kernel.fails(0)
+    kernel.fail_with(0)
     assert writer.take(1, 7)
     writer.leave(failed=False)
-    kernel.fails(code)
+    kernel.fail_with(code)
     assert writer.take(1, 7)
 
 
-@CODES
-def test_frame_ring_without_memory_raises_enomem(code: int, made: Made, kernel: Kernel) -> None:
-    ends = made(2)
+@each_code
+def test_frame_ring_without_memory_raises_enomem(code: int, make_region_ends: MakeEnds, kernel: Kernel) -> None:
+    ends = make_region_ends(2)
     out = ends.outgoing()
-    kernel.fails(code)
+    kernel.fail_with(code)
     with pytest.raises(OSError, match=NO_MEMORY) as caught:
         out.put(*frame(2, b"x" * (FIRST + 1)))
     assert caught.value.errno == errno.ENOMEM
-    assert out.put(*frame(3, b"x" * FIRST)), "nothing has happened"
+    assert out.put(*frame(3, b"x" * FIRST)), "the failed call changed the ring"
 
 
-@CODES
+@each_code
 async def test_frames_that_fit_are_sent_without_new_memory(code: int, kernel: Kernel) -> None:
     async with linked("shm") as (near, far):
-        kernel.fails(code)
+        kernel.fail_with(code)
         for end in near, far:
             end.start()
         sizes = [FIRST, 17, FIRST, 5000, 5000, 0, FIRST]
@@ -465,21 +465,21 @@ async def test_frame_without_memory_ends_the_link(kept: bool, kernel: Kernel) ->
         before = 0
         while kept and near.write(*frame(before, b"small")):
             before += 1
-        kernel.fails(errno.ENOMEM)
+        kernel.fail_with(errno.ENOMEM)
         assert not near.write(*frame(1000, payload(1, 100_000)))
         assert not near.writable
-        kernel.fails(0)
+        kernel.fail_with(0)
         if not kept:
             assert not near.write(*frame(1001, b"must not overtake it"))
             near.finish()
         else:
-            kernel.fails(errno.ENOMEM)
+            kernel.fail_with(errno.ENOMEM)
         far.start()
         await near.sink.until(lambda: near.sink.losses)
         await far.sink.until(lambda: far.sink.losses)
         assert [(error.errno, str(error)) for error in near.sink.losses] == [(errno.ENOMEM, str(no_memory()))]
         assert near.sink.drains == 0
-        assert near.write(*frame(1002, b"nobody hears it"))
+        assert near.write(*frame(1002, b"dropped"))
         assert [op for op, _ in far.sink.frames] == list(range(before + kept))
         assert all(data == b"small" for _, data in far.sink.frames)
 
@@ -507,7 +507,7 @@ async def test_frame_without_memory_is_tried_once(kernel: Kernel) -> None:
 # -- whole groups
 
 
-#: Elements that fit in the line of a slot, in a small slot, in a middle one; all in what a ring has at once.
+#: Element counts that fit in a slot's line, in a small slot, in a middle slot. All fit in an idle ring.
 COUNTS = (1, 5, 6, 500, 600, 1024)
 SUMS = {size: [[size * (size - 1) / 2] * count for count in COUNTS] for size in (2, 3)}
 
@@ -515,7 +515,7 @@ SUMS = {size: [[size * (size - 1) / 2] * count for count in COUNTS] for size in 
 async def reduce_all(pg: ProcessGroup, kernel: Kernel | None = None) -> list[list[float]]:
     await pg.barrier()
     if kernel is not None:
-        kernel.fails(errno.ENOMEM)
+        kernel.fail_with(errno.ENOMEM)
     return [(await pg.allreduce(np.full(count, float(pg.rank())))).tolist() for count in COUNTS]
 
 
@@ -524,14 +524,14 @@ async def test_group_continues_without_memory(world_size: int, kernel: Kernel) -
     assert await run_ranks(world_size, reduce_all, kernel, transport="shm") == [SUMS[world_size]] * world_size
 
 
-async def too_large(pg: ProcessGroup, kernel: Kernel) -> str:
+async def reduce_too_large(pg: ProcessGroup, kernel: Kernel) -> str:
     await pg.barrier()
-    kernel.fails(errno.ENOMEM)
+    kernel.fail_with(errno.ENOMEM)
     with pytest.raises(PeerLostError) as caught:
         await pg.allreduce(np.zeros(FIRST // 8 + 1))
     return str(caught.value)
 
 
 async def test_payload_without_any_memory_fails_with_the_reason(kernel: Kernel) -> None:
-    said = await run_ranks(2, too_large, kernel, transport="shm")
-    assert any(NO_MEMORY in each for each in said)
+    messages = await run_ranks(2, reduce_too_large, kernel, transport="shm")
+    assert any(NO_MEMORY in each for each in messages)

@@ -1,4 +1,4 @@
-"""Memory of other processes: what is read, and who may not."""
+"""Reading the memory of other processes: results, refusals and reused process ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_
 
 from ..internals import wrapped
 
-pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
+pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"cannot read memory of processes: {can_read()}")
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 NOBODY = 65534
@@ -32,8 +32,8 @@ IMPORTS = (
 )
 
 
-class Shown:
-    """A child that shows its memory, and what it has in it; it runs some statements before."""
+class ReadableChild:
+    """A child process that prints the address of a text in its memory, after the statements `before`."""
 
     def __init__(self, before: str = "") -> None:
         code = (
@@ -57,8 +57,8 @@ class Shown:
 
 
 @contextmanager
-def shown(before: str = "") -> Iterator[Shown]:
-    child = Shown(before)
+def readable_child(before: str = "") -> Iterator[ReadableChild]:
+    child = ReadableChild(before)
     try:
         yield child
     finally:
@@ -72,14 +72,14 @@ def read(memory: PeerMemory, address: int, nbytes: int) -> bytes:
 
 
 def test_memory_of_another_process_is_read() -> None:
-    with shown() as child:
+    with readable_child() as child:
         memory = child.memory()
         assert read(memory, child.text, 11) == b"what it has"
         assert read(memory, child.text + 5, 2) == b"it"
 
 
 def test_memory_of_an_ended_process_raises_lookup_error() -> None:
-    with shown() as child:
+    with readable_child() as child:
         memory = child.memory()
         child.end()
         with pytest.raises(ProcessLookupError):
@@ -87,8 +87,8 @@ def test_memory_of_an_ended_process_raises_lookup_error() -> None:
 
 
 def test_process_with_a_reused_pid_is_not_read() -> None:
-    """It has something else where the secret word was: nothing of it is handed out."""
-    with shown() as child:
+    """Its memory has no secret word at the address, so nothing of it is returned."""
+    with readable_child() as child:
         memory = PeerMemory(child.process.pid, child.address, child.word ^ 1)
         with pytest.raises(ProcessLookupError, match="another process has its number"):
             read(memory, child.text, 11)
@@ -97,8 +97,8 @@ def test_process_with_a_reused_pid_is_not_read() -> None:
             read(memory, child.text, 11)
 
 
-def test_secret_word_in_the_own_memory_is_no_proof_of_a_read() -> None:
-    """A word of zeros, or of ones, is a word like others."""
+def test_changed_secret_word_is_detected_for_any_word() -> None:
+    """A word of zeros or ones is as valid as any other."""
     for word in (0, (1 << 64) - 1):
         held = ctypes.c_uint64(word)
         memory = PeerMemory(os.getpid(), ctypes.addressof(held), word)
@@ -120,7 +120,7 @@ def test_unmapped_memory_raises_efault() -> None:
     assert not own.can_show(start + PAGE)
     assert read(memory, start, PAGE) == bytes(PAGE)
     with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
-        read(memory, start + 1, PAGE)  # a part of it is
+        read(memory, start + 1, PAGE)  # the range begins in mapped memory
     assert protect(start + PAGE, PAGE, 3) == 0
 
 
@@ -135,7 +135,7 @@ def test_address_of_an_array_is_its_first_element(readonly: bool) -> None:
 
 
 def test_peer_process_is_identified_by_its_socket() -> None:
-    """Both are this one: it may always read itself."""
+    """Both ends are in this process, which may always read itself."""
     own = OwnMemory(os.urandom)
     near, far = socket.socketpair()
     with near, far:
@@ -147,12 +147,12 @@ def test_peer_process_is_identified_by_its_socket() -> None:
 
 
 DROP = f"os.setgid({NOBODY}); os.setuid({NOBODY})"
-#: A process that has changed its user may not be debugged until it says so.
+#: A process that has changed its user cannot be traced until it sets PR_SET_DUMPABLE.
 SHOW = f"{DROP}; ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE"
 
 
-def attempt(child: Shown, before: str) -> str:
-    """Have a process of its own read the child after some statements; return what it prints."""
+def read_by_other_process(child: ReadableChild, before: str) -> str:
+    """Return the output of another process that reads the child after the statements `before`."""
     code = (
         f"{IMPORTS}\n{before}\n"
         "into = bytearray(11)\n"
@@ -169,14 +169,14 @@ def attempt(child: Shown, before: str) -> str:
 @pytest.mark.slow
 @root_only
 def test_unprivileged_process_reads_only_its_own_user() -> None:
-    with shown() as of_root, shown(SHOW) as of_nobody, shown(DROP) as hidden:
-        assert attempt(of_root, DROP) == "PermissionError\n"
-        assert attempt(of_nobody, DROP) == "what it has\n"
-        assert attempt(hidden, DROP) == "PermissionError\n"
-        assert attempt(hidden, "") == "what it has\n", "root may"
+    with readable_child() as of_root, readable_child(SHOW) as of_nobody, readable_child(DROP) as hidden:
+        assert read_by_other_process(of_root, DROP) == "PermissionError\n"
+        assert read_by_other_process(of_nobody, DROP) == "what it has\n"
+        assert read_by_other_process(hidden, DROP) == "PermissionError\n"
+        assert read_by_other_process(hidden, "") == "what it has\n", "root was refused"
 
 
-#: Of <linux/seccomp.h> and <linux/filter.h>: allow every system call but this one, which fails with EPERM.
+#: Constants of <linux/seccomp.h> and <linux/filter.h>: process_vm_readv fails with EPERM, other calls succeed.
 FILTER = """
 import struct
 from platform import machine
@@ -192,10 +192,12 @@ assert prctl(22, 2, ctypes.create_string_buffer(filter_), 0, 0) == 0  # PR_SET_S
 
 
 def test_seccomp_filter_is_reported_as_a_refusal() -> None:
-    """As those of containers do; it is seen alone, without a peer."""
-    with shown() as child:
-        assert attempt(child, FILTER) == "PermissionError\n"
-        assert attempt(child, f"{FILTER}\nprint(can_read())").startswith("the kernel refuses process_vm_readv")
+    """Containers have such filters. `can_read` detects one without a peer."""
+    with readable_child() as child:
+        assert read_by_other_process(child, FILTER) == "PermissionError\n"
+        assert read_by_other_process(child, f"{FILTER}\nprint(can_read())").startswith(
+            "the kernel refuses process_vm_readv"
+        )
 
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -204,10 +206,10 @@ YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 @root_only
 @pytest.mark.skipif(not YAMA.exists(), reason="this kernel has no Yama")
 @pytest.mark.skipif(YAMA.exists() and YAMA.read_text() != "1\n", reason="kernel.yama.ptrace_scope is not 1")
-def test_yama_allows_a_named_parents_children() -> None:
-    with shown(SHOW) as silent, shown(f"permit(os.getppid())\n{SHOW}") as permitting:
-        assert attempt(silent, DROP) == "PermissionError\n"
-        assert attempt(permitting, DROP) == "what it has\n"
+def test_yama_allows_children_of_a_permitted_parent() -> None:
+    with readable_child(SHOW) as silent, readable_child(f"permit(os.getppid())\n{SHOW}") as permitting:
+        assert read_by_other_process(silent, DROP) == "PermissionError\n"
+        assert read_by_other_process(permitting, DROP) == "what it has\n"
 
 
 def test_yama_permission_is_set_for_the_given_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +219,7 @@ def test_yama_permission_is_set_for_the_given_process(monkeypatch: pytest.Monkey
 
         def prctl(self, option: int, pid: ctypes.c_ulong, *rest: int) -> int:
             self.calls.append((option, pid.value, *rest))
-            return -1  # as without Yama
+            return -1  # the result of a kernel without Yama
 
     library = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
@@ -227,7 +229,7 @@ def test_yama_permission_is_set_for_the_given_process(monkeypatch: pytest.Monkey
 
 def test_system_without_process_vm_readv_reads_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno=False: object())
-    wrapped(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # not what was found before
+    wrapped(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # without its cached result
     permit(1234)
     assert "no process_vm_readv" in str(can_read())
     near, far = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Frames whose payload the peer reads where it lies, in a segment or in another process."""
+"""Frames by reference: the peer reads the payload in place, in a segment or in the memory of another process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..ranks import until
 from .links import Recorder, frame, linked, shm_ends
 
 PROCESS = pytest.param(
-    "process", marks=pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
+    "process", marks=pytest.mark.skipif(can_read() is not None, reason=f"cannot read memory of processes: {can_read()}")
 )
-#: Sizes around those of a piece, and the longest.
+#: Sizes around the segment size, and the largest size.
 SIZES = (1, SEGMENT - 1, SEGMENT, SEGMENT + 1, MOST_BY_REFERENCE)
 
 
@@ -37,17 +37,17 @@ def where(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def by_reference(op: int, nbytes: int, kind: int = FrameKind.DATA, offset: int = 0) -> bytes:
+def reference_header(op: int, nbytes: int, kind: int = FrameKind.DATA, offset: int = 0) -> bytes:
     return HEADER.pack(kind, 0, 0, 7, op, 0, offset, nbytes, nbytes & 0xFFFFFFFF)
 
 
 def registered_memory(link: ShmLink) -> RegisteredMemory:
-    """Return that of the rank that has the link."""
+    """Return the registered memory of the rank that owns the link."""
     return link.references._registered_memory  # type: ignore[return-value]
 
 
 class Ends:
-    """Both ends of a link that has been started, and arrays of the near one."""
+    """Both ends of a started link, and arrays of the near end."""
 
     def __init__(self, near: ShmLink, far: ShmLink, where: str) -> None:
         self.near, self.far = near, far
@@ -57,7 +57,7 @@ class Ends:
         self._where = where
 
     async def array(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Make an array of known bytes that the far end can read."""
+        """Return an array of known bytes that the far end can read."""
         if self._where == "segment":
             array = await registered_memory(self.near).make(nbytes)
         else:
@@ -73,11 +73,13 @@ class Ends:
         place = self.place(array)
         assert place is not None
         assert (place[0] == 0) == (self._where == "process")
-        return self.near.references.write(by_reference(op, array.nbytes), place, owner, lambda: self.read.append(op))
+        return self.near.references.write(
+            reference_header(op, array.nbytes), place, owner, lambda: self.read.append(op)
+        )
 
 
 @asynccontextmanager
-async def ends(where: str, runtime: Runtime | None = None) -> AsyncIterator[Ends]:
+async def linked_ends(where: str, runtime: Runtime | None = None) -> AsyncIterator[Ends]:
     async with linked("shm", runtime) as (near, far):
         near.start()
         far.start()
@@ -87,14 +89,14 @@ async def ends(where: str, runtime: Runtime | None = None) -> AsyncIterator[Ends
             registered_memory(near).close()
 
 
-def known(nbytes: int) -> bytes:
+def known_bytes(nbytes: int) -> bytes:
     return (np.arange(nbytes) % 251).astype(np.uint8).tobytes()
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("placed", [False, True])
 async def test_reference_arrives_in_pieces_unless_it_is_routed(where: str, nbytes: int, placed: bool) -> None:
-    async with ends(where) as both:
+    async with linked_ends(where) as both:
         found = bytearray(nbytes)
 
         def place(header: Header) -> memoryview:
@@ -104,11 +106,11 @@ async def test_reference_arrives_in_pieces_unless_it_is_routed(where: str, nbyte
             both.got.place = place
         array = await both.array(nbytes)
         assert both.write(array)
-        assert both.read == [], "the peer has not looked yet"
+        assert both.read == [], "the peer read before it polled"
         await until(lambda: both.read)
         assert both.read == [1]
-        assert b"".join(payload for _, payload in both.got.frames) == known(nbytes)
-        assert not placed or found == known(nbytes)
+        assert b"".join(payload for _, payload in both.got.frames) == known_bytes(nbytes)
+        assert not placed or found == known_bytes(nbytes)
         most = min(nbytes, 4 * SEGMENT) if placed else SEGMENT
         assert [header[7] for header in both.got.headers] == [most] * (nbytes // most) + [nbytes % most] * (
             nbytes % most > 0
@@ -118,9 +120,9 @@ async def test_reference_arrives_in_pieces_unless_it_is_routed(where: str, nbyte
 
 
 async def test_offset_of_a_long_message_wraps(where: str) -> None:
-    async with ends(where) as both:
+    async with linked_ends(where) as both:
         array = await both.array(2 * SEGMENT)
-        header = by_reference(1, array.nbytes, offset=(1 << 32) - SEGMENT)
+        header = reference_header(1, array.nbytes, offset=(1 << 32) - SEGMENT)
         place = both.place(array)
         assert place is not None
         assert both.near.references.write(header, place, None, lambda: None)
@@ -129,7 +131,7 @@ async def test_offset_of_a_long_message_wraps(where: str) -> None:
 
 
 async def test_frames_by_reference_keep_their_order(where: str) -> None:
-    async with ends(where) as both:
+    async with linked_ends(where) as both:
         array = await both.array(100_000)
         both.near.write(*frame(1, b"before"))
         assert both.write(array, 2)
@@ -137,13 +139,13 @@ async def test_frames_by_reference_keep_their_order(where: str) -> None:
         assert both.write(array, 4)
         both.near.write(*frame(5, b"after"))
         await both.got.frames_are(5)
-        expected = [b"before", known(100_000), b"between", known(100_000), b"after"]
+        expected = [b"before", known_bytes(100_000), b"between", known_bytes(100_000), b"after"]
         assert both.got.frames == list(enumerate(expected, 1))
 
 
 async def test_references_are_limited_to_two_unread_ones(where: str) -> None:
-    """What comes behind does not wait for long; and the sink hears when there is room again."""
-    async with ends(where) as both:
+    """Later frames then wait a bounded time. The sink is notified when there is room again."""
+    async with linked_ends(where) as both:
         array = await both.array(SEGMENT)
         assert both.near.writable
         assert both.write(array, 1)
@@ -156,8 +158,8 @@ async def test_references_are_limited_to_two_unread_ones(where: str) -> None:
 
 
 async def test_reference_read_at_once_rings_the_writer(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer may have read all before the writer goes on: it rings, since it was asked to before."""
-    async with ends(where) as both:
+    """The peer may read everything before the writer continues. The writer must have requested a wake-up before."""
+    async with linked_ends(where) as both:
         array = await both.array(1000)
         doorbell, point = both.far._peer_doorbell, RingWriter.point
         rung: list[object] = []
@@ -174,7 +176,7 @@ async def test_reference_read_at_once_rings_the_writer(where: str, monkeypatch: 
 
 
 async def test_reference_waits_for_room_in_the_ring(where: str) -> None:
-    async with ends(where) as both:
+    async with linked_ends(where) as both:
         array = await both.array(1000)
         while both.near.write(*frame(0)):
             pass
@@ -186,8 +188,8 @@ async def test_reference_waits_for_room_in_the_ring(where: str) -> None:
 
 
 async def test_voided_reference_is_not_delivered(where: str) -> None:
-    """What the owner does to it from then on is never seen."""
-    async with ends(where) as both:
+    """The owner may change the memory after the call, and the reader must not deliver the change."""
+    async with linked_ends(where) as both:
         array, owner = await both.array(SEGMENT), object()
         assert both.write(array, 1, owner)
         assert both.write(array, 2)
@@ -201,8 +203,8 @@ async def test_voided_reference_is_not_delivered(where: str) -> None:
 
 @pytest.mark.parametrize("placed", [False, True])
 async def test_reference_voided_during_its_read_is_not_delivered(where: str, placed: bool) -> None:
-    """Between the look before a piece is read, and the look after: here when it is asked where the piece goes."""
-    async with ends(where) as both:
+    """The frame is voided in `route`, between the two checks around the read of a piece."""
+    async with linked_ends(where) as both:
         array, owner = await both.array(3 * SEGMENT), object()
         found = bytearray(array.nbytes)
         before = 0 if placed else SEGMENT
@@ -217,39 +219,39 @@ async def test_reference_voided_during_its_read_is_not_delivered(where: str, pla
         assert both.write(array, 1, owner)
         both.near.write(*frame(2, b"next"))
         await both.got.until(lambda: both.got.frames[-1:] == [(2, b"next")] or both.got.losses)
-        assert both.got.frames == [(1, known(3 * SEGMENT)[:before])] * (not placed) + [(2, b"next")]
+        assert both.got.frames == [(1, known_bytes(3 * SEGMENT)[:before])] * (not placed) + [(2, b"next")]
         assert [header[4] for header in both.got.withdrawals] == [1]
         assert both.got.losses == []
 
 
 async def test_void_of_a_read_reference_does_not_affect_later_ones(where: str) -> None:
-    async with ends(where) as both:
+    async with linked_ends(where) as both:
         array, owner = await both.array(1000), object()
         assert both.write(array, 1, owner)
         await until(lambda: both.read == [1])
         both.near.references.void(owner)
-        for op in range(2, 600):  # all entries of the ring again
+        for op in range(2, 600):  # uses every entry of the ring again
             assert both.write(array, op)
             both.near.references.void(owner)
             await until(lambda op=op: both.read[-1] == op)
         assert [op for op, _ in both.got.frames] == list(range(1, 600))
 
 
-async def test_callback_ends_within_a_frame_after_its_time(where: str) -> None:
+async def test_callback_ends_within_a_frame_after_its_time_budget(where: str) -> None:
     milliseconds = itertools.count()
     slow = Runtime(asyncio.get_running_loop(), lambda: next(milliseconds) / 1000)
-    async with ends(where, slow) as both:
+    async with linked_ends(where, slow) as both:
         array = await both.array(4 * SEGMENT)
         assert both.write(array)
         for pieces in range(1, 5):
             both.far.poll()
             assert len(both.got.frames) == pieces
         await until(lambda: both.read)
-        assert b"".join(payload for _, payload in both.got.frames) == known(4 * SEGMENT)
+        assert b"".join(payload for _, payload in both.got.frames) == known_bytes(4 * SEGMENT)
 
 
 async def test_writer_knows_whether_its_reference_is_being_read(where: str) -> None:
-    async with ends(where) as both:
+    async with linked_ends(where) as both:
         array = await both.array(3 * SEGMENT)
         found: list[bool] = []
 
@@ -268,7 +270,7 @@ async def test_writer_knows_whether_its_reference_is_being_read(where: str) -> N
 async def test_writer_does_not_wait_for_a_stopped_reader() -> None:
     now = 1.0
     runtime = Runtime(asyncio.get_running_loop(), lambda: now)
-    async with ends("segment", runtime) as both:
+    async with linked_ends("segment", runtime) as both:
         near, reader = both.near, both.far.reference_reader
         for _ in range(2):
             reader.begin_read()
@@ -277,7 +279,7 @@ async def test_writer_does_not_wait_for_a_stopped_reader() -> None:
             assert near.is_being_read()
             now += PIECE_TIME
             assert not near.is_being_read()
-            reader.begin_read()  # as what was voided has no end
+            reader.begin_read()  # the read of a voided frame has no end
             assert not near.is_being_read()
             reader.end_read()
             assert not near.is_being_read()
@@ -298,7 +300,7 @@ async def test_writer_does_not_wait_for_a_stopped_reader() -> None:
 
 async def test_sink_may_close_the_link_within_a_frame(where: str) -> None:
     timeless = Runtime(asyncio.get_running_loop(), lambda: 0.0)
-    async with ends(where, timeless) as both:
+    async with linked_ends(where, timeless) as both:
         array = await both.array(4 * SEGMENT)
 
         def place(header: Header) -> None:
@@ -309,13 +311,13 @@ async def test_sink_may_close_the_link_within_a_frame(where: str) -> None:
         assert both.write(array)
         await both.sent.until(lambda: both.sent.losses)
         assert both.got.losses == []
-        assert len(both.got.frames) == 2, "the piece that was being handed out is the last"
+        assert len(both.got.frames) == 2, "frames were delivered after the close"
         assert both.read == []
 
 
 async def test_reference_is_not_read_after_the_writer_closed(where: str) -> None:
-    """It has given its memory up: so it cannot have ended in order."""
-    async with ends(where) as both:
+    """The writer has released its memory, so the link cannot have ended in order."""
+    async with linked_ends(where) as both:
         array = await both.array(1000)
         both.write(array)
         both.near.close()
@@ -327,11 +329,11 @@ async def test_reference_is_not_read_after_the_writer_closed(where: str) -> None
 # -- memory that cannot be read
 
 
-@pytest.mark.skipif(can_read() is not None, reason="no process can be read here")
+@pytest.mark.skipif(can_read() is not None, reason="cannot read memory of processes")
 async def test_reference_to_an_ended_process_fails_the_link() -> None:
-    async with ends("process") as both:
+    async with linked_ends("process") as both:
         await both.array(1)
-        assert both.near.references.write(by_reference(1, 1000), (0, 8), None, lambda: None)
+        assert both.near.references.write(reference_header(1, 1000), (0, 8), None, lambda: None)
         await both.got.until(lambda: both.got.losses)
         (error,) = both.got.losses
         assert isinstance(error, UnreadableError)
@@ -339,8 +341,8 @@ async def test_reference_to_an_ended_process_fails_the_link() -> None:
 
 
 async def test_unreadable_reference_may_be_void(where: str) -> None:
-    """It was unmapped, since its operation has failed."""
-    async with ends(where) as both:
+    """Its memory was unmapped because its operation had failed."""
+    async with linked_ends(where) as both:
         await both.array(1)
         owner = object()
         place = (0, 8) if where == "process" else (99, 0)
@@ -349,7 +351,7 @@ async def test_unreadable_reference_may_be_void(where: str) -> None:
             both.near.references.void(owner)
 
         both.got.place = void
-        assert both.near.references.write(by_reference(1, 1000), place, owner, lambda: both.read.append(1))
+        assert both.near.references.write(reference_header(1, 1000), place, owner, lambda: both.read.append(1))
         both.near.write(*frame(2, b"next"))
         await both.got.frames_are(1)
         assert both.got.frames == [(2, b"next")]
@@ -357,13 +359,13 @@ async def test_unreadable_reference_may_be_void(where: str) -> None:
 
 
 async def test_reference_to_a_missing_segment_fails_the_link() -> None:
-    async with ends("segment") as both:
+    async with linked_ends("segment") as both:
         array = await both.array(1000)
         place = both.place(array)
         assert place is not None
         for number, offset in ((place[0] + 1, 0), (place[0], 1 << 40)):
-            async with ends("segment") as other:
-                assert other.near.references.write(by_reference(1, 1000), (number, offset), None, lambda: None)
+            async with linked_ends("segment") as other:
+                assert other.near.references.write(reference_header(1, 1000), (number, offset), None, lambda: None)
                 await other.got.until(lambda other=other: other.got.losses)
                 assert isinstance(other.got.losses[0], UnreadableError)
 
@@ -371,14 +373,14 @@ async def test_reference_to_a_missing_segment_fails_the_link() -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        by_reference(1, 0),
-        by_reference(1, MOST_BY_REFERENCE + 1),
-        by_reference(1, 1000, FrameKind.CONTROL),
-        struct.pack("<B", 99) + by_reference(1, 1000)[1:],
+        reference_header(1, 0),
+        reference_header(1, MOST_BY_REFERENCE + 1),
+        reference_header(1, 1000, FrameKind.CONTROL),
+        struct.pack("<B", 99) + reference_header(1, 1000)[1:],
     ],
 )
 async def test_malformed_reference_header_fails_the_link(header: bytes) -> None:
-    async with ends("segment") as both:
+    async with linked_ends("segment") as both:
         array = await both.array(1000)
         place = both.place(array)
         assert place is not None
@@ -397,20 +399,20 @@ async def test_references_are_used_only_if_both_ends_want_them(single_copy: tupl
     view = memoryview(bytearray(100))
     assert near.references.find(view, attach=True) is None
     assert far.references.find(view, attach=True) is None
-    # As a peer that does it all the same.
-    assert near.references.write(by_reference(1, 1000), (0, 4096), None, lambda: None)
+    # A peer may break the agreement; the link must detect it.
+    assert near.references.write(reference_header(1, 1000), (0, 4096), None, lambda: None)
     await far.sink.until(lambda: far.sink.losses)  # type: ignore[attr-defined]
     for each in (near, far):
         each.close()
 
 
-@pytest.mark.skipif(can_read() is not None, reason="no process can be read here")
+@pytest.mark.skipif(can_read() is not None, reason="cannot read memory of processes")
 async def test_memory_unreadable_for_processes_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As what the driver of a device has mapped into this one: that is copied."""
-    async with ends("process") as both:
+    """A device driver may map such memory into this process. It is copied instead."""
+    async with linked_ends("process") as both:
         array = await both.array(1000)
         memory = both.near.references._memory
         assert memory is not None
         monkeypatch.setattr(type(memory), "can_show", lambda self, address: False)
         assert both.place(np.frombuffer(bytearray(1000), np.uint8)) is None
-        assert both.place(array[10:20]) is not None  # NumPy's own: nothing has to be tried
+        assert both.place(array[10:20]) is not None  # NumPy allocated it, so no check is needed

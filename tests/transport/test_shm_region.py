@@ -1,4 +1,4 @@
-"""Memory without a name: whole from the start, and nobody can take any of it away."""
+"""Anonymous shared memory: reserved from the start, of fixed size, and read-only for peers where required."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ..internals import failing
 from ..shared_memory import mapped
 
 NBYTES = 3 * PAGE
-#: More than is reserved in one turn, and no multiple of it.
+#: Larger than the part that one loop iteration reserves, and no multiple of it.
 LARGE = 1024 * 1024 + PAGE
 
 Make = Callable[[int], tuple[int, mmap.mmap]]
 
 
 def refuse_to_populate(patch: pytest.MonkeyPatch) -> None:
-    """Do what kernels before 5.14 do."""
+    """Fail like kernels before 5.14, which cannot populate memory."""
     failing(patch, OSError(errno.EINVAL, os.strerror(errno.EINVAL)), "populate")
 
 
@@ -45,59 +45,59 @@ def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_populate(monkeypatch)
 
 
-def in_turns(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make a region on an old kernel."""
+def make_on_old_kernel(nbytes: int) -> tuple[int, mmap.mmap]:
+    """Make a region on an old kernel, which reserves it over several loop iterations."""
     with pytest.MonkeyPatch.context() as patch:
         refuse_to_populate(patch)
         fd, made = asyncio.run(SharedRegion.create(nbytes, [(0, PAGE)]))
     return fd, made.memory
 
 
-def bit_by_bit(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make a region of which all is asked for at once."""
+def make_reserved(nbytes: int) -> tuple[int, mmap.mmap]:
+    """Make a region that is reserved in full."""
     fd, made = asyncio.run(SharedRegion.create(nbytes, [(0, nbytes)]))
     return fd, made.memory
 
 
-def with_pages(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make memory whose pages are mapped here, too."""
+def make_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
+    """Make memory whose pages are also mapped in this process."""
     return asyncio.run(create_mapped(nbytes))
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_mapped_yet() -> None:
-    """Of tests before this one."""
+def _collect_garbage() -> None:
+    """Release memory that earlier tests have left to garbage collection."""
     gc.collect()
 
 
-@pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
+@pytest.mark.parametrize("make", [make_on_old_kernel, make_reserved, make_mapped])
 @pytest.mark.parametrize("nbytes", [PAGE, NBYTES, LARGE])
 def test_region_is_zeroed_and_complete(make: Make, nbytes: int) -> None:
     fd, memory = make(nbytes)
     assert len(memory) == nbytes
     assert not any(memory[: 2 * PAGE])
     assert os.fstat(fd).st_size == nbytes
-    # Reserved, as the blocks that it takes tell: whoever writes to it cannot be killed for lack of memory.
+    # Reserved blocks protect the writer from SIGBUS when the host runs out of memory.
     assert os.fstat(fd).st_blocks * 512 >= nbytes
     assert not os.get_inheritable(fd)
     os.close(fd)
 
 
-@pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
+@pytest.mark.parametrize("make", [make_on_old_kernel, make_reserved, make_mapped])
 def test_region_size_cannot_be_changed(make: Make) -> None:
     fd, memory = make(NBYTES)
     for nbytes in (0, NBYTES - 1, NBYTES + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, nbytes)
     with pytest.raises(PermissionError):
-        fcntl.fcntl(fd, 1033, 0x0008)  # nor add the seal that would end all writing
+        fcntl.fcntl(fd, 1033, 0x0008)  # F_ADD_SEALS: F_SEAL_WRITE would end all writing
     memory[-1:] = b"x"
     os.close(fd)
 
 
 def test_pages_released_by_a_peer_read_as_zeros() -> None:
-    """A hole is no SIGBUS."""
-    fd, memory = with_pages(NBYTES)
+    """A hole in the file must not raise SIGBUS."""
+    fd, memory = make_mapped(NBYTES)
     memory[:] = b"x" * NBYTES
     punched = subprocess.run(["fallocate", "-p", "-o", "0", "-l", str(NBYTES), f"/proc/self/fd/{fd}"], pass_fds=[fd])
     assert punched.returncode == 0
@@ -108,7 +108,7 @@ def test_pages_released_by_a_peer_read_as_zeros() -> None:
 
 
 def test_second_mapping_sees_the_same_memory() -> None:
-    fd, memory = with_pages(NBYTES)
+    fd, memory = make_mapped(NBYTES)
     other = open_region(os.dup(fd), NBYTES)
     memory[:3] = b"abc"
     assert other[:3] == b"abc"
@@ -119,34 +119,34 @@ def test_second_mapping_sees_the_same_memory() -> None:
     assert other[:3] == b"abc"
 
 
-def unsealed() -> int:
+def make_unsealed() -> int:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, NBYTES)
     return fd
 
 
-def half_sealed() -> int:
-    fd = unsealed()
-    fcntl.fcntl(fd, 1033, 0x0001 | 0x0004)  # it cannot grow, but shrink
+def make_half_sealed() -> int:
+    fd = make_unsealed()
+    fcntl.fcntl(fd, 1033, 0x0001 | 0x0004)  # F_ADD_SEALS: the file can still shrink
     return fd
 
 
-def unsealable() -> int:
+def make_unsealable() -> int:
     fd = os.memfd_create("test", 0)
     os.ftruncate(fd, NBYTES)
     return fd
 
 
-def of_another_size(nbytes: int) -> Callable[[], int]:
-    return lambda: with_pages(nbytes)[0]
+def maker_of_size(nbytes: int) -> Callable[[], int]:
+    return lambda: make_mapped(nbytes)[0]
 
 
 STRANGE: dict[str, Callable[[], int]] = {
-    "unsealed": unsealed,
-    "sealed against growing only": half_sealed,
-    "no seals at all": unsealable,
-    "too small": of_another_size(NBYTES - PAGE),
-    "too large": of_another_size(NBYTES + PAGE),
+    "unsealed": make_unsealed,
+    "sealed against growing only": make_half_sealed,
+    "no seals at all": make_unsealable,
+    "too small": maker_of_size(NBYTES - PAGE),
+    "too large": maker_of_size(NBYTES + PAGE),
     "a device": lambda: os.open("/dev/zero", os.O_RDWR),
     "an eventfd": lambda: os.eventfd(0),
     "a pipe": lambda: os.close((ends := os.pipe())[1]) or ends[0],
@@ -162,7 +162,7 @@ def test_foreign_memory_is_refused_and_closed(what: str) -> None:
         os.fstat(fd)
 
 
-@pytest.mark.parametrize("make", [in_turns, with_pages])
+@pytest.mark.parametrize("make", [make_on_old_kernel, make_mapped])
 @pytest.mark.parametrize(
     ("name", "code"),
     [("memfd_create", errno.EPERM), ("ftruncate", errno.EFBIG), ("posix_fallocate", errno.ENOSPC)],
@@ -178,8 +178,8 @@ def test_failed_creation_leaves_nothing_open(make: Make, name: str, code: int, m
 
 
 def test_failed_reservation_leaves_nothing_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither where it is made nor where it is opened, even if the error is kept, and its frames with it."""
-    fd, memory = with_pages(NBYTES)
+    """Neither end leaves a mapping, even if the error and its traceback are kept."""
+    fd, memory = make_mapped(NBYTES)
     memory.close()
     monkeypatch.setattr(SharedRegion, "reserve", lambda region, start, end: False)
     with pytest.raises(OSError, match="no memory left to share") as making:
@@ -189,14 +189,14 @@ def test_failed_reservation_leaves_nothing_mapped(monkeypatch: pytest.MonkeyPatc
     assert mapped() == [], (making, opening)
 
 
-@pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
+@pytest.mark.parametrize("make", [make_on_old_kernel, make_reserved, make_mapped])
 def test_python_without_memfd_raises_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="built without memfd_create"):
         make(NBYTES)
 
 
-@pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
+@pytest.mark.parametrize("make", [make_on_old_kernel, make_reserved, make_mapped])
 def test_failed_mapping_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -254,9 +254,9 @@ def test_memory_limit_raises_an_error_without_a_signal(limit: str, value: int, r
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, reason, "")
 
 
-# -- memory that only its owner writes
+# -- memory that only its owner can write
 
-#: Tries to write memory whose descriptor is the argument, in every way; prints what could not be done.
+#: Tries every way to write the memory of a descriptor; prints the names of those that failed.
 INTRUDER = """
 import ctypes, fcntl, mmap, os, sys
 fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
@@ -290,28 +290,28 @@ print(whole[:5].decode())
 """
 
 
-def intruded(fd: int) -> list[str]:
-    """Return what another process could not do to memory, and what it has read there."""
+def failed_intrusions(fd: int) -> list[str]:
+    """Return the names of the write attempts that failed in another process, and the text that it has read."""
     command = [sys.executable, "-c", INTRUDER, str(fd), str(NBYTES)]
     return subprocess.run(command, pass_fds=[fd], check=True, capture_output=True, text=True).stdout.split()
 
 
 @pytest.fixture
-def own() -> Iterator[OwnRegion]:
+def own_region() -> Iterator[OwnRegion]:
     region = OwnRegion(NBYTES, (0, PAGE))
     yield region
     region.close()
 
 
-def test_peer_can_read_memory_of_its_owner_and_not_write_it(own: OwnRegion) -> None:
-    own.memory[:5] = b"hello"
+def test_peer_can_read_memory_of_its_owner_and_not_write_it(own_region: OwnRegion) -> None:
+    own_region.memory[:5] = b"hello"
     refused = ["mmap", "pwrite", "write", "mprotect", "reopen", "truncate", "grow", "seal"]
-    assert intruded(own.fd) == [*refused, "hello"]
-    seen = open_readable(os.dup(own.fd), NBYTES)
-    own.memory[:5] = b"later"
+    assert failed_intrusions(own_region.fd) == [*refused, "hello"]
+    seen = open_readable(os.dup(own_region.fd), NBYTES)
+    own_region.memory[:5] = b"later"
     assert seen[:5] == b"later"
-    assert own.reserve(PAGE, NBYTES)
-    own.memory[PAGE:] = b"x" * (NBYTES - PAGE)
+    assert own_region.reserve(PAGE, NBYTES)
+    own_region.memory[PAGE:] = b"x" * (NBYTES - PAGE)
     assert seen[PAGE:] == b"x" * (NBYTES - PAGE)
     with pytest.raises(TypeError, match="readonly"):
         seen[:5] = b"never"
@@ -321,12 +321,12 @@ def test_peer_can_read_memory_of_its_owner_and_not_write_it(own: OwnRegion) -> N
 def test_old_kernel_without_the_seal_shares_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     call = fcntl.fcntl
 
-    def old(fd: int, command: int, seals: int = 0) -> int:
+    def refuse_future_seal(fd: int, command: int, seals: int = 0) -> int:
         if seals & 16:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return call(fd, command, seals)
 
-    monkeypatch.setattr(fcntl, "fcntl", old)
+    monkeypatch.setattr(fcntl, "fcntl", refuse_future_seal)
     region = OwnRegion(NBYTES, (0, PAGE))
     region.memory[:5] = b"hello"
     seen = open_readable(os.dup(region.fd), NBYTES)
@@ -347,10 +347,10 @@ def test_kernel_that_forbids_seals_leaves_nothing_open(monkeypatch: pytest.Monke
     assert mapped() == [], raised
 
 
-def test_own_memory_is_reserved_on_request(own: OwnRegion) -> None:
-    assert os.fstat(own.fd).st_blocks * 512 == PAGE
-    assert own.reserve(PAGE + 10, PAGE + 20)
-    assert os.fstat(own.fd).st_blocks * 512 == 2 * PAGE
+def test_own_memory_is_reserved_on_request(own_region: OwnRegion) -> None:
+    assert os.fstat(own_region.fd).st_blocks * 512 == PAGE
+    assert own_region.reserve(PAGE + 10, PAGE + 20)
+    assert os.fstat(own_region.fd).st_blocks * 512 == 2 * PAGE
 
 
 def test_old_kernel_reserves_own_memory_without_mapping_it(old_kernel: None) -> None:

@@ -1,4 +1,4 @@
-"""The ring of frames against a queue: nothing is lost, torn or written over, however late the reader is."""
+"""The frame ring, compared with a queue: no frame is lost, torn or overwritten, however late the reader is."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.ring import ENTRY, RingWriter
 
-#: Around every size at which something changes: nothing, inline, one line, the largest.
+#: Sizes around each limit: no payload, inline, one line, the largest.
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4096, SEGMENT - 64, SEGMENT - 1, SEGMENT)
-#: Ranks for which the data area is of two segments, and of one.
+#: World sizes whose data area holds two segments, and one.
 WORLDS = (2, 64)
 
 
 class Ring:
-    """Both ends, and what has been written and not been read."""
+    """Both ends of a frame ring, and the frames that were written and not yet read."""
 
     def __init__(self, ranks: int, number: int = 0) -> None:
         layout = LinkLayout(ranks)
@@ -43,7 +43,7 @@ class Ring:
         return True
 
     def take(self) -> bool:
-        """Read the next entry as a link does; whether there was one."""
+        """Read the next entry as a link does; return whether there was one."""
         at = self.direction.ring + self.read % ENTRIES * LINE
         if self.words[at >> 3] != self.read + 1:
             assert not self.written
@@ -89,8 +89,8 @@ def test_full_ring_refuses_frames(nbytes: int) -> None:
 
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("nbytes", [9, 64, 65, 8192, SEGMENT // 3, SEGMENT - 1, SEGMENT])
-def test_full_area_refuses_frames(ranks: int, nbytes: int) -> None:
-    """It is full when there is no room, not before; and one that is too large waits while small ones pass."""
+def test_full_data_area_refuses_frames(ranks: int, nbytes: int) -> None:
+    """The area takes every frame that fits. While a large one waits, small ones still pass."""
     ring = Ring(ranks)
     lines = -(-nbytes // LINE) * LINE
     room = min(ENTRIES, ring.direction.data_nbytes // lines)
@@ -100,13 +100,13 @@ def test_full_area_refuses_frames(ranks: int, nbytes: int) -> None:
             count += 1
         assert count == room
         if count < ENTRIES:
-            assert ring.put(8), "what fits in the line needs no room"
+            assert ring.put(8), "a payload that fits in the line needs no room"
         ring.drain()
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_area_wraps_around_at_every_place(ranks: int) -> None:
-    """The reader stays half an area behind, so that pieces wrap around at every place."""
+def test_data_area_wraps_around_at_every_offset(ranks: int) -> None:
+    """The reader stays half an area behind, so that frames wrap around at every offset."""
     ring = Ring(ranks)
     chance = random.Random(ranks)
     half = ring.direction.data_nbytes // 2
@@ -121,7 +121,7 @@ def test_area_wraps_around_at_every_place(ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_frames_of_any_size_arrive_with_any_delay(ranks: int, seed: int) -> None:
+def test_frames_of_any_size_arrive_at_a_reader_with_any_delay(ranks: int, seed: int) -> None:
     ring = Ring(ranks, seed % 2)
     chance = random.Random(seed)
     refused = 0
@@ -134,16 +134,16 @@ def test_frames_of_any_size_arrive_with_any_delay(ranks: int, seed: int) -> None
                 ring.take()
     ring.drain()
     assert refused
-    assert ring.put(SEGMENT), "an empty ring takes the largest"
+    assert ring.put(SEGMENT), "an empty ring refused the largest frame"
 
 
-def test_stamp_is_written_last() -> None:
-    """And, where the machine does not see to it, after a fence."""
+def test_frame_stamp_is_written_last() -> None:
+    """A machine with weak memory ordering also needs a fence before the stamp."""
     ring = Ring(2)
-    told: list[int] = []
+    seen_words: list[int] = []
     at = ring.direction.ring
-    ring.out._order = lambda: told.append(ring.words[at >> 3]) or told.append(ring.words[(at >> 3) + 1])
+    ring.out._order = lambda: seen_words.append(ring.words[at >> 3]) or seen_words.append(ring.words[(at >> 3) + 1])
     assert ring.put(100)
-    assert told[0] == 0
-    assert told[1] == ring.direction.data
+    assert seen_words[0] == 0
+    assert seen_words[1] == ring.direction.data
     assert ring.take()

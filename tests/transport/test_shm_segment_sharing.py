@@ -1,4 +1,4 @@
-"""Memory that a link's other end may read: offered, taken, pointed to, given back."""
+"""Segment sharing: a link offers a segment, and the peer maps it, reads it by reference and releases it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FLOAT = np.dtype(np.float64)
 
 
 class Ends:
-    """Both ends of a link, and the memory that the near one shares."""
+    """Both ends of a link, and the registered memory of the near end."""
 
     def __init__(self, near: ShmLink, far: ShmLink) -> None:
         self.near, self.far = near, far
         self.registered_memory = RegisteredMemory(asyncio.get_running_loop())
 
     async def share(self) -> tuple[Any, Segment]:
-        """Make an array of ascending numbers and let the far end map it."""
+        """Return an array of ascending numbers, and its segment, which the far end has mapped."""
         array, segment = await self.make()
         await until(lambda: self.near.segment_sharing.can_map(segment))
         return array, segment
@@ -48,12 +48,12 @@ class Ends:
         assert found is not None
         return array, found[0]
 
-    def seen(self, segment: Segment, offset: int = 0, count: int = 1) -> Any:
+    def read_by_peer(self, segment: Segment, offset: int = 0, count: int = 1) -> Any:
         return self.far.segment_sharing.read(segment.number, offset, FLOAT, count)
 
 
 def fill(sock: socket.socket) -> None:
-    """Send what is ignored until nothing more can be sent."""
+    """Send messages that the peer ignores until the socket buffer is full."""
     with suppress(BlockingIOError):
         while True:
             sock.send(_MESSAGE.pack(_ENDED, 77, 0))
@@ -67,25 +67,25 @@ async def ends() -> AsyncIterator[Ends]:
         yield both
         both.registered_memory.close()
     del near, far
-    vars(both).clear()  # it is kept for a while
+    vars(both).clear()  # pytest keeps the object for a while
 
 
 async def test_shared_segment_can_be_read_until_it_ends(ends: Ends) -> None:
     array, segment = await ends.share()
-    assert np.array_equal(ends.seen(segment, 80, 10), array[10:20])
+    assert np.array_equal(ends.read_by_peer(segment, 80, 10), array[10:20])
     array[10] = -1
-    assert ends.seen(segment, 80)[0] == -1
+    assert ends.read_by_peer(segment, 80)[0] == -1
     del array
-    await until(lambda: ends.seen(segment) is None)
+    await until(lambda: ends.read_by_peer(segment) is None)
     assert segment.fd == -1
     assert not ends.far.sink.losses
 
 
 async def test_segment_is_not_read_beyond_its_end(ends: Ends) -> None:
     _array, segment = await ends.share()
-    assert len(ends.seen(segment, NBYTES - 16, 2)) == 2
-    assert ends.seen(segment, NBYTES - 16, 3) is None
-    assert ends.seen(segment, NBYTES, 1) is None
+    assert len(ends.read_by_peer(segment, NBYTES - 16, 2)) == 2
+    assert ends.read_by_peer(segment, NBYTES - 16, 3) is None
+    assert ends.read_by_peer(segment, NBYTES, 1) is None
 
 
 async def test_segment_is_offered_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ async def test_segment_is_offered_once(ends: Ends, monkeypatch: pytest.MonkeyPat
 
 
 async def test_offer_beyond_the_socket_buffer_is_sent_later(ends: Ends) -> None:
-    """Both an offer, which is made again, and that a segment has ended."""
+    """An offer is repeated, and the notice that a segment has ended is kept."""
     segments = [await ends.share() for _ in range(3)]
     _array, late = await ends.make()
     fill(sock_of(ends.near))
@@ -109,7 +109,7 @@ async def test_offer_beyond_the_socket_buffer_is_sent_later(ends: Ends) -> None:
     segments.clear()
     for segment in numbers:
         ends.near.segment_sharing.withdraw(segment.number)
-    await until(lambda: not any(ends.seen(segment) is not None for segment in numbers))
+    await until(lambda: not any(ends.read_by_peer(segment) is not None for segment in numbers))
     await until(lambda: ends.near.segment_sharing.can_map(late))
 
 
@@ -119,7 +119,7 @@ async def test_link_may_close_with_unsent_offers(ends: Ends) -> None:
     ends.near.segment_sharing.withdraw(segment.number)
     ends.near.close()
     await until(lambda: ends.far.sink.losses)
-    ends.near.segment_sharing.withdraw(segment.number)  # of a link that is gone
+    ends.near.segment_sharing.withdraw(segment.number)  # the link is already closed
 
 
 async def test_lost_descriptor_does_not_affect_other_segments(ends: Ends) -> None:
@@ -127,9 +127,9 @@ async def test_lost_descriptor_does_not_affect_other_segments(ends: Ends) -> Non
     sock_of(ends.near).send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
     ends.near.segment_sharing._offered.add(segment.number)
     _other, other = await ends.share()
-    assert ends.seen(segment) is None
+    assert ends.read_by_peer(segment) is None
     assert not ends.near.segment_sharing.can_map(segment)
-    assert ends.seen(other) is not None
+    assert ends.read_by_peer(other) is not None
 
 
 async def test_unmappable_segment_does_not_fail_the_link(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ async def test_unmappable_segment_does_not_fail_the_link(ends: Ends, monkeypatch
             await asyncio.sleep(0)
     _other, _ = await ends.share()
     assert not ends.near.segment_sharing.can_map(segment)
-    assert ends.seen(segment) is None
+    assert ends.read_by_peer(segment) is None
 
 
 async def test_late_answer_is_ignored(ends: Ends) -> None:
@@ -157,7 +157,7 @@ async def test_late_answer_is_ignored(ends: Ends) -> None:
     assert ends.near.segment_sharing._taken.isdisjoint({segment.number, 99})
 
 
-NONSENSE = {
+MALFORMED_OFFERS = {
     "short": (b"x", 0),
     "unknown": (_MESSAGE.pack(9, 1, PAGE), 0),
     "zero": (bytes(_MESSAGE.size), 0),
@@ -165,9 +165,9 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("what", NONSENSE)
+@pytest.mark.parametrize("what", MALFORMED_OFFERS)
 async def test_malformed_offer_ends_the_link(ends: Ends, what: str) -> None:
-    message, fds = NONSENSE[what]
+    message, fds = MALFORMED_OFFERS[what]
     fd, _memory = await create_mapped(PAGE)
     try:
         socket.send_fds(sock_of(ends.near), [message], [fd] * fds)
@@ -232,7 +232,7 @@ async def test_voided_piece_is_not_read(ends: Ends) -> None:
     assert ends.far.chunks.reader.is_void()
     assert ends.far.chunks.read(FLOAT, 1) is None
     ends.far.chunks.reader.free()
-    assert np.array_equal(ends.far.chunks.read(FLOAT, 1), [1]), "another operation's"
+    assert np.array_equal(ends.far.chunks.read(FLOAT, 1), [1]), "the void hit another operation"
     ends.far.chunks.reader.free()
     assert ends.far.chunks.reader.is_void()
     await asyncio.sleep(0)
@@ -252,5 +252,5 @@ async def test_writer_waiting_for_all_pieces_is_woken(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
     assert not ends.near.chunks.writer.is_taken(1)
-    assert ends.far.chunks.reader.free(), "it has to be woken"
+    assert ends.far.chunks.reader.free(), "the waiting writer must be woken"
     assert ends.near.chunks.writer.is_taken(1)

@@ -1,7 +1,6 @@
-"""Outboxes and the chunk queue, in memory of this process, with the other side's steps between any two of one side's.
+"""Outboxes and chunk queues in this process, where the peer acts between any two memory accesses of a rank.
 
-What holds of slots holds of both lanes: tests get a `Box`, whose posts go through the common lane, to one reader or to
-several, or through the lane for one peer.
+A slot behaves the same in every lane. So most tests get a `Box`, which posts through the common lane or a peer's lane.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from aiocoll.transport.shm.slots import SlotReader
 from .outboxes import STRONG, Host
 
 OLD, NEW = 7, 7 | 1 << 61
-"""Groups: one that is over, and one that goes on."""
+"""Numbers of two groups: one has ended, the other continues."""
 
 
 class Stepwise:
-    """Words of memory; between any two accesses to those of one `Steps` the other side may do something."""
+    """Words of memory that call `Steps.step` before each access."""
 
     def __init__(self, words: memoryview, steps: Steps) -> None:
         self.words = words
@@ -49,7 +48,7 @@ class Stepwise:
 
 
 class Steps:
-    """Counts accesses to words, and lets something happen before one of them."""
+    """A counter of accesses to words, which runs a callback before a given one."""
 
     def __init__(self) -> None:
         self.until = -1
@@ -64,12 +63,12 @@ class Steps:
             self.other()
 
 
-#: Attributes of the parts of an outbox that are words which both sides see.
+#: Names of the attributes whose words both ranks access.
 WORDS = ("_words", "_lines", "_named", "_consumed", "common_named", "common_consumed", "consumed", "words")
 
 
-def step_by_step(*parts: Any) -> Steps:
-    """Let something happen between any two accesses of these parts to the words that both sides share."""
+def watch_steps(*parts: Any) -> Steps:
+    """Return the `Steps` of all accesses that these parts make to the words shared by both ranks."""
     steps = Steps()
     for part in parts:
         for name in WORDS:
@@ -83,7 +82,7 @@ PRINT = 1 << 31 | 1
 
 
 class Box:
-    """One lane of rank 0, and its reader at rank 1."""
+    """A lane of rank 0, and its reader on rank 1."""
 
     def __init__(self, host: Host, is_common: bool) -> None:
         self.host = host
@@ -92,7 +91,7 @@ class Box:
         self.outbox = host.readers[1]
         self.reader: SlotReader = self.outbox.common if is_common else self.outbox.lane
         self.writer: Any = host.boxes[0].common if is_common else host.lanes[1]
-        #: Who reads what is posted to the common lane.
+        #: The lanes of all readers of the common lane.
         self.lanes = list(host.lanes.values())
 
     def post(self, slot: int, identity: int, group: int, array: np.ndarray, length: int = 0) -> bool:
@@ -100,10 +99,10 @@ class Box:
         return bool(self.writer.post(*arguments, *((self.lanes,) if self.is_common else ())))
 
     def step_writer(self) -> Steps:
-        return step_by_step(self.writer, *(self.lanes if self.is_common else ()))
+        return watch_steps(self.writer, *(self.lanes if self.is_common else ()))
 
     def step_reader(self) -> Steps:
-        return step_by_step(self.reader)
+        return watch_steps(self.reader)
 
 
 @pytest.fixture(params=["common", "lane"])
@@ -137,14 +136,14 @@ def make_host() -> Iterator[Callable[..., Host]]:
         host.close()
 
 
-def both(fences: Fences = STRONG, ranks: int = 2) -> tuple[ChunkQueueWriter, ChunkQueueReader]:
+def chunk_queue_ends(fences: Fences = STRONG, ranks: int = 2) -> tuple[ChunkQueueWriter, ChunkQueueReader]:
     layout = LinkLayout(ranks)
     region, direction = SharedRegion(mmap.mmap(-1, layout.nbytes), [], reserved=True), layout.directions[0]
     return ChunkQueueWriter(region, direction, fences), ChunkQueueReader(memoryview(region.memory), direction, fences)
 
 
 @contextmanager
-def suppress_given_up() -> Iterator[None]:
+def suppress_abandoned() -> Iterator[None]:
     try:
         yield
     except ProtocolError as error:
@@ -157,7 +156,7 @@ def block_of(number: float) -> np.ndarray:
 
 
 def take(reader: SlotReader, slot: int, identity: int, group: int) -> float | None:
-    """Read and free what was posted for an operation, if it was."""
+    """Read and free the contribution to an operation; return None without one."""
     if reader.look(slot, identity, group) != PRINT:
         return None
     got = reader.view(slot, np.dtype("f8"), 3).copy()
@@ -197,7 +196,7 @@ def test_lanes_do_not_share_slots(make_host: Callable[..., Host]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 9, 64, 1000])
-def test_parts_of_memory_do_not_overlap(ranks: int) -> None:
+def test_parts_of_the_memory_layouts_do_not_overlap(ranks: int) -> None:
     layout = OutboxLayout(ranks)
     for lane in layout.common, layout.lane:
         assert lane.lines % LINE == 0
@@ -216,7 +215,7 @@ def test_parts_of_memory_do_not_overlap(ranks: int) -> None:
     for found, direction in zip(words, link.directions, strict=True):
         found |= {direction.writer_waiting, direction.taken, direction.chunk_writer_waiting, direction.chunks_taken}
         found |= {direction.pieces, *range(direction.lines // 8, direction.lines // 8 + CHUNKS * 8)}
-        assert len({word // 8 for word in found}) == 5 + CHUNKS, "each has a cache line of its own"
+        assert len({word // 8 for word in found}) == 5 + CHUNKS, "two words share a cache line"
         assert max(found) * 8 < direction.ring
         assert direction.data_end <= direction.chunks
         assert direction.chunks + CHUNKS * direction.chunk_nbytes <= direction.end
@@ -225,7 +224,7 @@ def test_parts_of_memory_do_not_overlap(ranks: int) -> None:
 
 
 def test_words_of_a_lane_do_not_overlap(box: Box) -> None:
-    """Each kind of word is written once, all of it, and the others are as they were."""
+    """Write each kind of word once, and check that the others did not change."""
     lane, reader = box.host.lanes[1], box.outbox
     rows = [lane._named, lane.common_named]
     for number, row in enumerate(rows, 1):
@@ -243,7 +242,7 @@ def test_words_of_a_lane_do_not_overlap(box: Box) -> None:
 @pytest.mark.parametrize("order", [None, lambda: None])
 @pytest.mark.parametrize("step", range(10))
 def test_group_end_during_a_post_keeps_the_new_post(step: int, order: Any, make_box: Callable[..., Box]) -> None:
-    """Its slots are given back; not the one in which the other's tensor is just appearing."""
+    """The end frees the slots of the group, but not the slot of a post that is just being written."""
     box = make_box(Fences(order, lambda: None))
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
@@ -251,7 +250,7 @@ def test_group_end_during_a_post_keeps_the_new_post(step: int, order: Any, make_
     steps.interrupt(step, lambda: box.reader.purge(OLD))
     assert box.post(5, 5, NEW, block_of(2))
     box.reader.purge(OLD)
-    assert not box.post(5, 69, NEW, block_of(3)), "it has not been read yet"
+    assert not box.post(5, 69, NEW, block_of(3)), "the slot was reused before it was read"
     assert take(box.reader, 5, 5, NEW) == 2
     assert box.post(5, 69, NEW, block_of(3))
     assert take(box.reader, 5, 69, NEW) == 3
@@ -274,7 +273,7 @@ def test_post_during_a_group_end_is_kept(step: int, box: Box) -> None:
 
 @pytest.mark.parametrize("step", range(10))
 def test_equal_operation_numbers_of_two_groups_are_distinguished(step: int, box: Box) -> None:
-    """The id in the line is right before anything of the new tensor is there."""
+    """The line has the new operation number before any other part of the new contribution."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
     got: list[float | None] = []
@@ -292,7 +291,7 @@ def test_equal_operation_numbers_of_two_groups_are_distinguished(step: int, box:
 
 @pytest.mark.parametrize("step", range(10))
 def test_unfinished_post_is_not_reported_as_the_previous_operation(step: int, box: Box) -> None:
-    """The writer may be preempted for long: the operation whose slot it was has ended, and matches no call."""
+    """The writer may be preempted for long; the previous operation of the slot has ended and matches no call."""
     assert box.post(5, 5, NEW, block_of(1))
     assert take(box.reader, 5, 5, NEW) == 1
     seen: list[list[tuple[int, int, int]]] = []
@@ -321,7 +320,7 @@ def test_slot_read_during_its_write_is_consistent(step: int, box: Box) -> None:
 
 @pytest.mark.parametrize("step", range(10))
 def test_news_flag_is_not_lost_during_a_post(step: int, box: Box) -> None:
-    """Whoever has seen the news finds the post, or there are news again."""
+    """A reader that sees the flag finds the post, or the flag is set again afterwards."""
     found: list[bool] = []
     steps = box.step_writer()
     steps.interrupt(step, lambda: found.append(box.outbox.has_news() and take(box.reader, 5, 6, NEW) == 2))
@@ -346,25 +345,25 @@ def test_post_for_a_finished_group_is_not_unread(box: Box) -> None:
     assert box.post(5, 5, OLD, block_of(1))
     assert box.post(6, 6, NEW, block_of(2))
     assert box.outbox.unread() == [(6, NEW, PRINT)]
-    assert box.post(5, 69, NEW, block_of(3)), "it was given back"
+    assert box.post(5, 69, NEW, block_of(3)), "the slot of the ended group was not freed"
     box.outbox.release(OLD)
     assert not box.reader._closed_groups
 
 
 def test_read_slot_is_not_freed_again_after_its_group_ended(box: Box) -> None:
-    """The line is the writer's again: the reader neither looks at it nor changes what it has consumed."""
+    """The line belongs to the writer again: the reader must not read it, nor change its consumed number."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
     box.reader.purge(OLD)
-    told: list[str] = []
-    box.reader._lines = Telling(box.reader._lines, told, "line")  # type: ignore[assignment]
-    box.reader._consumed = Telling(box.reader._consumed, told, "consumed")  # type: ignore[assignment]
+    events: list[str] = []
+    box.reader._lines = RecordedWords(box.reader._lines, events, "line")  # type: ignore[assignment]
+    box.reader._consumed = RecordedWords(box.reader._consumed, events, "consumed")  # type: ignore[assignment]
     assert not box.reader.reclaim(5)
-    assert told == []
+    assert events == []
 
 
 def test_withdrawn_post_is_not_freed(make_host: Callable[..., Host]) -> None:
-    """What a reader has consumed before stays consumed."""
+    """A number that a reader has consumed before stays consumed."""
     host = make_host(3)
     common, lanes, reader = host.boxes[0].common, list(host.lanes.values()), host.readers[2].common
     assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
@@ -378,7 +377,7 @@ def test_withdrawn_post_is_not_freed(make_host: Callable[..., Host]) -> None:
 
 
 def test_slot_without_memory_takes_what_fits_in_its_line(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert box.post(0, 1, NEW, block_of(1)), "from here on there are lines"
+    assert box.post(0, 1, NEW, block_of(1)), "the first post reserves the lines"
     monkeypatch.setattr(OwnRegion, "reserve", lambda region, start, end: False)
     for slot in (5, SMALL_SLOTS):
         assert not box.post(slot, 5, NEW, np.ones(6))
@@ -397,42 +396,42 @@ def test_lane_without_memory_for_its_lines_takes_nothing(
     assert lane.post(5, 5, NEW, PRINT, block_of(1))
 
 
-class Telling:
-    """Words that say which of them is written."""
+class RecordedWords:
+    """Words of memory that record the name of each written word."""
 
-    def __init__(self, words: Any, told: list[str], name: str) -> None:
-        self.words, self.told, self.name = words, told, name
+    def __init__(self, words: Any, events: list[str], name: str) -> None:
+        self.words, self.events, self.name = words, events, name
 
     def __getitem__(self, index: int) -> int:
         return int(self.words[index])
 
     def __setitem__(self, index: int, value: int) -> None:
-        self.told.append(self.name if self.name != "line" else ["id", "group", "length", "fingerprint"][index % 8])
+        self.events.append(self.name if self.name != "line" else ["id", "group", "length", "fingerprint"][index % 8])
         self.words[index] = value
 
 
-def test_fence_separates_data_from_its_number(make_box: Callable[..., Box]) -> None:
-    told: list[str] = []
-    box = make_box(Fences(lambda: told.append("fence"), lambda: None), ranks=3)
+def test_fence_separates_a_post_from_its_number(make_box: Callable[..., Box]) -> None:
+    events: list[str] = []
+    box = make_box(Fences(lambda: events.append("fence"), lambda: None), ranks=3)
     readers = 2 if box.is_common else 1
-    box.writer._lines = Telling(box.writer._lines, told, "line")
+    box.writer._lines = RecordedWords(box.writer._lines, events, "line")
     for lane in box.lanes:
-        lane.common_named = Telling(lane.common_named, told, "named")  # type: ignore[assignment]
-        lane._named = Telling(lane._named, told, "named")  # type: ignore[assignment]
-        lane.words = Telling(lane.words, told, "posts")  # type: ignore[assignment]
+        lane.common_named = RecordedWords(lane.common_named, events, "named")  # type: ignore[assignment]
+        lane._named = RecordedWords(lane._named, events, "named")  # type: ignore[assignment]
+        lane.words = RecordedWords(lane.words, events, "posts")  # type: ignore[assignment]
     assert box.post(5, 5, NEW, block_of(1))
     written = ["group", "fence", "id", "length", "fingerprint", "fence", *["named", "fence", "posts"] * readers]
-    assert told == written
-    del told[:]
+    assert events == written
+    del events[:]
     assert box.outbox.has_news()
-    assert told == ["fence"], "a machine that loads the line first would find no post, and the news are gone"
+    assert events == ["fence"], "without this fence a rank may load the line too early and miss the post"
     assert box.reader.look(5, 5, NEW) == PRINT
-    assert told == ["fence"] * 2
+    assert events == ["fence"] * 2
     box.reader.free(5, NEW)
-    assert told == ["fence"] * 3
+    assert events == ["fence"] * 3
     assert not box.outbox.has_news()
     assert box.reader.look(5, 5, NEW) == -1
-    assert told == ["fence"] * 3
+    assert events == ["fence"] * 3
 
 
 # -- several readers
@@ -458,9 +457,9 @@ def test_reader_without_a_link_blocks_no_slot(make_host: Callable[..., Host]) ->
     assert common.post(5, 5, NEW, PRINT, block_of(1), 24, lanes)
     assert take(host.readers[1].common, 5, 5, NEW) == 1
     host.unlink(2)
-    assert not common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes[:1]), "rank 3 has not read it"
+    assert not common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes[:1]), "rank 3 has not read the slot"
     host.unlink(3)
-    assert host.readers[2].common.look(5, 5, NEW) == PRINT, "it is there as long as the slot is not needed"
+    assert host.readers[2].common.look(5, 5, NEW) == PRINT, "the post must stay until the slot is needed"
     assert common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes[:1])
     assert take(host.readers[1].common, 5, 133, NEW) == 2
     for rank in (2, 3):
@@ -469,14 +468,14 @@ def test_reader_without_a_link_blocks_no_slot(make_host: Callable[..., Host]) ->
 
 
 @pytest.mark.parametrize("step", range(12))
-def test_abandoned_reader_detects_it_before_it_uses_the_data(step: int, make_host: Callable[..., Host]) -> None:
-    """It may have been stopped at any moment, and go on when the slot has something else."""
+def test_abandoned_reader_detects_overwritten_data(step: int, make_host: Callable[..., Host]) -> None:
+    """Its reader may stop at any instruction, and continue when the slot has other contents."""
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
     reader = host.readers[2].common
     assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
     assert take(host.readers[1].common, 5, 5, OLD) == 1
-    steps = step_by_step(reader)
+    steps = watch_steps(reader)
 
     def overwrite() -> None:
         host.unlink(2)
@@ -484,7 +483,7 @@ def test_abandoned_reader_detects_it_before_it_uses_the_data(step: int, make_hos
 
     steps.interrupt(step, overwrite)
     got: list[float | None] = []
-    with suppress_given_up():
+    with suppress_abandoned():
         got.append(take(reader, 5, 5, OLD))
     assert got in ([], [None], [1])
 
@@ -495,11 +494,11 @@ def test_reader_that_has_left_the_group_blocks_no_slot(make_host: Callable[..., 
     assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
     assert common.post(6, 6, NEW, PRINT, block_of(1), 24, lanes)
     common.withdraw(host.lanes[2], OLD)
-    assert not common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes), "rank 1 is still to read it"
+    assert not common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes), "rank 1 has not read the slot"
     assert take(host.readers[1].common, 5, 5, OLD) == 1
     assert take(host.readers[1].common, 6, 6, NEW) == 1
     assert common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes)
-    assert not common.post(6, 134, NEW, PRINT, block_of(2), 24, lanes), "it has not left this group"
+    assert not common.post(6, 134, NEW, PRINT, block_of(2), 24, lanes), "rank 2 has not left this group"
     assert take(host.readers[2].common, 5, 133, NEW) == 2
     assert take(host.readers[2].common, 6, 6, NEW) == 1
 
@@ -527,14 +526,14 @@ def test_new_link_to_a_rank_sees_no_posts_of_the_old_link(make_host: Callable[..
 
 
 def test_link_opened_twice_at_once_keeps_its_posts(make_host: Callable[..., Host]) -> None:
-    """Both ends may dial, or a peer is back before its end was noticed: each has a lane of its own."""
+    """Both ranks may dial, or a peer may reconnect before its loss was noticed. Each link has its own lane."""
     host = make_host(2)
     old, box = host.lanes[1], host.boxes[0]
     assert old.post(5, 5, NEW, PRINT, block_of(1))
     more = [box.open_lane(1) for _ in range(host.layout.lanes - 2)]
     assert None not in more
     assert len({lane.number for lane in more if lane is not None} | {0, old.number}) == host.layout.lanes
-    assert box.open_lane(1) is None, "there are no more"
+    assert box.open_lane(1) is None, "an outbox gave more lanes than it has"
     for lane in more:
         assert lane is not None
         box.close_lane(lane)
@@ -545,35 +544,35 @@ def test_link_opened_twice_at_once_keeps_its_posts(make_host: Callable[..., Host
 
 
 def test_reader_of_an_ended_link_does_not_affect_the_next_one(make_host: Callable[..., Host]) -> None:
-    """What it reads late, or gives back for a group that is over, is of that link, and of an outbox that is gone."""
+    """Its late reads and releases refer to the lane of the old link, in an outbox that is closed."""
     host = make_host(2)
     old = host.readers[1]
     for slot in (5, 6):
         assert host.lanes[1].post(slot, slot, OLD, PRINT, block_of(1))
     old.detach()
-    host.boxes[1].close_lane(host.theirs[1])
+    host.boxes[1].close_lane(host.peer_lanes[1])
     host.unlink(1)
     assert take(old.lane, 5, 5, OLD) == 1
     host.boxes[0].close()
     host.boxes[0] = Outbox(host.layout, STRONG)
     host.link(1)
-    assert host.theirs[1].number == 0
+    assert host.peer_lanes[1].number == 0
     old.purge(OLD)
     again = host.readers[1]
     assert host.lanes[1].post(6, 7, NEW, PRINT, block_of(2))
-    assert not host.lanes[1].post(6, 8, NEW, PRINT, block_of(3)), "it has not been read"
+    assert not host.lanes[1].post(6, 8, NEW, PRINT, block_of(3)), "the slot was reused before it was read"
     assert take(again.lane, 6, 7, NEW) == 2
 
 
 def test_closed_outbox_is_unmapped_while_its_lanes_are_referenced(make_host: Callable[..., Host]) -> None:
-    """A traceback may keep cached plans alive, and these keep the lanes."""
+    """A traceback may keep cached plans alive, which keep the lanes alive."""
     host = make_host(2)
     inode = f" {os.fstat(host.boxes[0].fd).st_ino} "
     outbox, reader = host.boxes[0], host.readers[1]
     assert host.lanes[1].post(5, 5, NEW, PRINT, block_of(1))
     assert take(reader.lane, 5, 5, NEW) == 1
     kept = [outbox.common, host.lanes[1], reader.common, reader.lane]
-    host.boxes[1].close_lane(host.theirs[1])
+    host.boxes[1].close_lane(host.peer_lanes[1])
     for each in (outbox, reader):
         assert inode in Path("/proc/self/maps").read_text()
         each.close()
@@ -586,13 +585,13 @@ def test_lane_that_a_peer_does_not_have_is_refused(make_host: Callable[..., Host
     host = make_host(2)
     memory = open_readable(os.dup(host.boxes[0].fd), host.layout.nbytes)
     with pytest.raises(ProtocolError, match="rank 0 offered lane 10 of an outbox of 10 lanes"):
-        PeerOutbox(memory, host.layout, host.layout.lanes, host.theirs[1], 0, STRONG)
+        PeerOutbox(memory, host.layout, host.layout.lanes, host.peer_lanes[1], 0, STRONG)
     memory.close()
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**63, 2**64 - 1])
 def test_malformed_lane_of_a_peer_is_tolerated(value: int, box: Box) -> None:
-    """Whatever a broken peer has written, slots are found, or not, and nothing else is read."""
+    """A faulty peer may have written anything. Lookups then succeed or fail, but read no other memory."""
     for words in (*(lane._named for lane in box.lanes), *(lane.common_named for lane in box.lanes), box.writer._lines):
         for index in range(len(words)):
             words[index] = value
@@ -632,7 +631,7 @@ def put(writer: ChunkQueueWriter, number: int, group: int = NEW, identity: int =
     return writer.put(identity, group, PRINT, memoryview(bytes([number]) * 16))
 
 
-def got(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | None:
+def take_chunk(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | None:
     if reader.look(identity, group) != PRINT:
         return None
     piece = reader.read(np.dtype("u1"), 16).copy()
@@ -642,7 +641,7 @@ def got(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | 
 
 
 def test_chunks_arrive_in_order_and_only_for_their_operation() -> None:
-    writer, reader = both()
+    writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     assert not writer.take(4, NEW)
     for start in range(0, 40, CHUNKS):
@@ -652,12 +651,12 @@ def test_chunks_arrive_in_order_and_only_for_their_operation() -> None:
         assert reader.look(4, NEW) == -1
         assert reader.look(3, OLD) == -1
         for number in range(CHUNKS):
-            assert got(reader) == start + number
-        assert got(reader) is None
+            assert take_chunk(reader) == start + number
+        assert take_chunk(reader) is None
 
 
 def test_reader_wakes_a_waiting_writer() -> None:
-    writer, reader = both()
+    writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     for number in range(CHUNKS):
         assert put(writer, number)
@@ -671,52 +670,52 @@ def test_reader_wakes_a_waiting_writer() -> None:
 
 @pytest.mark.parametrize("step", range(8))
 def test_space_freed_while_the_writer_starts_waiting_is_noticed(step: int) -> None:
-    """It finds the space, or it is told."""
-    writer, reader = both()
+    """The writer finds the space, or the reader notifies it."""
+    writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     for number in range(CHUNKS):
         assert put(writer, number)
-    told: list[bool] = []
-    steps = step_by_step(writer)
-    steps.interrupt(step, lambda: told.append(reader.free()))
-    assert put(writer, CHUNKS) or told in ([], [True])
+    events: list[bool] = []
+    steps = watch_steps(writer)
+    steps.interrupt(step, lambda: events.append(reader.free()))
+    assert put(writer, CHUNKS) or events in ([], [True])
 
 
 def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes() -> None:
-    writer, reader = both()
+    writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     assert put(writer, 1, OLD)
     assert put(writer, 2, NEW)
     reader.end(NEW)
     assert reader.reclaim() == (False, False)
     reader.release(NEW)
-    assert got(reader, OLD) == 1
+    assert take_chunk(reader, OLD) == 1
     assert reader.reclaim()[0]
     assert put(writer, 3, OLD)
-    assert got(reader, OLD) == 3
+    assert take_chunk(reader, OLD) == 3
     assert not reader._closed_groups
     reader.reclaim()
     assert not reader._last_chunks
 
 
 def test_queue_of_a_failed_operation_waits_for_its_chunks() -> None:
-    writer, reader = both()
+    writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     assert put(writer, 1, OLD)
     assert put(writer, 2, OLD)
     writer.leave(failed=True)
     assert not writer.take(4, NEW)
-    assert got(reader, OLD) == 1
+    assert take_chunk(reader, OLD) == 1
     assert not writer.take(4, NEW)
     reader.end(OLD)
     reader.reclaim()
     assert writer.take(4, NEW)
     assert put(writer, 3, NEW, 4)
-    assert got(reader, NEW, 4) == 3
+    assert take_chunk(reader, NEW, 4) == 3
 
 
 def test_queue_with_unread_chunks_goes_only_to_the_next_ordered_operation_of_the_group() -> None:
-    writer, _ = both()
+    writer, _ = chunk_queue_ends()
     assert writer.take(3, NEW, ordered=True)
     assert put(writer, 1)
     writer.leave(failed=False)
@@ -730,21 +729,21 @@ def test_queue_with_unread_chunks_goes_only_to_the_next_ordered_operation_of_the
 
 
 def test_queue_goes_to_any_operation_once_the_last_one_is_being_read() -> None:
-    writer, reader = both()
+    writer, reader = chunk_queue_ends()
     for identity in (3, 4):
         assert writer.take(identity, NEW, ordered=True)
         assert put(writer, 1, identity=identity)
         assert put(writer, 2, identity=identity)
         writer.leave(failed=False)
     for identity, number in ((3, 1), (3, 2)):
-        assert got(reader, identity=identity) == number
+        assert take_chunk(reader, identity=identity) == number
         assert not writer.take(9, OLD)
-    assert got(reader, identity=4) == 1
+    assert take_chunk(reader, identity=4) == 1
     assert writer.take(9, OLD)
 
 
 def test_chunks_for_a_finished_group_are_freed_when_their_space_is_needed() -> None:
-    writer, reader = both()
+    writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     reader.end(OLD)
     reader.reclaim()
@@ -755,4 +754,4 @@ def test_chunks_for_a_finished_group_are_freed_when_their_space_is_needed() -> N
     assert writer.take(4, NEW)
     assert put(writer, 2, NEW, 4)
     reader.reclaim()
-    assert got(reader, NEW, 4) == 2
+    assert take_chunk(reader, NEW, 4) == 2

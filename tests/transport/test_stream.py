@@ -1,4 +1,4 @@
-"""The stream transport: who gets a link, who does not, and that strangers disturb nobody."""
+"""The stream transport: accepted and refused connections, crossing dials, timeouts and harmless strangers."""
 
 import asyncio
 import gc
@@ -59,34 +59,34 @@ FLAVOURS = [*PLAIN, "tls"]
 
 
 class Rank:
-    """A transport and what it was given; also the sink of all its links."""
+    """A transport with its links. It is the sink of all of them."""
 
     def __init__(self, transport: StreamTransport) -> None:
         self.transport = transport
         self.card: Card = {}
         self.accepted: list[StreamLink] = []
         self.dialled: list[StreamLink] = []
-        self.heard: list[tuple[int, int]] = []
-        self.gone: list[int] = []
+        self.received: list[tuple[int, int]] = []
+        self.lost_peers: list[int] = []
         self.changed = asyncio.Event()
         transport.accepted = self.take
 
     def take(self, link: Link) -> None:
         self.accepted.append(link)
-        self.begin(link)
+        self.start_link(link)
 
-    def begin(self, link: Link) -> None:
+    def start_link(self, link: Link) -> None:
         link.sink = self
         link.start()
         self.changed.set()
 
     async def connect(self, other: "Rank", kind: ConnKind | None = None) -> StreamLink | None:
-        # Only data goes through shared memory.
+        # Shared memory carries data only.
         kind = kind or (DATA if self.transport._transport == "shm" else CONTROL)
         link = await self.transport.connect(other.transport.rank, other.card, kind)
         if link is not None:
             self.dialled.append(link)
-            self.begin(link)
+            self.start_link(link)
         return link
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -107,7 +107,7 @@ class Rank:
         return None
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        self.heard.append((link.peer, header[4]))
+        self.received.append((link.peer, header[4]))
         self.changed.set()
 
     def withdrawn(self, link: Link, header: Header) -> None:
@@ -117,16 +117,16 @@ class Rank:
         pass
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        self.gone.append(link.peer)
+        self.lost_peers.append(link.peer)
         self.changed.set()
 
 
-def say(link: Link, number: int) -> None:
+def send_number(link: Link, number: int) -> None:
     link.write(HEADER.pack(FrameKind.DATA, 0, 0, 0, number, 0, 0, 0, 0))
 
 
 async def settle(*ranks: Rank) -> None:
-    """Until every handshake that was begun with these ranks has ended."""
+    """Wait until all handshakes of these ranks have finished."""
     for rank in ranks:
         while waiting := [*rank.transport._serving, *rank.transport._evicted]:
             await asyncio.wait(waiting)
@@ -166,7 +166,7 @@ def flavour(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def stranger(card: Card) -> AsyncIterator[socket.socket]:
-    """Return a client that has connected to the listener of `card` and sent nothing."""
+    """Yield a client socket that is connected to the listener of `card` and has sent nothing."""
     loop = asyncio.get_running_loop()
     if card["unix"]:
         sock = await address.reach(loop, socket.AF_UNIX, address.unix_address(card["unix"]))
@@ -178,8 +178,8 @@ async def stranger(card: Card) -> AsyncIterator[socket.socket]:
 
 
 @asynccontextmanager
-async def hung(one: Rank, other: Rank) -> AsyncIterator[tuple[asyncio.Task[StreamLink | None], socket.socket]]:
-    """Return a connect whose HELLO was intercepted, and the interceptor's socket, which withholds the answer."""
+async def stuck_dial(one: Rank, other: Rank) -> AsyncIterator[tuple[asyncio.Task[StreamLink | None], socket.socket]]:
+    """Yield a dial whose HELLO is intercepted, and the interceptor's socket, which withholds the reply."""
     listener, name = address.open_unix(os.urandom)
     with listener:
         card = {**other.card, "unix": name}
@@ -190,7 +190,7 @@ async def hung(one: Rank, other: Rank) -> AsyncIterator[tuple[asyncio.Task[Strea
 
 
 async def read(sock: socket.socket, nbytes: int) -> bytes:
-    """Read `nbytes`, less if the other end closes before."""
+    """Return `nbytes` received bytes, or fewer if the peer closes before."""
     data = b""
     loop = asyncio.get_running_loop()
     try:
@@ -201,14 +201,14 @@ async def read(sock: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def client_of(rank: int, world_size: int = 2, **changes: object) -> ClientHandshake:
+def make_client(rank: int, world_size: int = 2, **changes: object) -> ClientHandshake:
     fields = {"job_id": job_id("job"), "epoch": 0, "rank": rank, "world_size": world_size, "kind": CONTROL}
     key = changes.pop("key", KEY)
     return ClientHandshake(Identity(**{**fields, **changes}), key, os.urandom)
 
 
-async def greet(sock: socket.socket, client: ClientHandshake) -> Status:
-    """Prove the key; what the other end answers. After OK, the client's last word is still to be sent."""
+async def prove_key(sock: socket.socket, client: ClientHandshake) -> Status:
+    """Prove the job key; return the received status. After OK, the client's last message is not sent yet."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, client.hello())
     await loop.sock_sendall(sock, client.prove(await read(sock, CHALLENGE_SIZE)))
@@ -220,7 +220,7 @@ async def greet(sock: socket.socket, client: ClientHandshake) -> Status:
 
 
 async def serve(sock: socket.socket, rank: int, decide: Callable[[Peer], Status]) -> tuple[ServerHandshake, bytes]:
-    """Take the proof of a rank that has dialled `sock`; return what to answer."""
+    """Receive the proof of a rank that has dialled `sock`; return the handshake and the reply."""
     server = ServerHandshake(Identity(job_id("job"), 0, rank, 2, CONTROL), KEY, os.urandom)
     sock.send(server.challenge(await read(sock, HELLO_SIZE)))
     return server, server.verdict(await read(sock, PROOF_SIZE), decide)
@@ -233,11 +233,11 @@ async def test_connect_makes_a_link_that_carries_frames(flavour: str) -> None:
         (back,) = b.accepted
         kind = DATA if flavour == "shm" else CONTROL
         assert (link.peer, link.kind, back.peer, back.kind) == (1, kind, 0, kind)
-        say(link, 7)
-        say(back, 8)
-        await b.until(lambda: b.heard)
-        await a.until(lambda: a.heard)
-        assert (a.heard, b.heard) == ([(1, 8)], [(0, 7)])
+        send_number(link, 7)
+        send_number(back, 8)
+        await b.until(lambda: b.received)
+        await a.until(lambda: a.received)
+        assert (a.received, b.received) == ([(1, 8)], [(0, 7)])
         sock = sock_of(link)
         assert sock.gettimeout() == 0
         assert not sock.get_inheritable()
@@ -278,7 +278,7 @@ async def test_sixteen_ranks_form_a_full_mesh(flavour: str) -> None:
 
 
 async def test_simultaneous_dials_make_one_link(flavour: str) -> None:
-    """Whatever the order of events: one link, the same on both sides, and it works."""
+    """There is one link in every order of events. It is the same for both ranks, and carries frames."""
     chance = random.Random(5)
     async with started(2, flavour) as (a, b):
 
@@ -289,18 +289,18 @@ async def test_simultaneous_dials_make_one_link(flavour: str) -> None:
 
         for number in range(1, 65):
             turns = [chance.randrange(chance.choice((1, 12))) for _ in range(2)]
-            ours, theirs = await asyncio.gather(dial(a, b, turns[0]), dial(b, a, turns[1]))
-            assert (ours is None) != (theirs is None)
+            link_a, link_b = await asyncio.gather(dial(a, b, turns[0]), dial(b, a, turns[1]))
+            assert (link_a is None) != (link_b is None)
             await settle(a, b)
             (left,), (right,) = a.links, b.links
-            say(left, number)
-            await b.until(lambda: b.heard)
-            say(right, number)
-            await a.until(lambda: a.heard)
-            assert (a.heard, b.heard) == ([(1, number)], [(0, number)])
+            send_number(left, number)
+            await b.until(lambda: b.received)
+            send_number(right, number)
+            await a.until(lambda: a.received)
+            assert (a.received, b.received) == ([(1, number)], [(0, number)])
             for rank in (a, b):
                 rank.close()
-                rank.heard.clear()
+                rank.received.clear()
 
 
 async def test_simultaneous_dials_of_all_ranks_make_one_link_per_pair(flavour: str) -> None:
@@ -312,30 +312,30 @@ async def test_simultaneous_dials_of_all_ranks_make_one_link_per_pair(flavour: s
             assert sorted(link.peer for link in rank.links) == [r for r in range(8) if r != rank.transport.rank]
 
 
-@pytest.mark.parametrize("said", [0, HELLO_SIZE, HELLO_SIZE + PROOF_SIZE])
-async def test_unproven_dial_changes_no_answer(said: int) -> None:
-    """Whoever has taken it, and however far it got; the answer to another rank must not depend on it."""
+@pytest.mark.parametrize("sent_bytes", [0, HELLO_SIZE, HELLO_SIZE + PROOF_SIZE])
+async def test_unproven_dial_does_not_affect_other_handshakes(sent_bytes: int) -> None:
+    """The reply to another rank must not depend on an unproven dial, however far it has come."""
     async with started(3) as (low, middle, high):
         for rank in (low, high):
-            async with hung(rank, middle) as (dial, served), stranger(rank.card) as sock:
-                if said:
+            async with stuck_dial(rank, middle) as (dial, served), stranger(rank.card) as sock:
+                if sent_bytes:
                     await read(served, HELLO_SIZE)
-                    served.send(client_of(0).hello())
-                    await read(served, said - HELLO_SIZE)
-                assert await greet(sock, client_of(1, 3)) is Status.OK
+                    served.send(make_client(0).hello())
+                    await read(served, sent_bytes - HELLO_SIZE)
+                assert await prove_key(sock, make_client(1, 3)) is Status.OK
                 dial.cancel()
                 await asyncio.wait([dial])
 
 
-@pytest.mark.parametrize("said", range(4))
-async def test_unproven_client_stops_no_dial(said: int) -> None:
-    """Silent, half a HELLO, HELLO as the peer would say it, and a proof with another key."""
+@pytest.mark.parametrize("sent_bytes", range(4))
+async def test_unproven_client_does_not_stop_a_dial(sent_bytes: int) -> None:
+    """The client sends nothing, half a HELLO, a correct HELLO, or a proof with another key."""
     for rank in range(2):
         async with started(2, connect_timeout=3600.0, handshake_timeout=3600.0) as ranks:
             one, other = ranks[rank], ranks[1 - rank]
             async with stranger(one.card) as sock:
-                client = client_of(1 - rank, key=b"x" * 32)
-                sock.send((b"", b"aioc", client.hello(), client.hello() + bytes(PROOF_SIZE))[said])
+                client = make_client(1 - rank, key=b"x" * 32)
+                sock.send((b"", b"aioc", client.hello(), client.hello() + bytes(PROOF_SIZE))[sent_bytes])
                 assert await one.connect(other) is not None
             await settle(one, other)
             assert len(one.links) == len(other.links) == 1
@@ -343,13 +343,13 @@ async def test_unproven_client_stops_no_dial(said: int) -> None:
 
 async def test_connect_waits_for_a_proven_peer() -> None:
     async with started(2) as (a, b), stranger(a.card) as sock, stranger(a.card) as again:
-        client = client_of(1)
-        assert await greet(sock, client) is Status.OK
+        client = make_client(1)
+        assert await prove_key(sock, client) is Status.OK
         dial = asyncio.create_task(a.connect(b))
         for _ in range(5):
             await asyncio.sleep(0)
         assert not dial.done()
-        assert await greet(again, client_of(1)) is Status.CROSSED, "one at a time"
+        assert await prove_key(again, make_client(1)) is Status.CROSSED, "a rank was promised two links"
         await asyncio.get_running_loop().sock_sendall(sock, client.last_word)
         assert await dial is None
         assert [link.peer for link in a.accepted] == [1]
@@ -358,7 +358,7 @@ async def test_connect_waits_for_a_proven_peer() -> None:
 @pytest.mark.parametrize("word", [b"", bytes(CONFIRM_SIZE)])
 async def test_connect_dials_if_the_proven_peer_fails(word: bytes) -> None:
     async with started(2) as (a, b), stranger(a.card) as sock:
-        assert await greet(sock, client_of(1)) is Status.OK
+        assert await prove_key(sock, make_client(1)) is Status.OK
         dial = asyncio.create_task(a.connect(b))
         await asyncio.sleep(0)
         sock.send(word)
@@ -367,14 +367,14 @@ async def test_connect_dials_if_the_proven_peer_fails(word: bytes) -> None:
         assert a.accepted == []
 
 
-async def test_higher_rank_keeps_its_promise() -> None:
-    """Told OK itself, it does not take its own connection while the lower rank may take the promised one."""
-    async with started(2) as (a, b), hung(b, a) as (dial, served), stranger(b.card) as sock:
+async def test_higher_rank_keeps_its_promised_link() -> None:
+    """After its promise, the higher rank waits for the lower one, even if its own dial is accepted."""
+    async with started(2) as (a, b), stuck_dial(b, a) as (dial, served), stranger(b.card) as sock:
         _, verdict = await serve(served, 0, lambda peer: Status.OK)
-        client = client_of(0)
-        assert await greet(sock, client) is Status.OK
+        client = make_client(0)
+        assert await prove_key(sock, client) is Status.OK
         served.send(verdict)
-        assert await read(served, 1) == b"", "closed without a last word"
+        assert await read(served, 1) == b"", "sent a last message"
         assert not dial.done()
         sock.send(client.last_word)
         assert await dial is None
@@ -382,9 +382,9 @@ async def test_higher_rank_keeps_its_promise() -> None:
 
 
 async def test_lower_rank_takes_the_promised_link() -> None:
-    async with started(2) as (a, b), hung(a, b) as (dial, served), stranger(a.card) as sock:
+    async with started(2) as (a, b), stuck_dial(a, b) as (dial, served), stranger(a.card) as sock:
         server, verdict = await serve(served, 1, lambda peer: Status.OK)
-        assert await greet(sock, client_of(1)) is Status.OK
+        assert await prove_key(sock, make_client(1)) is Status.OK
         served.send(verdict)
         assert server.accept(await read(served, CONFIRM_SIZE)).rank == 0
         link = await dial
@@ -395,18 +395,18 @@ async def test_lower_rank_takes_the_promised_link() -> None:
 async def test_accepted_link_interrupts_the_dial() -> None:
     async with (
         started(2, handshake_timeout=3600.0, connect_timeout=3600.0) as (a, b),
-        hung(b, a) as (dial, _),
+        stuck_dial(b, a) as (dial, _),
         stranger(b.card) as sock,
     ):
-        client = client_of(0)
-        assert await greet(sock, client) is Status.OK
+        client = make_client(0)
+        assert await prove_key(sock, client) is Status.OK
         sock.send(client.last_word)
         assert await dial is None
         assert [link.peer for link in b.accepted] == [0]
 
 
 async def test_close_interrupts_the_dial() -> None:
-    async with started(2, handshake_timeout=3600.0) as (a, b), hung(b, a) as (dial, served):
+    async with started(2, handshake_timeout=3600.0) as (a, b), stuck_dial(b, a) as (dial, served):
         assert len(await read(served, HELLO_SIZE)) == HELLO_SIZE
         await b.transport.aclose()
         assert await read(served, 1) == b""
@@ -416,14 +416,14 @@ async def test_close_interrupts_the_dial() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("confirmed_first", [False, True])
-async def test_two_final_answers_in_one_iteration_make_one_link(rank: int, confirmed_first: bool) -> None:
-    """Its peer takes both connections, which no rank does: one of them becomes the link all the same."""
+async def test_two_final_replies_in_one_iteration_make_one_link(rank: int, confirmed_first: bool) -> None:
+    """The peer accepts both connections, which no correct rank does. Still only one becomes the link."""
     async with started(2) as ranks:
         one, other = ranks[rank], ranks[1 - rank]
-        async with stranger(one.card) as sock, hung(one, other) as (dial, served):
+        async with stranger(one.card) as sock, stuck_dial(one, other) as (dial, served):
             _, verdict = await serve(served, 1 - rank, lambda _: Status.OK)
-            client = client_of(1 - rank)
-            assert await greet(sock, client) is Status.OK
+            client = make_client(1 - rank)
+            assert await prove_key(sock, client) is Status.OK
             both = ((sock, client.last_word), (served, verdict))
             for each, message in both if confirmed_first else both[::-1]:
                 each.send(message)
@@ -436,9 +436,9 @@ async def test_two_final_answers_in_one_iteration_make_one_link(rank: int, confi
 
 async def test_two_clients_that_prove_the_same_rank_make_one_link() -> None:
     async with started(2) as (_, b), stranger(b.card) as first, stranger(b.card) as second:
-        client = client_of(0)
-        assert await greet(first, client) is Status.OK
-        assert await greet(second, client_of(0)) is Status.CROSSED
+        client = make_client(0)
+        assert await prove_key(first, client) is Status.OK
+        assert await prove_key(second, make_client(0)) is Status.CROSSED
         first.send(client.last_word)
         await settle(b)
         assert len(b.accepted) == 1
@@ -450,12 +450,12 @@ async def test_duplicate_connection_is_refused() -> None:
         await a.connect(b)
         await settle(b)
         async with stranger(b.card) as sock:
-            assert await greet(sock, client_of(0)) is Status.DUPLICATE
+            assert await prove_key(sock, make_client(0)) is Status.DUPLICATE
         async with stranger(b.card) as sock:
-            assert await greet(sock, client_of(0, kind=DATA)) is Status.OK
+            assert await prove_key(sock, make_client(0, kind=DATA)) is Status.OK
         b.close()
         async with stranger(b.card) as sock:
-            assert await greet(sock, client_of(0)) is Status.OK
+            assert await prove_key(sock, make_client(0)) is Status.OK
 
 
 @pytest.mark.parametrize(
@@ -470,10 +470,10 @@ async def test_duplicate_connection_is_refused() -> None:
         ({"kind": ConnKind.STORE}, Status.WRONG_KIND),
     ],
 )
-async def test_wrong_identity_is_refused_with_its_name(changes: dict, status: Status) -> None:
+async def test_wrong_identity_is_refused_with_a_named_status(changes: dict, status: Status) -> None:
     async with started(2) as (_, b):
         async with stranger(b.card) as sock:
-            assert await greet(sock, client_of(**{"rank": 0, **changes})) is status
+            assert await prove_key(sock, make_client(**{"rank": 0, **changes})) is status
             assert await read(sock, 1) == b""
         assert b.accepted == []
 
@@ -506,18 +506,20 @@ async def test_connect_to_another_rank_fails() -> None:
 
 async def test_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(2, handshake_timeout=3600.0) as (a, b):
-        ours = os.geteuid()
-        replaced(monkeypatch, peer_uid=lambda _: ours + 1)
+        own_uid = os.geteuid()
+        replaced(monkeypatch, peer_uid=lambda _: own_uid + 1)
         async with stranger(b.card) as sock:
             assert await read(sock, 1) == b""
-        with pytest.raises(AuthenticationError, match=f"unix socket @.* belongs to user {ours + 1}, not to this user"):
+        with pytest.raises(
+            AuthenticationError, match=f"unix socket @.* belongs to user {own_uid + 1}, not to this user"
+        ):
             await a.connect(b)
         monkeypatch.undo()
         assert await a.connect(b) is not None
 
 
 class HeldTimers(Runtime):
-    """Timers that fire when the test says so."""
+    """A runtime whose timers fire only when the test calls them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -551,18 +553,18 @@ async def test_silent_client_is_dropped(flavour: str) -> None:
         seconds = 0.0
         while runtime.held:
             seconds += runtime.fire()
-        assert seconds == pytest.approx(HANDSHAKE_TIMEOUT), "whoever says nothing is gone within 5 s"
+        assert seconds == pytest.approx(HANDSHAKE_TIMEOUT), "the timeout of a silent client is not HANDSHAKE_TIMEOUT"
         assert await read(sock, 1) == b""
         assert (b.accepted, runtime.held) == ([], [])
 
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
 async def test_proven_client_has_no_timeout(flavour: str) -> None:
-    """It may have a link as soon as it has sent its last message, so the other end must not give up before."""
+    """The client has a link once its last message is sent, so the acceptor must not give up before."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
-        client = client_of(0)
-        assert await greet(sock, client) is Status.OK
+        client = make_client(0)
+        assert await prove_key(sock, client) is Status.OK
         (waiting,) = b.transport._serving
         while runtime.held:
             runtime.fire()
@@ -575,7 +577,7 @@ async def test_proven_client_has_no_timeout(flavour: str) -> None:
 
 
 async def test_proven_client_on_another_host_has_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has no timeout: keepalive probes find that its host is gone."""
+    """Such a client has no timeout, so only keepalive probes detect the loss of its host."""
     probed: list[socket.socket] = []
     monkeypatch.setattr("aiocoll.transport.stream.transport.keep_asking", probed.append)
     loop = asyncio.get_running_loop()
@@ -586,19 +588,19 @@ async def test_proven_client_on_another_host_has_keepalive(monkeypatch: pytest.M
                 sock.bind((source, 0))
                 await loop.sock_connect(sock, tuple(b.card["tcp"]))
                 assert probed == []
-                assert await greet(sock, client_of(0)) is Status.OK
+                assert await prove_key(sock, make_client(0)) is Status.OK
                 assert [each.getpeername() for each in probed] == [sock.getsockname()] * number
             await settle(b)
 
 
 @pytest.mark.parametrize("nbytes", [HELLO_SIZE, HELLO_SIZE - 1])
-async def test_timeout_never_wins_against_a_message_that_has_arrived(nbytes: int) -> None:
-    """HELLO comes while the loop is blocked, and the timers before it are due."""
+async def test_timeout_does_not_discard_an_arrived_message(nbytes: int) -> None:
+    """HELLO arrives while the loop is blocked, when earlier timers are due."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, runtime=runtime) as (_, b), stranger(b.card) as sock:
         await runtime.held_one.wait()
-        await asyncio.sleep(0)  # the task has begun to wait
-        sock.send(client_of(0).hello()[:nbytes])
+        await asyncio.sleep(0)  # lets the task start waiting
+        sock.send(make_client(0).hello()[:nbytes])
         for _ in range(_TURNS):
             runtime.fire()
         answer = asyncio.create_task(read(sock, CHALLENGE_SIZE))
@@ -625,9 +627,12 @@ async def test_unread_messages_extend_the_timeout_at_most_three_times() -> None:
 @pytest.mark.parametrize("connect_timeout", [3.0, 3600.0])
 @pytest.mark.parametrize("last", ["challenge", "verdict"])
 async def test_dial_reads_arrived_messages_when_its_timeout_expires(last: str, connect_timeout: float) -> None:
-    """A message comes while the loop is blocked, and the timers before it are due: of the attempt, or of the dial."""
+    """The message arrives while the loop is blocked, when the timer of the attempt or of the dial is due."""
     runtime = HeldTimers(asyncio.get_running_loop())
-    async with started(2, runtime=runtime, connect_timeout=connect_timeout) as (a, b), hung(a, b) as (dial, served):
+    async with (
+        started(2, runtime=runtime, connect_timeout=connect_timeout) as (a, b),
+        stuck_dial(a, b) as (dial, served),
+    ):
 
         def answer(message: bytes, is_last: bool) -> None:
             served.send(message)
@@ -646,11 +651,11 @@ async def test_dial_reads_arrived_messages_when_its_timeout_expires(last: str, c
 async def test_failed_dial_ends_a_connection_inherited_by_a_forked_child() -> None:
     inherited: list[socket.socket] = []
 
-    async def opened(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
+    async def open_and_duplicate(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
         inherited.append(sock.dup())
         return await open_plain(loop, sock, dialled=dialled)
 
-    async with started(2, open_stream=opened) as (a, b), hung(a, b) as (dial, served):
+    async with started(2, open_stream=open_and_duplicate) as (a, b), stuck_dial(a, b) as (dial, served):
         await read(served, HELLO_SIZE)
         dial.cancel()
         await asyncio.wait([dial])
@@ -661,10 +666,10 @@ async def test_failed_dial_ends_a_connection_inherited_by_a_forked_child() -> No
 
 
 async def test_message_that_arrived_while_the_loop_was_blocked_is_in_time() -> None:
-    """A deadline that passes in a blocked loop does not hit a peer that has long answered."""
+    """A deadline that passes in a blocked loop must not fail a peer that has already replied."""
     async with started(2, handshake_timeout=0.01) as (_, b), stranger(b.card) as sock:
-        client = client_of(0)
-        assert await greet(sock, client) is Status.OK
+        client = make_client(0)
+        assert await prove_key(sock, client) is Status.OK
         sock.send(client.last_word)
         block(0.02)
         await b.until(lambda: b.accepted)
@@ -672,16 +677,16 @@ async def test_message_that_arrived_while_the_loop_was_blocked_is_in_time() -> N
 
 
 async def test_handshake_may_take_several_slow_iterations(flavour: str) -> None:
-    """Each of which takes longer than a handshake may, as where many ranks of one loop connect at once."""
+    """Iterations are longer than the handshake timeout, as when many ranks of one loop connect at once."""
     loop, seconds = asyncio.get_running_loop(), 0.01
 
-    def turn() -> None:
+    def slow_iteration() -> None:
         nonlocal handle
         block(seconds)
-        handle = loop.call_soon(turn)
+        handle = loop.call_soon(slow_iteration)
 
     async with started(2, flavour, handshake_timeout=seconds) as (a, b):
-        handle = loop.call_soon(turn)
+        handle = loop.call_soon(slow_iteration)
         try:
             assert await a.connect(b) is not None
         finally:
@@ -705,7 +710,7 @@ async def test_malformed_hello_is_dropped_at_once(flavour: str) -> None:
 
 async def test_strangers_do_not_disturb_ranks(flavour: str) -> None:
     async with started(2, flavour) as (a, b):
-        garbage = [await address.reach(*_where(b.card)) for _ in range(2 * MIN_PLACES)]
+        garbage = [await address.reach(*reach_arguments(b.card)) for _ in range(2 * MIN_PLACES)]
         for number, sock in enumerate(garbage):
             if number % 2:
                 sock.send(b"\xff" * HELLO_SIZE)
@@ -717,7 +722,7 @@ async def test_strangers_do_not_disturb_ranks(flavour: str) -> None:
         assert [link.peer for link in b.links] == [0]
 
 
-def _where(card: Card) -> tuple[asyncio.AbstractEventLoop, int, object]:
+def reach_arguments(card: Card) -> tuple[asyncio.AbstractEventLoop, int, object]:
     loop = asyncio.get_running_loop()
     if card["unix"]:
         return loop, socket.AF_UNIX, address.unix_address(card["unix"])
@@ -727,16 +732,16 @@ def _where(card: Card) -> tuple[asyncio.AbstractEventLoop, int, object]:
 async def test_oldest_handshake_is_dropped_first() -> None:
     async with started(2) as (_, b):
         loop = asyncio.get_running_loop()
-        silent = [await address.reach(*_where(b.card)) for _ in range(MIN_PLACES + 1)]
+        silent = [await address.reach(*reach_arguments(b.card)) for _ in range(MIN_PLACES + 1)]
         assert await read(silent[0], 1) == b""
-        await loop.sock_sendall(silent[1], client_of(0).hello())
+        await loop.sock_sendall(silent[1], make_client(0).hello())
         assert len(await read(silent[1], CHALLENGE_SIZE)) == CHALLENGE_SIZE
         for sock in silent:
             sock.close()
 
 
-class Ticking(Runtime):
-    """A clock on which every look takes a second, or some."""
+class TickingClock(Runtime):
+    """A runtime whose clock advances by `seconds` at each reading."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: int = 1) -> None:
         super().__init__(loop)
@@ -744,25 +749,25 @@ class Ticking(Runtime):
 
 
 async def test_unreachable_peer_raises_peer_lost(flavour: str) -> None:
-    runtime = Ticking(asyncio.get_running_loop())
+    runtime = TickingClock(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime, connect_timeout=6.0) as (a, b):
         where = "{} port {}".format(*b.card["tcp"]) if b.card["tcp"] else f"unix socket {b.card['unix']}"
         await b.transport.aclose()
         with pytest.raises(PeerLostError) as caught:
             await a.connect(b)
-        # Seconds 1 to 5 each find that there is time for another attempt, second 6 that there is none.
+        # At seconds 1 to 5 another attempt starts; at second 6 the timeout has passed.
         assert str(caught.value) == f"rank 1 cannot be reached at {where}: Connection refused (tried for 7.0 s)"
         assert caught.value.ranks == (1,)
         assert caught.value.how == "unreachable"
 
 
 async def test_proven_peer_is_not_reported_as_silent() -> None:
-    """What it was promised comes to nothing, after some seconds: it is dialled."""
-    runtime = Ticking(asyncio.get_running_loop(), 3)
+    """The promised link fails after some seconds, and the rank dials."""
+    runtime = TickingClock(asyncio.get_running_loop(), 3)
     async with started(2, runtime=runtime, connect_timeout=1000.0, handshake_timeout=0.01) as (a, b):
         b.transport.all_met()
         async with stranger(b.card) as sock:
-            assert await greet(sock, client_of(0)) is Status.OK
+            assert await prove_key(sock, make_client(0)) is Status.OK
             dial = asyncio.create_task(b.connect(a))
             while runtime.time() < 2 * UNREACHABLE_AFTER:
                 await asyncio.wait([dial], timeout=0.01)
@@ -784,12 +789,12 @@ async def test_peer_that_closes_in_the_handshake_is_dialled_again() -> None:
         dial = asyncio.create_task(a.transport.connect(1, {**b.card, "unix": name}, CONTROL))
         with listener:
             (await loop.sock_accept(listener))[0].close()
-            for said in (HELLO_SIZE, PROOF_SIZE):
+            for sent_bytes in (HELLO_SIZE, PROOF_SIZE):
                 sock, _ = await loop.sock_accept(listener)
                 with sock:
                     await read(sock, HELLO_SIZE)
-                    if said == PROOF_SIZE:
-                        sock.send(client_of(1).hello())  # as good as any challenge
+                    if sent_bytes == PROOF_SIZE:
+                        sock.send(make_client(1).hello())  # the dialler cannot verify a challenge
                         await read(sock, PROOF_SIZE)
             sock, _ = await loop.sock_accept(listener)
             with sock:
@@ -815,7 +820,7 @@ async def test_connect_waits_for_a_late_listener() -> None:
         assert await dial is not None
 
 
-async def test_second_connect_to_a_peer_succeeds() -> None:
+async def test_connect_during_another_connect_to_the_peer_is_refused() -> None:
     async with started(2) as (a, b):
         dial = asyncio.create_task(a.connect(b))
         await asyncio.sleep(0)
@@ -844,7 +849,7 @@ async def test_card_has_addresses_and_capabilities() -> None:
         assert c.card["reads"] == (can_read() is None)
 
 
-async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
+async def test_auto_transport_uses_unix_on_one_host_and_tcp_between_hosts() -> None:
     runtime = Runtime(asyncio.get_running_loop())
     options = [StreamOptions(host_id=host) for host in "aab"]
     ranks = [Rank(StreamTransport(runtime, rank, 3, "job", KEY, each)) for rank, each in enumerate(options)]
@@ -862,7 +867,7 @@ async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
 
 @pytest.mark.parametrize("trouble", ["missing", "another user"])
 async def test_tcp_replaces_an_unusable_unix_socket(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both cards name one host; the unix socket is on a copy of this machine, or another user's."""
+    """Both cards name one host, but the unix socket belongs to another machine or another user."""
     runtime = Runtime(asyncio.get_running_loop())
     ranks = [Rank(StreamTransport(runtime, r, 2, "job", KEY, StreamOptions(host_id="one"))) for r in range(2)]
     for rank in ranks:
@@ -871,8 +876,8 @@ async def test_tcp_replaces_an_unusable_unix_socket(trouble: str, monkeypatch: p
         if trouble == "missing":
             rank.card = {**rank.card, "unix": "@aiocoll-elsewhere"}
     if trouble == "another user":
-        ours = os.geteuid()
-        replaced(monkeypatch, peer_uid=lambda _: ours + 1)
+        own_uid = os.geteuid()
+        replaced(monkeypatch, peer_uid=lambda _: own_uid + 1)
     for kind, (one, other) in ((CONTROL, ranks), (DATA, ranks[::-1])):
         link = await one.connect(other, kind)
         assert link is not None
@@ -899,7 +904,7 @@ async def test_connect_without_a_common_transport_fails() -> None:
 
 
 async def test_loopback_address_of_another_host_is_refused() -> None:
-    runtime = Ticking(asyncio.get_running_loop())
+    runtime = TickingClock(asyncio.get_running_loop())
     async with started(2, "tcp", host_id="a", runtime=runtime, connect_timeout=3.0) as (a, b):
         b.card = {**b.card, "host": "another"}
         await b.transport.aclose()
@@ -948,7 +953,7 @@ async def test_close_ends_handshakes_and_dials(flavour: str) -> None:
         await c.transport.aclose()
         dial = asyncio.create_task(a.connect(c))
         async with stranger(a.card) as silent, stranger(a.card) as halfway:
-            assert await greet(halfway, client_of(1, 3)) is Status.OK
+            assert await prove_key(halfway, make_client(1, 3)) is Status.OK
             waiting = asyncio.create_task(a.connect(b))
             await asyncio.sleep(0)
             await a.transport.aclose()
@@ -968,9 +973,9 @@ async def test_links_outlive_the_transport() -> None:
         await settle(b)
         await a.transport.aclose()
         await b.transport.aclose()
-        say(link, 3)
-        await b.until(lambda: b.heard)
-        assert b.heard == [(0, 3)]
+        send_number(link, 3)
+        await b.until(lambda: b.received)
+        assert b.received == [(0, 3)]
 
 
 @pytest.mark.parametrize("turns", range(24))
@@ -984,17 +989,17 @@ async def test_cancelled_connect_leaves_nothing_open(flavour: str, turns: int) -
         await asyncio.wait([dial])
         await settle(b)
         assert await a.connect(b) is not None or not dial.cancelled()
-        # Nor has the other ever believed in a link that is no more: to it, that would be the death of its peer.
-        assert b.gone == []
-        del dial  # its traceback refers to what it had in hand
-    del a, b  # what peers have left in memory can be read until nobody keeps the link
+        # The peer must not have had a link that ended, because it would report a lost rank.
+        assert b.lost_peers == []
+        del dial  # its traceback refers to the sockets
+    del a, b  # a link keeps its mapped memory until it is deleted
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
-    """Rank 1 has not heard of the end: it takes a new link, once, for the peer says that it has none."""
+    """Rank 1 missed the end of the link. It accepts a new one, because rank 0 proves that it has no link."""
     async with started(2, flavour) as (zero, one):
         for ended in range(3):
             link = await zero.connect(one)
@@ -1005,7 +1010,7 @@ async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
             link.close()
             assert not other.closed
             await zero.connect(one)
-            await one.until(lambda ended=ended: len(one.gone) == ended + 1)
+            await one.until(lambda ended=ended: len(one.lost_peers) == ended + 1)
             assert other.closed
             await one.until(lambda: one.links)
             for rank in (zero, one):
@@ -1014,7 +1019,7 @@ async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
 
 
 async def test_earlier_dial_does_not_end_a_newer_link(flavour: str) -> None:
-    """What a peer proves to have lost counts only if the link that is open began before."""
+    """The proof that a peer has lost its link ends only links that began before."""
     async with started(2, flavour) as (zero, one):
         kind = DATA if flavour == "shm" else CONTROL
         link = await zero.connect(one)
@@ -1023,8 +1028,8 @@ async def test_earlier_dial_does_not_end_a_newer_link(flavour: str) -> None:
         (other,) = one.links
         one.transport._links.catch_up((0, kind), 0)
         assert not other.closed
-        one.transport._links.catch_up((0, kind), 1 << 15)  # an older count, since counts are told modulo 65536
+        one.transport._links.catch_up((0, kind), 1 << 15)  # an older count: counts are sent modulo 65536
         assert not other.closed
         one.transport._links.catch_up((0, kind), 1)
         assert other.closed
-        assert one.gone == [0]
+        assert one.lost_peers == [0]

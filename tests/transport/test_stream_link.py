@@ -1,4 +1,4 @@
-"""What only a byte stream can do to a frame: cut it anywhere, reset, or say nonsense."""
+"""Links over byte streams: frames cut anywhere, invalid frames, resets, and polls of limited time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .links import Recorder, frame, linked, sockets
 BIG = BULK + 1000
 
 
-def wire(op: int, data: bytes) -> bytes:
+def frame_bytes(op: int, data: bytes) -> bytes:
     header, view = frame(op, data)
     return header + bytes(view or b"")
 
 
-class Still(Runtime):
-    """A clock that stands still: no poll ends because its time is over, however busy the machine is."""
+class StoppedClock(Runtime):
+    """A runtime whose clock stands still, so that no poll ends for lack of time on a busy machine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -39,12 +39,12 @@ class Still(Runtime):
 
 
 @asynccontextmanager
-async def fed(
+async def link_with_raw_end(
     kind: str = "unix", runtime: Runtime | None = None
 ) -> AsyncIterator[tuple[socket.socket, StreamLink, Any]]:
-    """Make a link whose other end is a bare socket."""
+    """Yield a link, the raw socket at its other end, and the sink of the link."""
     raw, sock = sockets(kind)
-    runtime = runtime or Still(asyncio.get_running_loop())
+    runtime = runtime or StoppedClock(asyncio.get_running_loop())
     link = StreamLink(runtime, PlainStream(runtime.loop, sock), 3, ConnKind.DATA, BufferPool())
     sink = link.sink = Recorder()
     try:
@@ -57,11 +57,11 @@ async def fed(
 @pytest.mark.parametrize("routed", [False, True])
 async def test_frames_sent_byte_by_byte_arrive_intact(routed: bool) -> None:
     room = memoryview(bytearray(SEGMENT))
-    async with fed() as (raw, link, sink):
+    async with link_with_raw_end() as (raw, link, sink):
         if routed:
             sink.place = lambda header: room[: header[7]]
         sizes = (0, 1, 40, 0, 700)
-        for byte in b"".join(wire(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes)):
+        for byte in b"".join(frame_bytes(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes)):
             raw.send(bytes([byte]))
             link.poll()
         assert sink.frames == [(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes)]
@@ -72,13 +72,13 @@ async def test_frames_sent_byte_by_byte_arrive_intact(routed: bool) -> None:
 @pytest.mark.parametrize("piece", [7, 31, 33, 1000, 20_000, 70_000])
 async def test_frames_sent_in_pieces_of_any_length_arrive_intact(piece: int, routed: bool) -> None:
     room = memoryview(bytearray(SEGMENT))
-    async with fed() as (raw, link, sink):
+    async with link_with_raw_end() as (raw, link, sink):
         if routed:
             sink.place = lambda header: room[: header[7]]
         sizes = (BIG, 5, SEGMENT, 0, 0, BULK, BULK - 1, 100_000, 1, SEGMENT)
         if piece < 1000:
             sizes = sizes[:2] + sizes[3:7]
-        stream = b"".join(wire(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes))
+        stream = b"".join(frame_bytes(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes))
         for start in range(0, len(stream), piece):
             part = stream[start : start + piece]
             assert raw.send(part) == len(part)
@@ -89,32 +89,32 @@ async def test_frames_sent_in_pieces_of_any_length_arrive_intact(piece: int, rou
 
 async def test_routed_payload_is_received_without_a_copy() -> None:
     room = bytearray(b"." * (BIG + 2))
-    asked: list[Header] = []
+    routed_headers: list[Header] = []
 
     def place(header: Header) -> memoryview:
-        asked.append(header)
+        routed_headers.append(header)
         return memoryview(room)[1:-1]
 
-    async with fed() as (raw, link, sink):
+    async with link_with_raw_end() as (raw, link, sink):
         sink.place = place
-        stream = wire(5, payload(5, BIG))
+        stream = frame_bytes(5, payload(5, BIG))
         raw.send(stream[:9000])
         link.poll()
-        assert len(asked) == 1
-        assert bytes(room[1:100]) == payload(5, 99), "it does not wait for the rest"
+        assert len(routed_headers) == 1
+        assert bytes(room[1:100]) == payload(5, 99), "the first part of the payload is not in its place yet"
         assert sink.frames == []
         raw.send(stream[9000:])
         link.poll()
         assert bytes(room) == b"." + payload(5, BIG) + b"."
-        assert len(asked) == 1
-        assert asked[0][7] == BIG
+        assert len(routed_headers) == 1
+        assert routed_headers[0][7] == BIG
 
 
 async def test_diverted_payload_is_not_written_to_its_place() -> None:
     room = bytearray(BIG)
-    async with fed() as (raw, link, sink):
+    async with link_with_raw_end() as (raw, link, sink):
         sink.place = lambda header: memoryview(room)[: header[7]] if header[4] == 1 else None
-        stream = wire(1, b"\xff" * BIG) + wire(2, b"next") + wire(1, b"")
+        stream = frame_bytes(1, b"\xff" * BIG) + frame_bytes(2, b"next") + frame_bytes(1, b"")
         raw.send(stream[:5000])
         link.poll()
         room[:] = bytes(BIG)
@@ -125,7 +125,7 @@ async def test_diverted_payload_is_not_written_to_its_place() -> None:
         assert room == bytes(BIG)
         assert [op for op, _ in sink.frames] == [1, 2, 1]
         assert sink.frames[1] == (2, b"next")
-        link.divert()  # nothing is arriving: no effect
+        link.divert()  # has no effect between frames
 
 
 @pytest.mark.parametrize(
@@ -139,16 +139,16 @@ async def test_diverted_payload_is_not_written_to_its_place() -> None:
     ],
 )
 async def test_malformed_header_ends_the_link(header: bytes, message: str) -> None:
-    async with fed() as (raw, link, sink):
-        raw.send(wire(1, b"fine") + header + wire(2, b"never"))
+    async with link_with_raw_end() as (raw, link, sink):
+        raw.send(frame_bytes(1, b"fine") + header + frame_bytes(2, b"never"))
         assert link.poll()
         assert sink.frames == [(1, b"fine")]
         assert [type(each) for each in sink.losses] == [ProtocolError]
         assert message in str(sink.losses[0])
-        link.write(wire(3, b"why"))
+        link.write(frame_bytes(3, b"why"))
         link.finish()
-        assert raw.recv(100) == wire(3, b"why")
-        raw.send(wire(4, b"never, either"))
+        assert raw.recv(100) == frame_bytes(3, b"why")
+        raw.send(frame_bytes(4, b"never, either"))
         assert link.poll()
         assert raw.recv(100) == b""
         raw.close()
@@ -159,8 +159,8 @@ async def test_malformed_header_ends_the_link(header: bytes, message: str) -> No
 
 
 async def test_end_within_a_frame_is_reported_as_an_end() -> None:
-    async with fed() as (raw, link, sink):
-        raw.send(wire(1, b"whole") + wire(2, b"cut off")[:-3])
+    async with link_with_raw_end() as (raw, link, sink):
+        raw.send(frame_bytes(1, b"whole") + frame_bytes(2, b"cut off")[:-3])
         raw.close()
         while not sink.losses:
             link.poll()
@@ -169,7 +169,7 @@ async def test_end_within_a_frame_is_reported_as_an_end() -> None:
 
 
 async def test_reset_is_reported_as_an_error() -> None:
-    async with fed("tcp") as (raw, link, sink):
+    async with link_with_raw_end("tcp") as (raw, link, sink):
         link.start()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         raw.close()
@@ -177,8 +177,8 @@ async def test_reset_is_reported_as_an_error() -> None:
         assert isinstance(sink.losses[0], ConnectionResetError)
 
 
-async def test_reset_after_the_own_end_is_reported_as_an_end() -> None:
-    async with fed("tcp") as (raw, link, sink):
+async def test_reset_after_finish_is_reported_as_an_end() -> None:
+    async with link_with_raw_end("tcp") as (raw, link, sink):
         link.start()
         link.finish()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -187,8 +187,8 @@ async def test_reset_after_the_own_end_is_reported_as_an_end() -> None:
         assert sink.losses == [None]
 
 
-class Slow(Runtime):
-    """Each reading of the clock finds that the budget of a callback has passed."""
+class ExhaustedClock(Runtime):
+    """A runtime on which the time budget of a callback has passed at each reading of the clock."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -200,11 +200,11 @@ class Slow(Runtime):
         return float(self.readings)
 
 
-async def test_poll_ends_after_its_time() -> None:
+async def test_poll_ends_after_its_time_budget() -> None:
     room = memoryview(bytearray(SEGMENT))
-    async with fed("unix", Slow(asyncio.get_running_loop())) as (raw, link, sink):
+    async with link_with_raw_end("unix", ExhaustedClock(asyncio.get_running_loop())) as (raw, link, sink):
         sink.place = lambda header: room[: header[7]]
-        raw.send(b"".join(wire(op, payload(op, BIG)) for op in range(8)))
+        raw.send(b"".join(frame_bytes(op, payload(op, BIG)) for op in range(8)))
         polls = 0
         while link.poll():
             polls += 1
@@ -223,8 +223,8 @@ async def test_waiting_frames_are_dropped_when_the_peer_is_gone() -> None:
         assert near.write(*frame(2, b"x"))
 
 
-class Ticking(Runtime):
-    """A clock on which every look at it takes a tenth of a millisecond."""
+class TickingClock(Runtime):
+    """A runtime whose clock advances by 0.1 ms at each reading."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -238,8 +238,8 @@ class Ticking(Runtime):
 
 async def test_many_small_frames_are_delivered_over_several_iterations() -> None:
     count = 500
-    async with fed(runtime=Ticking(asyncio.get_running_loop())) as (raw, link, sink):
-        raw.send(b"".join(wire(op, b"small") for op in range(count)))
+    async with link_with_raw_end(runtime=TickingClock(asyncio.get_running_loop())) as (raw, link, sink):
+        raw.send(b"".join(frame_bytes(op, b"small") for op in range(count)))
         link.start()
         assert link.poll()
         first = len(sink.frames)
@@ -250,8 +250,8 @@ async def test_many_small_frames_are_delivered_over_several_iterations() -> None
 
 async def test_end_of_a_link_is_reported_after_its_frames() -> None:
     count = 50
-    async with fed(runtime=Ticking(asyncio.get_running_loop())) as (raw, link, sink):
-        raw.send(b"".join(wire(op, b"last words") for op in range(count)))
+    async with link_with_raw_end(runtime=TickingClock(asyncio.get_running_loop())) as (raw, link, sink):
+        raw.send(b"".join(frame_bytes(op, b"last words") for op in range(count)))
         raw.shutdown(socket.SHUT_WR)
         link.start()
         await sink.until(lambda: sink.losses)

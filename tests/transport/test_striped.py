@@ -1,4 +1,4 @@
-"""Data links over several connections: who has how many, and what becomes of a link that loses one."""
+"""Striped data links: the number of connections, the order of blocks, pacing, and lost connections."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ..ranks import until
 from .links import Recorder, frame, sockets
 from .test_stream import Rank, started
 
-#: <asm-generic/socket.h>
+#: A constant of <asm-generic/socket.h>.
 SO_MAX_PACING_RATE = 47
 LARGE = bytes(range(256)) * (SEGMENT // 256)
 
 
 def connections(rank: Rank, peer: int) -> list[socket.socket]:
-    """Return what a data link has."""
+    """Return the sockets of the data link from `rank` to `peer`; none if it is not striped."""
     striped = rank.transport._links._striped.get(peer)
     return [] if striped is None else [stripe.stream.sock for stripe in striped._stripes]
 
 
-async def linked(ranks: list[Rank], count: int) -> tuple[Any, Any]:
-    """Let rank 0 dial; return both ends when they have all connections."""
+async def striped_ends(ranks: list[Rank], count: int) -> tuple[Any, Any]:
+    """Let rank 0 dial; return both ends once they have all connections."""
     ranks[0].transport.connections = lambda host: count
     near = await ranks[0].connect(ranks[1], ConnKind.DATA)
     await until(lambda: ranks[1].accepted and all(len(connections(ranks[r], 1 - r)) == count for r in range(2)))
@@ -47,7 +47,7 @@ async def linked(ranks: list[Rank], count: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("count", [2, 3, MOST_CONNECTIONS])
 async def test_frames_arrive_in_order_over_all_connections(flavour: str, count: int) -> None:
     async with started(2, flavour) as ranks:
-        ends = await linked(ranks, count)
+        ends = await striped_ends(ranks, count)
         for end, other in (ends, ends[::-1]):
             other.sink = recorder = Recorder()
             for number in range(40):
@@ -56,7 +56,7 @@ async def test_frames_arrive_in_order_over_all_connections(flavour: str, count: 
             assert recorder.frames == [(number, LARGE[number:]) for number in range(40)]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a kernel that paces is asked")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a kernel with pacing")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
     ("host", "rtt", "paced"),
@@ -64,19 +64,21 @@ async def test_frames_arrive_in_order_over_all_connections(flavour: str, count: 
         ("127.0.0.1", 1.0, False),
         ("127.0.0.2", FAR, True),
         ("127.0.0.2", FAR - 1e-6, False),
-        ("127.0.0.2", inf, False),  # the kernel cannot tell
+        ("127.0.0.2", inf, False),  # the kernel does not know the round-trip time
     ],
 )
 async def test_connections_to_distant_hosts_are_paced(
     count: int, host: str, rtt: float, paced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without that a fast link loses what leaves at once after a pause, and slows down."""
+    """Without pacing, a fast link loses packets of a burst after a pause, and slows down."""
     replaced(monkeypatch, round_trip=lambda sock: rtt)
     async with started(2, "tcp") as ranks:
         ranks[1].card = await ranks[1].transport.listen_tcp(host)
-        ends = await linked(ranks, count) if count > 1 else (await ranks[0].connect(ranks[1], ConnKind.DATA), None)
-        ours, theirs = (connections(ranks[rank], 1 - rank) for rank in range(2))
-        found = [is_paced(sock) for sock in [*ours, *theirs] or [ends[0]._stream.sock]]
+        ends = (
+            await striped_ends(ranks, count) if count > 1 else (await ranks[0].connect(ranks[1], ConnKind.DATA), None)
+        )
+        near_sockets, far_sockets = (connections(ranks[rank], 1 - rank) for rank in range(2))
+        found = [is_paced(sock) for sock in [*near_sockets, *far_sockets] or [ends[0]._stream.sock]]
         assert found == [paced] * len(found)
 
 
@@ -105,14 +107,14 @@ async def test_connection_for_a_closed_link_is_closed() -> None:
 
 async def test_connections_per_link_are_limited() -> None:
     async with started(2, "tcp") as ranks:
-        ends = await linked(ranks, 2)
-        ranks[0].transport._start("more", ranks[0].transport._add_connections, 1, target(ranks), 20)
+        ends = await striped_ends(ranks, 2)
+        ranks[0].transport._start("more", ranks[0].transport._add_connections, 1, dial_target(ranks), 20)
         await until(lambda: not ranks[0].transport._background)
         assert [len(connections(ranks[r], 1 - r)) for r in range(2)] == [MOST_CONNECTIONS] * 2
         assert not any(end.closed for end in ends)
 
 
-def target(ranks: list[Rank]) -> Any:
+def dial_target(ranks: list[Rank]) -> Any:
     return ranks[0].transport._addresses.find(1, ranks[1].card)
 
 
@@ -120,7 +122,7 @@ def target(ranks: list[Rank]) -> Any:
 
 
 class Ends:
-    """A stream over three connections, and the other ends of these, which are sockets."""
+    """A stream over three connections, and the raw sockets at their other ends."""
 
     def __init__(self, kind: str = "unix") -> None:
         loop = asyncio.get_running_loop()
@@ -140,7 +142,7 @@ class Ends:
         for sock in self.far:
             sock.close()
 
-    def bring(self, connection: int, block: int, data: bytes, announced: int | None = None) -> None:
+    def send_block(self, connection: int, block: int, data: bytes, announced: int | None = None) -> None:
         length = len(data) if announced is None else announced
         self.far[connection].sendall(struct.pack("!QI", block, length) + data)
 
@@ -157,17 +159,17 @@ class Ends:
 async def test_blocks_are_delivered_in_order() -> None:
     with Ends() as ends:
         for connection, block in ((2, 1), (2, 2), (1, 3)):
-            ends.bring(connection, block, b"%d" % block)
+            ends.send_block(connection, block, b"%d" % block)
             with pytest.raises(BlockingIOError):
                 ends.receive()
-        ends.bring(0, 0, b"0")
+        ends.send_block(0, 0, b"0")
         assert ends.receive() == b"0123"
 
 
 async def test_block_received_early_can_be_read_in_parts() -> None:
-    """And the loop calls for it, though no poller tells of it."""
+    """The loop calls the reader again for the rest of the block, which a poller no longer reports."""
     with Ends() as ends:
-        ends.bring(1, 1, bytes(range(100)), announced=200)
+        ends.send_block(1, 1, bytes(range(100)), announced=200)
         with pytest.raises(BlockingIOError):
             ends.receive()
         ends.space = ends.space[:7]
@@ -183,7 +185,7 @@ async def test_block_received_early_can_be_read_in_parts() -> None:
                 done.set()
 
         ends.stream.start_reading(readable)
-        ends.bring(0, 0, b"x")
+        ends.send_block(0, 0, b"x")
         ends.far[1].sendall(bytes(range(100, 200)))
         async with asyncio.timeout(20):
             await done.wait()
@@ -191,46 +193,46 @@ async def test_block_received_early_can_be_read_in_parts() -> None:
 
 
 async def test_early_blocks_are_kept_up_to_a_limit() -> None:
-    """The rest waits in the kernel, and a block whose turn has come is received all the same."""
+    """Further blocks wait in the kernel. The block that is due next is received nevertheless."""
     with Ends() as ends:
         block = 1
         full = False
         while not full:
             ends.far[1].setblocking(False)
             try:
-                ends.bring(1, block, bytes(BLOCK))
+                ends.send_block(1, block, bytes(BLOCK))
             except BlockingIOError:
                 full = True
             block += 1
             with pytest.raises(BlockingIOError):
                 ends.receive()
         assert AHEAD <= ends.stream._ahead < AHEAD + BLOCK
-        ends.bring(0, 0, b"first")
+        ends.send_block(0, 0, b"first")
         assert ends.receive()[:5] == b"first"
 
 
 @pytest.mark.parametrize("length", [0, BLOCK + 1, (1 << 32) - 1])
 async def test_block_of_another_length_is_refused(length: int) -> None:
     with Ends() as ends:
-        ends.bring(0, 0, b"", announced=length)
+        ends.send_block(0, 0, b"", announced=length)
         with pytest.raises(ProtocolError, match=f"received a block of {length} bytes"):
             ends.receive()
 
 
 @pytest.mark.parametrize("block", [0, 2])
 async def test_repeated_block_is_refused(block: int) -> None:
-    """Be it that it was given out, or that it waits for its turn."""
+    """The first copy was delivered, or waits for its turn."""
     with Ends() as ends:
-        ends.bring(0, 0, b"0")
-        ends.bring(1, 2, b"2")
+        ends.send_block(0, 0, b"0")
+        ends.send_block(1, 2, b"2")
         assert ends.receive() == b"0"
-        ends.bring(2, block, b"x")
+        ends.send_block(2, block, b"x")
         with pytest.raises(ProtocolError, match=f"received block {block} twice"):
             ends.receive()
 
 
-async def test_writable_callback_is_for_the_connection_in_use() -> None:
-    """Whichever it is by then; first another one has room for much, which takes the blocks that follow."""
+async def test_writable_callback_follows_the_connection_in_use() -> None:
+    """The stream may switch connections: here another one has more room and takes the next blocks."""
     with Ends() as ends:
         calls = 0
 
@@ -268,7 +270,7 @@ async def test_end_within_a_block_is_a_loss(sent: bytes) -> None:
 @pytest.mark.parametrize("lost", range(3))
 async def test_reset_connection_is_a_loss_after_all_earlier_data(lost: int) -> None:
     with Ends("tcp") as ends:
-        ends.bring((lost + 1) % 3, 0, b"before")
+        ends.send_block((lost + 1) % 3, 0, b"before")
         ends.far[lost].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         ends.far[lost].close()
         assert ends.receive() == b"before"
@@ -282,7 +284,7 @@ async def test_stream_ends_when_all_connections_have_ended() -> None:
             sock.shutdown(socket.SHUT_WR)
             with pytest.raises(BlockingIOError):
                 ends.receive()
-        ends.bring(2, 0, b"last")
+        ends.send_block(2, 0, b"last")
         ends.far[2].shutdown(socket.SHUT_WR)
         assert ends.receive() == b"last"
         assert ends.receive() == b""

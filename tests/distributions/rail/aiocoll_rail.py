@@ -1,7 +1,7 @@
-"""A transport whose data links have a medium of their own, here a socket: ``GroupOptions(transport="rail")``.
+"""A transport whose data links use their own medium, here a socket: ``GroupOptions(transport="rail")``.
 
-It is made as one over RDMA is: the ends exchange an address and a secret over the authenticated connection, connect
-their medium, and keep the connection to notice when the peer ends.
+It is set up like a transport over RDMA. The ends exchange an address and a secret over the authenticated connection,
+then connect their medium. They keep the connection to detect the end of the peer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from aiocoll.plugins import (
     send_message,
 )
 
-#: Port and secret, as the end that has dialled sends them.
+#: The port and the secret, sent by the dialling end.
 _OFFER = struct.Struct("!H16s")
-#: Bytes that are read, and handed out, in one callback.
+#: The number of bytes that one callback receives and delivers.
 _TURN = 1 << 18
-#: The length in the header that ends a direction; no frame has it.
+#: The payload length in the header that ends a direction. No frame has this length.
 _NO_LENGTH = (1 << 32) - 1
 _LAST = HEADER.pack(0, 0, 0, 0, 0, 0, 0, _NO_LENGTH, 0)
 
 
 class RailLink:
-    """One end of a link; see `aiocoll.plugins.Link`."""
+    """An end of a link; see `aiocoll.plugins.Link`."""
 
     sink: Sink
     shared = None
@@ -53,7 +53,7 @@ class RailLink:
         self._ending = self._peer_has_ended = False
         self._refusing = False
         self._started = False
-        # The bytes of a header or a payload, as far as they have come.
+        # The received part of a header or a payload.
         self._header: Header | None = None
         self._target = memoryview(bytearray(HEADER.size))
         self._placed = False
@@ -134,7 +134,7 @@ class RailLink:
         except BlockingIOError:
             self._loop.add_writer(self._rail, self._resume)
         except OSError:
-            self._waiting.clear()  # reading finds out why
+            self._waiting.clear()  # the next read raises the error
         return not self._waiting
 
     def _resume(self) -> None:
@@ -144,7 +144,7 @@ class RailLink:
             self._end_both()
 
     def _complete(self) -> None:
-        """Take the bytes of a whole header, or of a whole payload."""
+        """Handle a complete header or payload."""
         try:
             if self._header is None:
                 header = HEADER.unpack(self._target)
@@ -176,7 +176,7 @@ class RailLink:
         self._header, self._target, self._filled = header, target.cast("B"), 0
 
     def _end_both(self) -> None:
-        """Close in order once both ends have finished, and the peer has everything."""
+        """Close in order once both ends have finished and the peer has received everything."""
         if self._peer_has_ended and not self._waiting:
             self._lose(None)
 

@@ -17,7 +17,7 @@ _SCHEME = "shelf://"
 
 
 class ShelfStore(KeyValueStore):
-    """One file per entry; a lock on the folder makes each change one step."""
+    """A store with one file per entry. A lock on the folder makes each change atomic."""
 
     def __init__(self, folder: str | os.PathLike[str], timeout: float = 300.0) -> None:
         super().__init__(timeout)

@@ -1,4 +1,4 @@
-"""The program had `atexit.register(dist.destroy_process_group)`: its end is now that of the block."""
+"""A program that had `atexit.register(dist.destroy_process_group)`; the end of a block replaces it."""
 
 import asyncio
 import contextlib

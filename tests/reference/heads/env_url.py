@@ -1,4 +1,4 @@
-"""The program asks for the environment by init_method."""
+"""A program that passes init_method="env://"."""
 
 import asyncio
 

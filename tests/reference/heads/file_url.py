@@ -1,4 +1,4 @@
-"""The program meets at a file: `python file_url.py PORT`, whose file is called after the port."""
+"""A program that meets in a file: `python file_url.py PORT`. The name of the file contains the port."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The program takes --local-rank, as torch.distributed.launch gives it, or else LOCAL_RANK."""
+"""A program that takes --local-rank, which torch.distributed.launch passes, or otherwise LOCAL_RANK."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""The program starts its ranks by multiprocessing.Process: `python processes.py PORT`."""
+"""A program that starts its ranks by multiprocessing.Process: `python processes.py PORT`."""
 
 import asyncio
 import multiprocessing

@@ -1,4 +1,4 @@
-"""The program sets MASTER_ADDR and MASTER_PORT itself: `python sets_address.py PORT`."""
+"""A program that sets MASTER_ADDR and MASTER_PORT itself: `python sets_address.py PORT`."""
 
 import asyncio
 import os

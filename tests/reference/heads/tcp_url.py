@@ -1,4 +1,4 @@
-"""The program gives address, rank and world size: `python tcp_url.py PORT`."""
+"""A program that passes the address, the rank and the world size: `python tcp_url.py PORT`."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A thread of the program uses the default group: for its numbers directly, for calls through the event loop."""
+"""A program whose thread reads the numbers of the default group directly, and calls it through the event loop."""
 
 import asyncio
 import threading
