@@ -23,10 +23,10 @@ def main(site: Path, folder: Path, pages: list[str]) -> None:
                 with opened.page(width, scheme) as page:
                     for each in pages or found:
                         page.open((site / each).resolve().as_uri())
-                        for what in page.outside("article"):
+                        for what in page.hidden_elements("article"):
                             print(f"{each} at {width}: {what}")
                         if pages:
-                            page.picture(folder / f"{each.replace('/', '-')[:-5]}-{name}-{scheme}.png")
+                            page.save_picture(folder / f"{each.replace('/', '-')[:-5]}-{name}-{scheme}.png")
 
 
 if __name__ == "__main__":

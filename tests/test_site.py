@@ -176,9 +176,9 @@ def test_pages_fit_the_browser_and_load_nothing_external(tree: Path, tmp_path: P
         with opened.page(width) as page:
             for path in pages:
                 page.open(path.as_uri())
-                assert page.outside("article") == [], path.name
-            assert page.said() == []
-            assert [each for each in page.asked() if not each.startswith(("file:", "data:"))] == []
+                assert page.hidden_elements("article") == [], path.name
+            assert page.console_messages() == []
+            assert [each for each in page.loaded_urls() if not each.startswith(("file:", "data:"))] == []
         for scheme in SCHEMES:
             with opened.page(width, scheme) as page:
                 for name in ("guide.html", "reference/group.html"):
@@ -195,12 +195,12 @@ def test_pages_fit_the_browser_and_load_nothing_external(tree: Path, tmp_path: P
 def test_page_outside_of_the_tree_fails_the_build(tree: Path) -> None:
     page = tree / "docs" / "orphan.md"
     page.write_text("# A page\n\n[One that is not there](nothing.md), [no heading](guide.md#nothing)\n")
-    said = build(tree)
+    warnings = build(tree)
     page.unlink()
     (tree / "build/orphan.html").unlink()
-    assert "orphan.md: WARNING: document isn't included in any toctree" in said
-    assert "'nothing.md'" in said
-    assert "guide" in said
+    assert "orphan.md: WARNING: document isn't included in any toctree" in warnings
+    assert "'nothing.md'" in warnings
+    assert "guide" in warnings
     assert build(tree) == ""
 
 
@@ -208,10 +208,10 @@ def test_reference_to_a_missing_name_fails_the_build(tree: Path) -> None:
     page = tree / "docs" / "reference" / "works.rst"
     text = page.read_text()
     page.write_text(f"{text}\n`ProcessGroup.allreduce`, `ProcessGroup.nothing`\n")
-    said = build(tree)
+    warnings = build(tree)
     page.write_text(text)
-    assert "ProcessGroup.nothing" in said
-    assert "ProcessGroup.allreduce" not in said
+    assert "ProcessGroup.nothing" in warnings
+    assert "ProcessGroup.allreduce" not in warnings
 
 
 def test_site_has_no_untested_code() -> None:
