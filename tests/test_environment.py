@@ -1,4 +1,4 @@
-"""A secret that was in the environment is nowhere to be seen once it has been read."""
+"""Removal of a secret from the environment of its process, also from the memory that /proc shows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from aiocoll import environment
 from aiocoll.environment import take
 
 ROOT = Path(__file__).parents[1]
-KEY = "a key that nobody must see \udcff"
+KEY = "a key that must stay secret \udcff"
 RAW = os.fsencode(KEY)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/PID/environ")
 
-#: Makes a group when it is told to, and then tells what is left.
+#: A program that makes a group on request, and then prints where the key is left.
 PROGRAM = """
 import asyncio, ctypes, os, posix, subprocess, sys
 import aiocoll
@@ -85,7 +85,7 @@ def test_key_is_removed_from_the_initial_environment_of_a_process(tmp_path: Path
 def test_key_is_removed_from_the_launcher_and_not_passed_to_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        # Opened before anybody writes: what waits in it goes when nobody has it open any more.
+        # Open before the test writes: a FIFO loses its bytes when no process has it open.
         "import os; fifo = os.open(os.environ['FIFO'], os.O_RDWR); print('ready', os.getpid(), flush=True); "
         "os.read(fifo, 1)"
     )
@@ -105,7 +105,7 @@ def test_key_is_removed_from_the_launcher_and_not_passed_to_ranks(tmp_path: Path
 
 
 def test_entries_of_the_name_and_no_others_are_overwritten() -> None:
-    """The kernel passes on what it gets, also two entries of one name, and names that end alike."""
+    """Use two entries of one name, and names with the same end: the kernel passes all of them on."""
     program = """
 import os
 from aiocoll.environment import take
@@ -136,7 +136,9 @@ print(*(entry.decode() for entry in after.split(b"\\0") if b"SECRET" in entry))
 
 
 def test_removal_from_another_mapping_changes_only_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_overwrite", lambda name: pytest.fail(f"{name} is not in there"))
+    monkeypatch.setattr(
+        environment, "_overwrite", lambda name: pytest.fail(f"{name} is overwritten in the environment block")
+    )
     given = {"A": "1"}
     assert take(given, "A") == "1"
     assert take(given, "A") is None
@@ -148,7 +150,7 @@ def test_removal_from_another_mapping_changes_only_the_mapping(monkeypatch: pyte
 def test_removal_without_a_readable_environment_block_does_nothing(
     monkeypatch: pytest.MonkeyPatch, stat: bytes | None
 ) -> None:
-    """An old kernel, a hidden address, an address of nothing, no /proc."""
+    """Simulate an old kernel, a hidden address, an unmapped address, and no /proc."""
     real = open
 
     def fake(name: str, *args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""Errors travel between processes with all that they say."""
+"""Errors can be pickled, with all their attributes and notes."""
 
 from __future__ import annotations
 

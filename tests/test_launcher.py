@@ -1,4 +1,4 @@
-"""What a launcher tells a rank by its environment; what the rank tells it is tested with it, in tests/cli."""
+"""The environment that a launcher gives to its ranks; tests/cli tests the reports of ranks to the launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocoll.store import StoreServer
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Return the environment of ranks under a launcher."""
+    """Set the environment of ranks under a launcher, and serve its store."""
     server = StoreServer()
     host, port = server.start()
     for name, value in {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher"}.items():
@@ -26,7 +26,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("launched")
 async def test_environment_can_make_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without rank and world size, and a later group of its process is one, too."""
+    """Make newcomers without rank and world size; the process of a newcomer makes a second one."""
     first = new_group(rank=0, world_size=1)
     monkeypatch.setenv("AIOCOLL_JOIN", "1")
     monkeypatch.setenv("AIOCOLL_RESTART_COUNT", "1")
