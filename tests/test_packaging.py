@@ -1,4 +1,4 @@
-"""What an index gets: the source archive and the wheel, built from this folder, and what they say of themselves.
+"""The source archive and the wheel, built from this folder: their files and metadata.
 
 `make release-check` installs them, which takes minutes.
 """
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "pyproject.toml").read_text()
 PROJECT = tomllib.loads(TEXT)["project"]
 VERSION = PROJECT["version"]
-#: What the source archive has besides files of the repository, and what it leaves out.
+#: Files that only the source archive has, and files of the repository that it leaves out.
 MADE, LEFT_OUT = {"PKG-INFO"}, {".ci/run"}
 BUILD = """
 import sys
@@ -37,7 +37,7 @@ print(next(iter({name}(sys.argv[1]).build(directory=sys.argv[2], versions=["stan
 
 
 def built(kind: str, source: Path, target: Path) -> Path:
-    """Build a pure archive the way `build` would, in an environment that has hatchling."""
+    """Build a pure archive as `build` does, in an environment that has hatchling."""
     code = BUILD.format(kind=kind, name={"sdist": "SdistBuilder", "wheel": "WheelBuilder"}[kind])
     command = [sys.executable, "-c", code, str(source), str(target)]
     pure = {**os.environ, "AIOCOLL_NATIVE": "0"}
@@ -48,7 +48,7 @@ def built(kind: str, source: Path, target: Path) -> Path:
 
 @contextmanager
 def unpacked(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Give the source archive, and the folder that it unpacks to."""
+    """Yield the source archive, and the folder with its contents."""
     archive = built("sdist", ROOT, folder)
     with tarfile.open(archive) as tar:
         tar.extractall(folder / "unpacked", filter="data")
@@ -60,7 +60,7 @@ def tracked() -> set[str]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     if listed.returncode or not listed.stdout:
-        pytest.skip("only git knows which files belong to the source, and this is no clone")
+        pytest.skip("needs a git clone, to know which files belong to the source")
     return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
 
@@ -86,13 +86,17 @@ def test_source_archive_is_complete_and_builds_the_wheel(tmp_path: Path) -> None
         }
         assert "aiocoll/py.typed" in inside
         assert archived.read(info + "licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-        told = metadata(archived)
+        metadata_fields = metadata(archived)
         entries = archived.read(info + "entry_points.txt").decode()
-    assert (told["Name"], told["Version"], told["License-Expression"]) == ("aiocoll", VERSION, "Apache-2.0")
-    assert (told["Requires-Python"], told["License-File"]) == (">=3.11", "LICENSE")
-    assert told["Description-Content-Type"] == "text/markdown"
-    assert told.get_payload() == (ROOT / "README.md").read_text()
-    assert set(told.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+    assert (metadata_fields["Name"], metadata_fields["Version"], metadata_fields["License-Expression"]) == (
+        "aiocoll",
+        VERSION,
+        "Apache-2.0",
+    )
+    assert (metadata_fields["Requires-Python"], metadata_fields["License-File"]) == (">=3.11", "LICENSE")
+    assert metadata_fields["Description-Content-Type"] == "text/markdown"
+    assert metadata_fields.get_payload() == (ROOT / "README.md").read_text()
+    assert set(metadata_fields.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
     assert "aiocoll = aiocoll.cli.main:main" in entries
     assert "[pytest11]\naiocoll = aiocoll.testing.plugin" in entries
 
