@@ -438,10 +438,10 @@ def test_page_in_a_browser_shows_and_updates_the_ranks(
 
 def check_page(page: BrowserPage, address: str, width: int) -> None:
     page.open(address)
-    page.group_when("document.querySelector('.facts')?.innerText.includes('ops/s')")
+    page.until("document.querySelector('.facts')?.innerText.includes('ops/s')")
     assert sorted(page.texts("section:first-child .scroll:nth-of-type(1) tbody td:first-child")) == ["0", "1", "2", "3"]
     (first,) = page.texts("#state")
-    page.group_when(f"document.querySelector('#state').innerText != {first!r}")
+    page.until(f"document.querySelector('#state').innerText != {first!r}")
     assert page.eval("document.documentElement.scrollWidth") == width
     assert page.hidden_elements() == []
     assert ("process" in page.texts("th")) == (width > 640)
@@ -452,6 +452,6 @@ def check_page(page: BrowserPage, address: str, width: int) -> None:
 
 def check_late_rank(page: BrowserPage, launch: Launch) -> None:
     (launch.path / "late-1").touch()
-    page.group_when("document.querySelector('span.late')")
-    page.group_when("document.querySelector('li')?.innerText.includes('rank 1 missing')")
+    page.until("document.querySelector('span.late')")
+    page.until("document.querySelector('li')?.innerText.includes('rank 1 missing')")
     assert page.texts("tbody tr:first-child td:first-child")[0] == "1"
