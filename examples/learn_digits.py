@@ -1,9 +1,9 @@
-"""Ranks that learn, lose one of them and go on: aiocoll run -n 2 --max-restarts 1 examples/learn_digits.py
+"""Ranks that learn, lose one of them and continue: aiocoll run -n 2 --max-restarts 1 examples/learn_digits.py
 
-The ranks train a classifier of handwritten digits together; each one holds its share of the images. Half-way, the last
+The ranks train a classifier of handwritten digits; each one holds its share of the images. Half-way, the last
 rank kills its own process. The other ranks report which rank they lost. The launcher starts a process in its place,
-which receives the weights, and training goes on. At the end all ranks have the same weights, to the last bit. Three
-sizes of `allreduce` are then measured, and printed with the load of the machine.
+which receives the weights, and training continues. At the end all ranks have the same weights, bit by bit. The program
+then measures three sizes of `allreduce`, and prints the times with the load of the machine.
 
 The images are those of the UCI Machine Learning Repository's "Optical Recognition of Handwritten Digits" (E. Alpaydin
 and C. Kaynak, 1998, CC BY 4.0).
@@ -38,7 +38,7 @@ async def main() -> None:
         try:
             await train(pg, images[~test], labels[~test], state)
             await check_weights(pg, state["weights"])
-        except aiocoll.PeerLostError as error:  # the loop goes on with another group
+        except aiocoll.PeerLostError as error:  # the loop continues with the next group
             report(pg, str(error))
             continue
         right = (np.argmax(images[test] @ state["weights"], axis=1) == labels[test]).mean()
