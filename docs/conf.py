@@ -108,13 +108,13 @@ def to_rst(text: str, arguments: set[str]) -> str:
     text = re.sub(r"^(Cost|Source): ", r":\1: ", text, flags=re.MULTILINE)
     # Indented blocks before the first section are code or diagrams.
     head, *sections = re.split(r"^(?=(?:Attributes|Args|Returns|Yields|Raises):$)", text, flags=re.MULTILINE)
-    head = re.sub(r"^(?! )(.+\n)\n((?: {4}.*\n?|\n)+)", shown, head, flags=re.MULTILINE)
+    head = re.sub(r"^(?! )(.+\n)\n((?: {4}.*\n?|\n)+)", to_code_block, head, flags=re.MULTILINE)
     text = head + "".join(sections)
     # A parameter name must not link to an attribute of the same name.
     return re.sub(r"(?<!`)`(\w+)`(?!`)", lambda found: f"``{found[1]}``" if found[1] in arguments else found[0], text)
 
 
-def shown(found: re.Match[str]) -> str:
+def to_code_block(found: re.Match[str]) -> str:
     """Return a line, and the indented block after it as a code block."""
     try:
         compile(textwrap.dedent(found[2]), "<docstring>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

@@ -164,7 +164,7 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _older_objects_are_kept() -> None:
+def _freeze_older_objects() -> None:
     """Exempt old objects from garbage collection: the tests themselves are tens of thousands of objects."""
     gc.collect()
     gc.freeze()
@@ -183,13 +183,13 @@ def _open_files() -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def _on_no_known_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hide_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the processor, so that tuning defaults are the same on every machine."""
     replaced(monkeypatch, processors_file=os.devnull)
 
 
 @pytest.fixture(autouse=True)
-def _slow_tests_need_no_debug_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _slow_tests_without_debug_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn off asyncio's debug mode in slow tests: it takes an eighth of the time, and covers the other tests."""
     if request.node.get_closest_marker("slow") is not None:
         monkeypatch.delenv("PYTHONASYNCIODEBUG", raising=False)

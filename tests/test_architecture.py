@@ -34,7 +34,7 @@ PAGE = (generate.DOCS / "architecture.md").read_text()
 DRAWING = next(block for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.S | re.M) if "pg.allreduce(x)" in block)
 
 
-def drawn() -> list[str]:
+def drawn_calls() -> list[str]:
     """Return the lines of the drawing that name a function, indented by two spaces for each caller."""
     return [found[1][2:] for found in re.finditer(r"^(  +[a-z_.]+: [\w.]+)", DRAWING, re.M)]
 
@@ -117,7 +117,7 @@ async def test_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyP
     profiler = Profiler()
     done, _ = await run_ranks(2, body, transport="tcp")
     # The accelerator makes its own works, without a Python function.
-    assert done == [line for line in drawn() if core is None or "work: Handle.__init__" not in line]
+    assert done == [line for line in drawn_calls() if core is None or "work: Handle.__init__" not in line]
 
 
 def test_engine_parts_are_complete_and_import_only_parts_above() -> None:

@@ -53,7 +53,7 @@ def start(program: list[str], **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def block(process: subprocess.Popen[str]) -> bytes:
+def environment_block(process: subprocess.Popen[str]) -> bytes:
     return Path(f"/proc/{process.pid}/environ").read_bytes()
 
 
@@ -69,12 +69,12 @@ def test_key_is_removed_from_the_initial_environment_of_a_process(tmp_path: Path
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "ready\n"
-        before = block(process)
+        before = environment_block(process)
         assert b"\0AIOCOLL_JOB_KEY=" + RAW + b"\0AFTER=it\0" in before
         process.stdin.write("meet\n")
         process.stdin.flush()
         met = process.stdout.readline()
-        after = block(process)
+        after = environment_block(process)
         out, err = process.communicate("leave\n", timeout=60)
     assert (met, process.returncode) == ("met\n", 0), err
     assert after == before.replace(RAW, bytes(len(RAW)))
@@ -93,7 +93,10 @@ def test_key_is_removed_from_the_launcher_and_not_passed_to_ranks(tmp_path: Path
     with start(["-m", "aiocoll", "run", "-n", "2", str(script)], FIFO=str(tmp_path / "fifo")) as process:
         assert process.stdout is not None
         ranks = [process.stdout.readline() for _ in range(2)]
-        blocks = [block(process), *(Path(f"/proc/{line.split()[2]}/environ").read_bytes() for line in ranks)]
+        blocks = [
+            environment_block(process),
+            *(Path(f"/proc/{line.split()[2]}/environ").read_bytes() for line in ranks),
+        ]
         (tmp_path / "fifo").write_bytes(b"..")
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -153,7 +156,7 @@ def test_removal_without_a_readable_environment_block_does_nothing(
     """Simulate an old kernel, a hidden address, an unmapped address, and no /proc."""
     real = open
 
-    def fake(name: str, *args: object, **kwargs: object) -> object:
+    def open_fake(name: str, *args: object, **kwargs: object) -> object:
         if name != "/proc/self/stat":
             return real(name, *args, **kwargs)  # type: ignore[call-overload]
         if stat is None:
@@ -164,6 +167,6 @@ def test_removal_without_a_readable_environment_block_does_nothing(
         return real(reading, "rb")
 
     monkeypatch.setenv("SECRET", "one")
-    monkeypatch.setattr("builtins.open", fake)
+    monkeypatch.setattr("builtins.open", open_fake)
     assert take(os.environ, "SECRET") == "one"
     assert "SECRET" not in os.environ

@@ -73,7 +73,7 @@ def tree(name: str) -> ast.Module:
 
 
 @cache
-def every(name: str) -> list[ast.AST]:
+def all_nodes(name: str) -> list[ast.AST]:
     """Return all nodes of a module."""
     return list(ast.walk(tree(name)))
 
@@ -94,7 +94,7 @@ def without_types(name: str) -> Iterator[ast.AST]:
 def imports(name: str, *, types: bool = True) -> frozenset[str]:
     """Return the modules of the package that `name` imports, without `aiocoll.`."""
     found = set()
-    for node in every(name) if types else without_types(name):
+    for node in all_nodes(name) if types else without_types(name):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -115,17 +115,17 @@ def inner_folder(name: str) -> str:
 
 
 def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in every(name) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    yield from (node for node in all_nodes(name) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def qualified(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
+def qualified_definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
     """Yield the functions and classes in a node, with their qualified names."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield f"{prefix}.{child.name}", child
-            yield from qualified(child, f"{prefix}.{child.name}")
+            yield from qualified_definitions(child, f"{prefix}.{child.name}")
         else:
-            yield from qualified(child, prefix)
+            yield from qualified_definitions(child, prefix)
 
 
 def test_module_has_a_layer() -> None:
@@ -234,12 +234,12 @@ def test_edge_names_are_detected(planted: str, monkeypatch: pytest.MonkeyPatch) 
     if "aiocoll.gpu" in planted:
         monkeypatch.setitem(MODULES, "group.planted", PACKAGE / "group" / "planted.py")
         monkeypatch.setattr(sys.modules[__name__], "tree", lambda name: ast.parse(planted))
-        every.cache_clear()
+        all_nodes.cache_clear()
         imports.cache_clear()
         try:
             assert edge_imports("group.planted") == {"gpu.provider"}
         finally:
-            every.cache_clear()
+            all_nodes.cache_clear()
             imports.cache_clear()
 
 
@@ -249,7 +249,7 @@ def test_algorithms_import_only_the_standard_library() -> None:
             assert {folder(each) for each in imports(name)} <= {"algorithms"}, name
             foreign = {
                 node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-                for node in every(name)
+                for node in all_nodes(name)
                 if isinstance(node, ast.Import | ast.ImportFrom)
             }
             assert {str(f).split(".")[0] for f in foreign} <= sys.stdlib_module_names | {"aiocoll"}, name
@@ -300,7 +300,7 @@ def test_engine_imports_no_concrete_transport() -> None:
 def code_lines(name: str) -> int:
     """Return the number of code lines in a module."""
     documented: set[int] = set()
-    for node in every(name):
+    for node in all_nodes(name):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node
         ):
@@ -334,7 +334,7 @@ def test_functions_have_few_parameters() -> None:
     many = {
         name
         for each in MODULES
-        for name, node in qualified(tree(each), each)
+        for name, node in qualified_definitions(tree(each), each)
         if not isinstance(node, ast.ClassDef) and parameters(node) > MAX_PARAMETERS
     }
     assert many == PUBLIC_SIGNATURES.keys()
@@ -351,7 +351,7 @@ def test_classes_have_few_public_methods() -> None:
     found = {
         name: len(public_methods(node))
         for each in MODULES
-        for name, node in qualified(tree(each), each)
+        for name, node in qualified_definitions(tree(each), each)
         if isinstance(node, ast.ClassDef)
     }
     assert found.keys() >= LARGE_CLASSES
@@ -453,7 +453,7 @@ def test_attribute_is_declared_in_the_file_that_sets_it() -> None:
         if not (is_protocol(cls) or dataclasses.is_dataclass(cls) or issubclass(cls, tuple)):
             stored = {
                 node.attr
-                for node in every(name.rpartition(".")[0])
+                for node in all_nodes(name.rpartition(".")[0])
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             }
             # Another module may set public attributes.
@@ -567,7 +567,7 @@ def test_public_functions_make_no_completion() -> None:
     assert not makers
 
 
-def defined(name: str, *kinds: type[ast.stmt]) -> set[str]:
+def defined_names(name: str, *kinds: type[ast.stmt]) -> set[str]:
     """Return the public names that statements of some kinds define at the top of a module."""
     found = set()
     for node in tree(name).body:
@@ -581,7 +581,7 @@ def defined(name: str, *kinds: type[ast.stmt]) -> set[str]:
     return {n for n in found if not n.startswith("_")}
 
 
-def exported(name: str) -> set[str] | None:
+def exported_names(name: str) -> set[str] | None:
     for node in tree(name).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id == "__all__":
@@ -595,9 +595,9 @@ def test_module_exports_its_public_names() -> None:
     for name in MODULES:
         if not tree(name).body[1:]:
             continue
-        names = exported(name)
+        names = exported_names(name)
         assert names is not None, f"{name} has no __all__"
-        code = defined(name, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        code = defined_names(name, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         assert code <= names, f"{name}: {code - names}: export them, or begin them with an underscore"
         imported = {
             alias.asname or alias.name
@@ -605,7 +605,7 @@ def test_module_exports_its_public_names() -> None:
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        strange = names - code - imported - defined(name, ast.Assign, ast.AnnAssign)
+        strange = names - code - imported - defined_names(name, ast.Assign, ast.AnnAssign)
         assert not strange, f"{name}: {strange}: neither defined nor imported here"
 
 
@@ -613,7 +613,7 @@ def test_time_and_randomness_come_from_the_runtime() -> None:
     for name in MODULES:
         if folder(name) in ("runtime", "cli", "testing"):
             continue
-        for node in every(name):
+        for node in all_nodes(name):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 roots = {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
                 assert not roots & {"time", "random", "secrets"}, f"{name}, line {node.lineno}: take it from a Runtime"
@@ -627,7 +627,7 @@ def test_wait_for_is_not_used() -> None:
     found = {
         name
         for name in MODULES
-        if any(isinstance(node, ast.Attribute) and node.attr == "wait_for" for node in every(name))
+        if any(isinstance(node, ast.Attribute) and node.attr == "wait_for" for node in all_nodes(name))
     }
     assert not found
 
@@ -720,13 +720,13 @@ def test_cupy_is_imported_by_one_module() -> None:
             return (node.module or "").partition(".")[0] == "cupy"
         return isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == "cupy" for alias in node.names)
 
-    assert [name for name in MODULES if any(map(is_cupy, every(name)))] == ["gpu.cupy_api"]
+    assert [name for name in MODULES if any(map(is_cupy, all_nodes(name)))] == ["gpu.cupy_api"]
 
 
 def test_command_and_plugin_are_at_their_entry_points() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     where, name = project["scripts"]["aiocoll"].split(":")
-    assert name in (exported(where.removeprefix("aiocoll.")) or ())
+    assert name in (exported_names(where.removeprefix("aiocoll.")) or ())
     assert project["entry-points"]["pytest11"]["aiocoll"].removeprefix("aiocoll.") in MODULES
 
 

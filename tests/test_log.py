@@ -54,14 +54,14 @@ async def test_record_of_a_group_has_group_and_rank(caplog: pytest.LogCaptureFix
     assert logged == {(names[0], 0), (names[1], 1)}
 
 
-def admitted(repeats: Repeats, kind: object, times: range) -> dict[int, str]:
+def logged_times(repeats: Repeats, kind: object, times: range) -> dict[int, str]:
     """Return at which of `times` a repeated warning is logged, with the end of its text."""
     ends = {now: repeats.admit(kind, float(now)) for now in times}
     return {now: end for now, end in ends.items() if end is not None}
 
 
 def test_repeated_warning_is_logged_at_growing_intervals_with_a_count() -> None:
-    assert admitted(Repeats(), "line", range(2000)) == {
+    assert logged_times(Repeats(), "line", range(2000)) == {
         0: "",
         10: " (9 more since the last such warning)",
         110: " (99 more since the last such warning)",

@@ -36,7 +36,7 @@ print(next(iter({name}(sys.argv[1]).build(directory=sys.argv[2], versions=["stan
 """
 
 
-def built(kind: str, source: Path, target: Path) -> Path:
+def build_archive(kind: str, source: Path, target: Path) -> Path:
     """Build a pure archive as `build` does, in an environment that has hatchling."""
     code = BUILD.format(kind=kind, name={"sdist": "SdistBuilder", "wheel": "WheelBuilder"}[kind])
     command = [sys.executable, "-c", code, str(source), str(target)]
@@ -47,15 +47,15 @@ def built(kind: str, source: Path, target: Path) -> Path:
 
 
 @contextmanager
-def unpacked(folder: Path) -> Iterator[tuple[Path, Path]]:
+def unpacked_source(folder: Path) -> Iterator[tuple[Path, Path]]:
     """Yield the source archive, and the folder with its contents."""
-    archive = built("sdist", ROOT, folder)
+    archive = build_archive("sdist", ROOT, folder)
     with tarfile.open(archive) as tar:
         tar.extractall(folder / "unpacked", filter="data")
     yield archive, folder / "unpacked" / f"aiocoll-{VERSION}"
 
 
-def tracked() -> set[str]:
+def source_files() -> set[str]:
     """Return the files of the repository, and new ones that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -71,11 +71,11 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 @pytest.mark.slow
 def test_source_archive_is_complete_and_builds_the_wheel(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
-    with unpacked(tmp_path) as (archive, folder):
+    with unpacked_source(tmp_path) as (archive, folder):
         assert archive.name == f"aiocoll-{VERSION}.tar.gz"
         names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert names - MADE == tracked() - LEFT_OUT
-        wheel = built("wheel", folder, tmp_path)
+        assert names - MADE == source_files() - LEFT_OUT
+        wheel = build_archive("wheel", folder, tmp_path)
     assert wheel.name == f"aiocoll-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archived:
         info = f"aiocoll-{VERSION}.dist-info/"

@@ -47,7 +47,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def child() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
+def child_process() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -64,7 +64,7 @@ def test_this_process_is_running() -> None:
 
 
 def test_process_states_are_observed_from_stop_to_end() -> None:
-    with child() as (process, identity):
+    with child_process() as (process, identity):
         assert identity.namespace == this_process().namespace
         assert state(identity) in ("sleeping", "running")
         for number, flag in ((signal.SIGSTOP, os.WUNTRACED), (signal.SIGCONT, os.WCONTINUED)):
@@ -89,9 +89,9 @@ SYS_EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
 
 
 @pytest.fixture(scope="module")
-def living() -> Iterator[tuple[ProcessId, PidFd]]:
+def living_process() -> Iterator[tuple[ProcessId, PidFd]]:
     """Yield a running process, with a pidfd."""
-    with child() as (_, identity):
+    with child_process() as (_, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         yield identity, pidfd
@@ -99,9 +99,9 @@ def living() -> Iterator[tuple[ProcessId, PidFd]]:
 
 
 @pytest.fixture(scope="module")
-def ended() -> Iterator[tuple[ProcessId, PidFd]]:
+def ended_process() -> Iterator[tuple[ProcessId, PidFd]]:
     """Yield a process that has ended and was reaped, with a pidfd opened while it ran."""
-    with child() as (process, identity):
+    with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         process.kill()
@@ -124,41 +124,43 @@ def failing_calls(number: int, *names: str) -> Iterator[None]:
 @pytest.mark.parametrize("names", [("open",), ("select.poll",), ("os.kill",), ("open", "os.kill"), ("os.stat", "open")])
 @pytest.mark.parametrize("with_pidfd", [False, True])
 def test_living_process_is_never_reported_gone(
-    number: int, names: tuple[str, ...], with_pidfd: bool, living: tuple[ProcessId, PidFd]
+    number: int, names: tuple[str, ...], with_pidfd: bool, living_process: tuple[ProcessId, PidFd]
 ) -> None:
     with failing_calls(number, *names):
-        assert state(*living[: 1 + with_pidfd]) != GONE
+        assert state(*living_process[: 1 + with_pidfd]) != GONE
 
 
 @pytest.mark.parametrize("number", OWN_ERRORS)
 @pytest.mark.parametrize("names", [("open",), ("select.poll",), ("select.poll", "open"), ("os.kill",)])
-def test_single_proof_of_an_end_is_enough(number: int, names: tuple[str, ...], ended: tuple[ProcessId, PidFd]) -> None:
+def test_single_proof_of_an_end_is_enough(
+    number: int, names: tuple[str, ...], ended_process: tuple[ProcessId, PidFd]
+) -> None:
     with failing_calls(number, *names):
-        assert state(*ended) == GONE
+        assert state(*ended_process) == GONE
 
 
 @pytest.mark.parametrize("number", OWN_ERRORS)
-def test_missing_observations_prove_nothing(number: int, ended: tuple[ProcessId, PidFd]) -> None:
+def test_missing_observations_prove_nothing(number: int, ended_process: tuple[ProcessId, PidFd]) -> None:
     with failing_calls(number, "open", "select.poll", "os.kill"):
-        assert state(*ended) == UNKNOWN
+        assert state(*ended_process) == UNKNOWN
 
 
-def test_process_whose_entry_is_hidden_is_not_gone(living: tuple[ProcessId, PidFd]) -> None:
+def test_process_whose_entry_is_hidden_is_not_gone(living_process: tuple[ProcessId, PidFd]) -> None:
     """Hide the entry in /proc, as the mount option `hidepid` does for processes that may not be traced."""
     with failing_calls(errno.ENOENT, "open"):
-        assert state(living[0]) == UNKNOWN
+        assert state(living_process[0]) == UNKNOWN
 
 
 def test_proc_of_another_namespace_proves_nothing() -> None:
     other = this_process()._replace(started=this_process().started - 1)
     real = open
 
-    def opened(path: str, mode: str) -> Any:
+    def open_status(path: str, mode: str) -> Any:
         if path == "/proc/self/status":
             return io.BytesIO(b"NSpid:\t4711\t%d\n" % os.getpid())
         return real(path, mode)
 
-    with mock.patch.object(processes, "open", opened, create=True):
+    with mock.patch.object(processes, "open", open_status, create=True):
         assert state(other) == UNKNOWN
 
 
@@ -179,7 +181,7 @@ def test_unused_pid_is_unknown(pid: int) -> None:
 
 
 def test_pidfd_shows_the_end_of_a_zombie() -> None:
-    with child() as (process, identity):
+    with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         assert pidfd.has_ended() is False
@@ -192,7 +194,7 @@ def test_pidfd_shows_the_end_of_a_zombie() -> None:
 
 def test_end_is_detected_without_pidfd_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a Python that was built with headers of an older kernel."""
-    with child() as (process, identity):
+    with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         monkeypatch.delattr(signal, "pidfd_send_signal")
@@ -205,7 +207,7 @@ def test_end_is_detected_without_pidfd_signals(monkeypatch: pytest.MonkeyPatch) 
 
 def test_another_file_at_a_pidfds_number_proves_nothing() -> None:
     """Open another file at the descriptor number, as a program may that closes all descriptors."""
-    with child() as (_, identity):
+    with child_process() as (_, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         reading, writing = os.pipe()

@@ -106,13 +106,13 @@ def recorded_names() -> list[str]:
 def possible_names(name: str) -> set[tuple[str, str]]:
     """Return the names under which the reference may describe `name`: its own, `aiocoll`, or a base class."""
     owner, _, last = name.rpartition(".")
-    found = resolved(owner) or resolved(f"aiocoll.plugins.{owner}")
+    found = resolve_or_none(owner) or resolve_or_none(f"aiocoll.plugins.{owner}")
     bases = found.__mro__ if inspect.isclass(found) else ()
-    same = resolved(name) is not None and resolved(name) is resolved(f"aiocoll.{last}")
+    same = resolve_or_none(name) is not None and resolve_or_none(name) is resolve_or_none(f"aiocoll.{last}")
     return {last_two(name), *((base.__name__, last) for base in bases), *([("aiocoll", last)] if same else [])}
 
 
-def resolved(name: str) -> Any:
+def resolve_or_none(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):

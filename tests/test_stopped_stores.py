@@ -156,7 +156,7 @@ def _meet(size: int, assigned: bool) -> Scenario:
         async def rank(number: int) -> None:
             given = None if assigned else number
             await close_group(
-                await timed(_opened(new_group(store=store, rank=given, world_size=size, timeout=TIMEOUT)))
+                await timed(_open_group(new_group(store=store, rank=given, world_size=size, timeout=TIMEOUT)))
             )
 
         stop()
@@ -165,7 +165,7 @@ def _meet(size: int, assigned: bool) -> Scenario:
     return scenario
 
 
-async def _opened(made: new_group) -> ProcessGroup:
+async def _open_group(made: new_group) -> ProcessGroup:
     return await made
 
 
@@ -183,9 +183,9 @@ async def second_group(store: StoppingStore, stop: Callable[[], None], timed: Ti
     """Make a group while an earlier call with a longer timeout still waits for other ranks."""
 
     async def rank(number: int) -> None:
-        first = asyncio.create_task(_opened(new_group(store=store, rank=number, world_size=2, timeout=3 * TIMEOUT)))
+        first = asyncio.create_task(_open_group(new_group(store=store, rank=number, world_size=2, timeout=3 * TIMEOUT)))
         await asyncio.sleep(0)
-        await close_group(await timed(_opened(new_group(store=store, rank=number, world_size=2, timeout=TIMEOUT))))
+        await close_group(await timed(_open_group(new_group(store=store, rank=number, world_size=2, timeout=TIMEOUT))))
         with suppress(AiocollError):
             await close_group(await first)
 
@@ -194,9 +194,9 @@ async def second_group(store: StoppingStore, stop: Callable[[], None], timed: Ti
 
 
 @asynccontextmanager
-async def formed(store: Store, size: int, **given: Any) -> AsyncIterator[list[ProcessGroup]]:
+async def open_groups(store: Store, size: int, **given: Any) -> AsyncIterator[list[ProcessGroup]]:
     groups = await gather_all(
-        *(_opened(new_group(store=store, rank=rank, world_size=size, **given)) for rank in range(size))
+        *(_open_group(new_group(store=store, rank=rank, world_size=size, **given)) for rank in range(size))
     )
     yield groups
     await gather_all(*map(close_group, groups))
@@ -204,13 +204,13 @@ async def formed(store: Store, size: int, **given: Any) -> AsyncIterator[list[Pr
 
 def _grow(size: int, newcomers: int, count: int, least: int) -> Scenario:
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
-        async with formed(store, size) as groups:
+        async with open_groups(store, size) as groups:
             stop()
             # If fewer newcomers come, the group grows when the time for them ends.
             limit = TIMEOUT if count == newcomers else 2 * TIMEOUT
             try_limited_lock = Timed(limit)
             joining = [
-                asyncio.create_task(try_limited_lock(_opened(new_group(store=store, join=True, timeout=limit))))
+                asyncio.create_task(try_limited_lock(_open_group(new_group(store=store, join=True, timeout=limit))))
                 for _ in range(newcomers)
             ]
             await asyncio.sleep(0.01)
@@ -224,13 +224,13 @@ def _grow(size: int, newcomers: int, count: int, least: int) -> Scenario:
 
 
 async def merge(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
-    async with formed(HashStore(), 2) as some, formed(HashStore(), 1) as others:
+    async with open_groups(HashStore(), 2) as some, open_groups(HashStore(), 1) as others:
         stop()
         merged = await gather_all(*(timed(group.merge_remote_group(store, 3, TIMEOUT)) for group in [*some, *others]))
         await gather_all(*map(close_group, merged))
 
 
-def _replace(size: int, replaced: bool, wait: float) -> Scenario:
+def _lose_rank(size: int, replaced: bool, wait: float) -> Scenario:
     """Return a scenario in which the last rank leaves, and the others continue with or without a newcomer."""
 
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
@@ -273,9 +273,9 @@ SCENARIOS: dict[str, Scenario] = {
     "grow of 1 by 2": _grow(1, 2, 2, 2),
     "grow by 1 of 2": _grow(2, 1, 2, 1),
     "merge_remote_group": merge,
-    "elastic without newcomers": _replace(2, False, 1.0),
-    "elastic with a newcomer": _replace(3, True, 1.0),
-    "elastic that waits too long": _replace(2, False, 60.0),
+    "elastic without newcomers": _lose_rank(2, False, 1.0),
+    "elastic with a newcomer": _lose_rank(3, True, 1.0),
+    "elastic that waits too long": _lose_rank(2, False, 60.0),
 }
 #: The error of calls that fail although the store answers: newcomers are missing.
 MISSING = {
@@ -530,7 +530,7 @@ async def test_ranks_of_a_stopped_meeting_end_in_time(stopped_server: StoppedSer
             port = meeting.ticket().port
             stopped_server.left[port] = last
             tickets = [meeting.ticket(0), meeting.ticket(1), meeting.newcomer()]
-            groups = await asyncio.gather(*(timed(_opened(each.join(timeout=3 * SHORT))) for each in tickets))
+            groups = await asyncio.gather(*(timed(_open_group(each.join(timeout=3 * SHORT))) for each in tickets))
             await asyncio.gather(*map(close_group, groups))
             assert groups[2] is None, "the newcomer has joined a group"
             assert last > 9 or groups == [None] * 3
@@ -578,7 +578,7 @@ async def test_rendezvous_ends_if_the_lock_of_its_file_is_held(tmp_path: Path, l
 
         async def rank(number: int) -> None:
             made = new_group(init_method=f"file://{path}", rank=number, world_size=2, timeout=2 * SHORT)
-            await close_group(await timed(_opened(made)))
+            await close_group(await timed(_open_group(made)))
 
         await asyncio.gather(*map(rank, range(2)))
         return timed.failures

@@ -90,7 +90,7 @@ def test_missing_cryptography_is_reported_with_a_remedy(monkeypatch: pytest.Monk
 
 
 @asynccontextmanager
-async def connected(server: Tls, client: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
+async def connected_streams(server: Tls, client: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
     loop = asyncio.get_running_loop()
     ends = socket.socketpair()
     for end in ends:
@@ -107,7 +107,7 @@ async def connected(server: Tls, client: Tls) -> AsyncIterator[tuple[TlsStream, 
 
 async def test_both_ends_are_bound_to_the_listeners_certificate() -> None:
     server, client = another_process(), another_process()
-    async with connected(server, client) as (dialled, dialling):
+    async with connected_streams(server, client) as (dialled, dialling):
         assert dialled.bound == dialling.bound == binding(server.certificate)
         assert isinstance(dialled.sock, ssl.SSLSocket)
         assert dialled.sock.version() == "TLSv1.3"

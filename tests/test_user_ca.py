@@ -49,7 +49,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def in_file(files: TlsFiles) -> bytes:
+def certificate_in(files: TlsFiles) -> bytes:
     return ssl.PEM_cert_to_DER_cert(Path(files.certificate).read_text())
 
 
@@ -124,7 +124,7 @@ def test_certificate_files_are_read(authority: Authority) -> None:
     assert tls.own is not None
     assert (tls.own.path, tls.own.names) == (files.certificate, (ANY, STORE))
     assert tls.own.ends - tls.own.begins == 13 * 86400
-    assert tls.certificate == in_file(files)
+    assert tls.certificate == certificate_in(files)
     for context in (tls.server, tls.client):
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
@@ -304,7 +304,7 @@ def test_file_options_are_read_from_the_environment(authority: Authority) -> Non
 
 
 @asynccontextmanager
-async def connected(dialled: Tls, dialling: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
+async def connected_streams(dialled: Tls, dialling: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
     """Yield the streams of both ends of a TCP connection; raise `RefusedError` if one cannot be opened."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -344,7 +344,7 @@ async def error_of(stream: TlsStream | BaseException) -> BaseException:
 async def errors_at_both_ends(dialled: Tls, dialling: Tls) -> list[str]:
     """Return the error texts of both ends; that of the dialling end is first."""
     with pytest.raises(RefusedError) as caught:
-        async with connected(dialled, dialling):
+        async with connected_streams(dialled, dialling):
             pass
     return [f"{type(error).__name__}: {error}" for error in caught.value.args[0]]
 
@@ -352,7 +352,7 @@ async def errors_at_both_ends(dialled: Tls, dialling: Tls) -> list[str]:
 async def test_both_ends_are_verified_and_the_handshake_is_bound_as_before(authority: Authority) -> None:
     first = prepare(authority.make(rank_name("train", 0), file="0"), "train", rank_name("train", 0))
     second = prepare(authority.make(rank_name("train", 1), file="1"), "train", rank_name("train", 1))
-    async with connected(first, second) as (dialling, dialled):
+    async with connected_streams(first, second) as (dialling, dialled):
         assert dialling.bound == dialled.bound == binding(first.certificate)
         dialling.check_rank(0)
         dialled.check_rank(1)
@@ -362,7 +362,7 @@ async def test_both_ends_are_verified_and_the_handshake_is_bound_as_before(autho
                 stream.check_rank(other)
 
 
-def unchecked(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> Tls:
+def unchecked_tls(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> Tls:
     """Use a certificate without checks, as a malicious process or one with another clock does."""
     with monkeypatch.context() as patch:
         replaced(patch, certificate_refused=lambda *_: None, certificate_clock=lambda: Authority.middle(files))
@@ -391,7 +391,7 @@ async def test_different_clocks_are_reported_at_both_ends(
     by_dialling: bool,
 ) -> None:
     good = prepare(authority.make(ANY, file="good"), "train", RANK0)
-    bad = unchecked(authority.make(ANY, days=days), monkeypatch)
+    bad = unchecked_tls(authority.make(ANY, days=days), monkeypatch)
     errors = await errors_at_both_ends(*((good, bad) if by_dialling else (bad, good)))
     refused, refusing = errors if by_dialling else errors[::-1]
     assert refusing.startswith(verdict)
@@ -426,8 +426,8 @@ async def test_end_without_files_is_refused_by_an_end_with_files(authority: Auth
 async def test_certificate_without_names_is_refused_at_both_ends(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nameless = unchecked(authority.make(file="nobody"), monkeypatch)
-    async with connected(nameless, nameless) as ends:
+    nameless = unchecked_tls(authority.make(file="nobody"), monkeypatch)
+    async with connected_streams(nameless, nameless) as ends:
         for stream in ends:
             with pytest.raises(
                 WrongCertificateError, match=r"has no URI of the form aiocoll://JOB/\.\.\. as a name, but"
@@ -606,7 +606,7 @@ async def test_rank_with_an_expired_certificate_is_named_with_its_address(
     limits(dial_doubt=0.05)
     files = [authority.make(ANY, file="0"), authority.make(ANY, file="1")]
     files[outdated] = authority.make(ANY, file="old", days=(-9, -2))
-    old = unchecked(files[outdated], monkeypatch)
+    old = unchecked_tls(files[outdated], monkeypatch)
     replaced(monkeypatch, rank_secured=lambda given, *more: old if "old" in given.key else prepare(given, *more))
     dialling = str(await failure([options(each) for each in files]))
     (accepting, *_) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -643,30 +643,30 @@ async def test_new_files_are_used_by_the_next_group_only(authority: Authority) -
     async def rank(rank: int) -> list[list[bytes]]:
         seen: list[list[bytes]] = [[], [], []]
 
-        def made() -> new_group:
+        def make_group() -> new_group:
             return new_group(store=store, rank=rank, world_size=2, options=options(TlsFiles(*files)))
 
-        async with made() as old:
+        async with make_group() as old:
             assert await total(old, seen[0]) == 3
             await both[0].wait()
             if rank == 0:
                 authority.make(ANY)
             await both[1].wait()
-            async with made() as sharing:
+            async with make_group() as sharing:
                 assert await total(sharing, seen[1]) == 3
                 shared = comm_of(sharing).endpoint.context.transport._open_stream.tls  # type: ignore[attr-defined]
-                assert shared.certificate == in_file(files)
+                assert shared.certificate == certificate_in(files)
             assert await total(old) == 3
             await both[2].wait()
         await both[3].wait()
-        async with made() as new:
+        async with make_group() as new:
             assert await total(new, seen[2]) == 3
         return seen
 
     files = authority.make(ANY)
-    before = in_file(files)
+    before = certificate_in(files)
     for seen in await asyncio.gather(rank(0), rank(1)):
-        after = in_file(files)
+        after = certificate_in(files)
         assert seen == [[before], [before], [after]]
     await store.aclose()
 
@@ -685,7 +685,7 @@ async def test_grown_group_uses_new_files(authority: Authority) -> None:
         async with await pg.grow(1) as grown:
             certificates: list[bytes] = []
             assert [await total(grown, certificates), await joining] == [3, 3]
-    assert certificates == [in_file(files)]
+    assert certificates == [certificate_in(files)]
     await store.aclose()
 
 
@@ -734,7 +734,7 @@ async def test_client_refuses_a_foreign_store(
         said = await refused_by_store(server, client)
         assert said.startswith("StoreAuthenticationError: cannot use the store at 127.0.0.1")
         assert f": the certificate of the server {message}" in said
-    rank = unchecked(authority.make(ANY, file="rank"), monkeypatch)
+    rank = unchecked_tls(authority.make(ANY, file="rank"), monkeypatch)
     replaced(monkeypatch, server_secured=lambda *_: rank)
     said = await refused_by_store(good, good)
     assert "the certificate of the server names aiocoll://train/rank/*, but aiocoll://train/store was expected" in said
@@ -770,7 +770,7 @@ async def test_store_refuses_invalid_clients(
 ) -> None:
     """Let the client skip its own checks, as a malicious one or one with another clock does."""
     good = stores(authority.make(STORE, file="store"))
-    bad = unchecked(authority.make(*names, days=days), monkeypatch)
+    bad = unchecked_tls(authority.make(*names, days=days), monkeypatch)
     replaced(monkeypatch, client_secured=lambda *_: bad)
     said = await refused_by_store(good, good)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -806,18 +806,18 @@ async def test_running_store_uses_new_files(authority: Authority, caplog: pytest
     server = StoreServer("127.0.0.1", 0, **stores(files))
     server.start()
 
-    async def shown() -> bytes:
+    async def presented_certificate() -> bytes:
         async with TCPStore("127.0.0.1", server.port, timeout=5, **stores(files)) as store:
             assert store._link is not None
             certificate: bytes = store._link.transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
             return certificate
 
     async with TCPStore("127.0.0.1", server.port, timeout=5, **stores(files)) as old:
-        before = await shown()
+        before = await presented_certificate()
         authority.make(STORE)
-        after = await shown()
+        after = await presented_certificate()
         assert before != after
-        assert await shown() == after
+        assert await presented_certificate() == after
         await old.set("key", b"value")
     await server.aclose()
 

@@ -39,7 +39,7 @@ CONTROL = (asyncio.CancelledError, GeneratorExit, StopIteration, BaseException, 
 FATAL = (KeyboardInterrupt, SystemExit)
 
 
-def raising(error: type[BaseException]) -> Callable[..., Any]:
+def function_raising(error: type[BaseException]) -> Callable[..., Any]:
     def call(*_: Any) -> Any:
         raise error("for a test")
 
@@ -58,7 +58,7 @@ async def test_raising_reduce_function_fails_its_operation_on_every_rank(
     """Run the reduction in every executor."""
 
     async def rank(pg: ProcessGroup, kind: str, count: int) -> None:
-        op = ReduceOp.custom(raising(error), name="f")
+        op = ReduceOp.custom(function_raising(error), name="f")
         raised = await failure(CALLS[kind](pg, op, count))
         assert f"its reduce function raised {error.__name__}" in str(raised)
         if raised.ranks == (pg.rank(),):
@@ -74,7 +74,7 @@ def test_raising_reduce_function_fails_its_operation_at_once(culprit: int) -> No
     """Use a virtual clock, which shows that the failure does not wait for the timeout."""
 
     async def rank(pg: ProcessGroup) -> float:
-        op = ReduceOp.custom(raising(asyncio.CancelledError) if pg.rank() == culprit else np.add, name="f")
+        op = ReduceOp.custom(function_raising(asyncio.CancelledError) if pg.rank() == culprit else np.add, name="f")
         start = asyncio.get_running_loop().time()
         await failure(pg.allreduce(np.ones(4), op, timeout=100))
         return asyncio.get_running_loop().time() - start
@@ -157,8 +157,10 @@ async def test_raising_hook_is_removed_and_logged(
 
 
 FATAL_PLACES: dict[str, Callable[[ProcessGroup, type[BaseException]], Awaitable[Any]]] = {
-    "reduce function": lambda pg, error: pg.allreduce(np.ones(4), ReduceOp.custom(raising(error), name="f")),
-    "large reduction": lambda pg, error: pg.allreduce(np.ones(400_003), ReduceOp.custom(raising(error), name="f")),
+    "reduce function": lambda pg, error: pg.allreduce(np.ones(4), ReduceOp.custom(function_raising(error), name="f")),
+    "large reduction": lambda pg, error: pg.allreduce(
+        np.ones(400_003), ReduceOp.custom(function_raising(error), name="f")
+    ),
     "on_start": lambda pg, error: allreduce_with_hook(pg, "on_start", error),
     "on_end": lambda pg, error: allreduce_with_hook(pg, "on_end", error),
 }
@@ -309,7 +311,7 @@ async def test_object_that_cannot_be_pickled_is_refused_at_the_call(error: type[
 @pytest.mark.parametrize("error", [*CONTROL, ValueError])
 @pytest.mark.ranks(1, 2)
 async def test_raising_result_function_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
-    work = map_result(pg.allreduce(1), raising(error))
+    work = map_result(pg.allreduce(1), function_raising(error))
     with pytest.raises(error if issubclass(error, Exception) and error is not StopIteration else UserCodeError):
         await work
     assert await pg.allreduce(1) == pg.size()
@@ -322,7 +324,7 @@ async def test_result_that_cannot_be_handed_over_fails_its_work(pg: ProcessGroup
     work = pg.allreduce(np.ones(6)[::2])  # not contiguous, so the result is copied back
     completion = completion_of(work)
     assert completion.unwrap is not None
-    completion.unwrap = raising(error)
+    completion.unwrap = function_raising(error)
     with pytest.raises(error if issubclass(error, Silent) else UserCodeError):
         await work
     assert await pg.allreduce(1) == pg.size()
@@ -338,7 +340,7 @@ async def test_raising_done_callback_goes_to_the_loops_exception_handler(
     work = pg.allreduce(1)
     if pg.rank() == 0:
         loop.set_exception_handler(lambda _, context: raised.append(type(context["exception"])))
-        work.add_done_callback(raising(error))
+        work.add_done_callback(function_raising(error))
     assert await work == 2
     assert await pg.allreduce(1) == 2  # takes another loop iteration
     assert raised == ([error] if pg.rank() == 0 else [])

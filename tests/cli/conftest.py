@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-#: Seconds within which a launcher must end. No test takes a tenth of it.
+#: Seconds within which a launcher must end. It usually takes less than a tenth of that.
 LIMIT = 60
 
 

@@ -51,7 +51,7 @@ async def hang(pg: ProcessGroup, steps: int, absent: int) -> int:
     raise AssertionError("the barrier succeeded without the absent rank")
 
 
-async def differ(pg: ProcessGroup) -> None:
+async def reduce_different_sizes(pg: ProcessGroup) -> None:
     """Let the last rank reduce a larger array than the others, after they have made their calls."""
     await train(pg, 3)
     last = pg.size() - 1
@@ -68,7 +68,7 @@ async def differ(pg: ProcessGroup) -> None:
     raise AssertionError("the allreduce of different sizes succeeded")
 
 
-async def live(pg: ProcessGroup, directory: str, blocked: bool) -> None:
+async def signal_each_other(pg: ProcessGroup, directory: str, blocked: bool) -> None:
     """Let each rank send SIGUSR2 to the next one, whose loop is free or blocked; the group stays usable."""
     await train(pg, 2)
     pids = await pg.allgather_object(os.getpid())

@@ -22,12 +22,12 @@ from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case, Workload, bus_factor
 from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_ranks
 
-#: Seconds within which a command must end. No test takes a tenth of it.
+#: Seconds within which a command must end. It usually takes less than a tenth of that.
 LIMIT = 60
 FEW = Effort(seconds=0, least=3, most=3)
 
 
-async def measured(pg: ProcessGroup, cases: Sequence[Case], effort: Effort = FEW) -> list[Timing]:
+async def measure_cases(pg: ProcessGroup, cases: Sequence[Case], effort: Effort = FEW) -> list[Timing]:
     found = []
     for case in cases:
         load = Workload(case, pg.rank(), pg.size())
@@ -38,7 +38,7 @@ async def measured(pg: ProcessGroup, cases: Sequence[Case], effort: Effort = FEW
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 async def test_measurements_of_every_collective_are_correct_and_equal_on_all_ranks(world_size: int) -> None:
     cases = [Case(kind, nbytes) for kind in KINDS for nbytes in (4, 4 * (113 * world_size + 1), 1 << 16)]
-    ranks = await run_ranks(world_size, measured, cases)
+    ranks = await run_ranks(world_size, measure_cases, cases)
     assert all(rank == ranks[0] for rank in ranks)
     assert [timing.wrong for timing in ranks[0]] == [0] * len(cases)
     assert [len(timing.nanoseconds) for timing in ranks[0]] == [3] * len(cases)
@@ -49,7 +49,7 @@ async def test_measurements_of_every_collective_are_correct_and_equal_on_all_ran
 async def test_results_of_every_op_on_every_dtype_are_correct(pg: ProcessGroup, dtype: str) -> None:
     ops = [(kind, op) for kind in KINDS if spec_of(kind).reduces for op in OPS if (kind, op) != ("scan", "avg")]
     cases = [Case(kind, 5000, dtype=dtype, op=op) for kind, op in ops]
-    timings = await measured(pg, cases)
+    timings = await measure_cases(pg, cases)
     assert {case: timing.wrong for case, timing in zip(cases, timings, strict=True)} == dict.fromkeys(cases, 0)
 
 
@@ -93,7 +93,7 @@ async def test_wrong_elements_of_all_ranks_are_counted(pg: ProcessGroup) -> None
 async def test_measurement_ends_at_its_seconds_or_its_largest_number_of_calls() -> None:
     efforts = {Effort(0, 1, 1000): 1, Effort(1e9, 1, 131): 131, Effort(0, 100, 1000): 100}
     for effort, count in efforts.items():
-        (timing,) = (await run_ranks(2, measured, [Case("allreduce", 64)], effort))[0]
+        (timing,) = (await run_ranks(2, measure_cases, [Case("allreduce", 64)], effort))[0]
         assert len(timing.nanoseconds) == count
 
 

@@ -38,7 +38,7 @@ OURS = ("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE", "PYTHONASYNCIODEBUG")
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_variables_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(OURS)]:
         monkeypatch.delenv(name)
 
@@ -410,12 +410,12 @@ def test_encryption_between_hosts_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("AIOCOLL_ENCRYPTION")
     real = checks.version
 
-    def missing(name: str) -> str:
+    def version_without_cryptography(name: str) -> str:
         if name == "cryptography":
             raise PackageNotFoundError
         return real(name)
 
-    monkeypatch.setattr(checks, "version", missing)
+    monkeypatch.setattr(checks, "version", version_without_cryptography)
     assert "pip install aiocoll[tls]" in finding_of("between hosts").advice
 
 
@@ -454,10 +454,10 @@ def test_failed_meeting_is_a_problem(limits: Limits, capsys: pytest.CaptureFixtu
 def test_ranks_that_do_not_share_memory_are_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def met(*_: object, **__: object) -> list[list[tuple[int, str, str]]]:
+    async def fake_meeting(*_: object, **__: object) -> list[list[tuple[int, str, str]]]:
         return [[(1, "unix", "it is forbidden"), (2, "shm", "same host")], [(2, "unix", "it is forbidden")], []]
 
-    monkeypatch.setattr(doctor, "run_processes", met)
+    monkeypatch.setattr(doctor, "run_processes", fake_meeting)
     assert main(["doctor", "-n", "3"]) == 1
     output = capsys.readouterr().out
     assert "could share memory, which is faster" in output

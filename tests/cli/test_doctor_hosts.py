@@ -59,7 +59,7 @@ def meet(port: int) -> Meet:
 
 
 @asynccontextmanager
-async def serving(port: int) -> AsyncIterator[None]:
+async def store_server(port: int) -> AsyncIterator[None]:
     """Serve the store in place of host 0."""
     server = StoreServer("127.0.0.1", port, key=KEY, job="this test")
     server.start()
@@ -68,7 +68,7 @@ async def serving(port: int) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def elsewhere(port: int) -> AsyncIterator[PrefixStore]:
+async def doctor_store(port: int) -> AsyncIterator[PrefixStore]:
     """Open the store as another program does."""
     store = TCPStore("127.0.0.1", port, timeout=LIMIT, wait_for_workers=False, key=KEY, job="this test")
     async with store:
@@ -142,7 +142,7 @@ async def test_missing_host_is_reported(meet: Meet) -> None:
 
 
 async def test_store_of_another_key_is_refused(meet: Meet, port: int) -> None:
-    async with serving(port):
+    async with store_server(port):
         message = r"cannot use the store at 127\.0\.0\.1:\d+: .* did not prove that it holds this job's key"
         with pytest.raises(StoreUnavailableError, match=message):
             await meet(1, 3, key=b"of another test, or so")
@@ -166,7 +166,7 @@ async def test_store_port_of_another_program_is_reported(meet: Meet, port: int) 
 async def test_store_of_another_program_is_reported(meet: Meet, limits: Limits, port: int) -> None:
     """Use the store as of a running job, in which no host 0 of `aiocoll doctor` takes part."""
     limits(doctor_slack=0.1)
-    async with serving(port):
+    async with store_server(port):
         with pytest.raises(
             RendezvousError, match=r"host 0 has a store, but has not ended the round within 0\.2 s: check that `aiocoll"
         ):
@@ -191,7 +191,7 @@ async def test_different_number_of_hosts_is_refused(meet: Meet, limits: Limits) 
 
 
 async def test_late_host_is_refused(meet: Meet, port: int) -> None:
-    async with serving(port), elsewhere(port) as store:
+    async with store_server(port), doctor_store(port) as store:
         await store.set("came", packed({0: packed({"nnodes": 2})}))
         with pytest.raises(
             RendezvousError, match="host 1 came too late: the other hosts have started without it; run the command"
@@ -204,7 +204,7 @@ async def test_late_host_is_refused(meet: Meet, port: int) -> None:
 
 async def publish_as_host_1(port: int, *values: Any) -> None:
     """Publish the records of host 1 for as many rounds as there are values, the last round first."""
-    async with elsewhere(port) as store:
+    async with doctor_store(port) as store:
         records = dict(zip(("came/1", "listening/1", "row/1", "left/1"), map(packed, values), strict=False))
         await store.multi_set([*reversed(records)], [*reversed(records.values())])
 
@@ -216,7 +216,7 @@ CAME = {"nnodes": 2, "store": "127.0.0.1", "listens": "", "facts": FACTS}
 REACHED = {0: (0.1, "")}
 
 
-def listening(port: int) -> Any:
+def listening_record(port: int) -> Any:
     return {"host": "elsewhere", "unix": None, "tcp": ["127.0.0.1", port], "process": [0, 0, 0], "piece": 0}, ""
 
 
@@ -231,7 +231,7 @@ async def test_host_that_stops_is_reported(
     meet: Meet, limits: Limits, port: int, rounds: int, name: str, text: str
 ) -> None:
     limits(doctor_dial=0.1, doctor_slack=0.3, doctor_ping=0.1)
-    values = [CAME, listening(free_port())][:rounds]
+    values = [CAME, listening_record(free_port())][:rounds]
     met, _ = await asyncio.gather(meet(0, 2), publish_as_host_1(port, *values))
     assert advice(met)[name] == text
 
@@ -239,7 +239,9 @@ async def test_host_that_stops_is_reported(
 async def test_refused_connection_is_reported(meet: Meet, limits: Limits, port: int) -> None:
     limits(doctor_dial=0.3)
     unused_port = free_port()
-    met, _ = await asyncio.gather(meet(0, 2), publish_as_host_1(port, CAME, listening(unused_port), REACHED, None))
+    met, _ = await asyncio.gather(
+        meet(0, 2), publish_as_host_1(port, CAME, listening_record(unused_port), REACHED, None)
+    )
     (text,) = advice(met).values()
     assert re.fullmatch(
         rf"host 0 \(.*\) cannot reach host 1 \(elsewhere\) at 127\.0\.0\.1 port {unused_port}, which other hosts "
@@ -260,7 +262,7 @@ async def test_another_program_at_the_port_is_reported(meet: Meet, limits: Limit
         await writer.wait_closed()
 
     async with await asyncio.start_server(serve, "127.0.0.1") as server:
-        card = listening(server.sockets[0].getsockname()[1])
+        card = listening_record(server.sockets[0].getsockname()[1])
         met, _ = await asyncio.gather(meet(0, 2), publish_as_host_1(port, CAME, card, REACHED, None))
     ((_, attempt),) = met.rows[0].items()
     assert "TLS: " in attempt.trouble
@@ -272,10 +274,10 @@ async def test_connection_without_an_answer_is_reported(
     """Let the connections open while no byte comes back."""
     limits(doctor_ping=0.1)
 
-    async def silent(stream: ByteStream) -> None:
+    async def close_at_once(stream: ByteStream) -> None:
         stream.close()
 
-    replaced(monkeypatch, doctor_answer=silent)
+    replaced(monkeypatch, doctor_answer=close_at_once)
     met, _ = await asyncio.gather(meet(0, 2), meet(1, 2))
     assert met.rows[1][0].trouble == ": the connection was made, and then no byte came back"
 

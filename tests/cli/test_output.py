@@ -452,7 +452,7 @@ def test_missing_reader_of_the_last_line_is_a_failure(tmp_path: Path) -> None:
 # -- readers that are slow or stuck
 
 
-def queued(reading: int) -> int:
+def bytes_in_pipe(reading: int) -> int:
     """Return the number of bytes in a pipe."""
     return int.from_bytes(fcntl.ioctl(reading, termios.FIONREAD, bytes(4)), sys.byteorder)
 
@@ -475,7 +475,7 @@ def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
         relay = OutputRelay(b"", pipe, Sink(writing, "it", lambda _: None))
         drain = threading.Thread(target=relay.drain)
         drain.start()
-        wait_until(lambda: queued(reading) == 4096)
+        wait_until(lambda: bytes_in_pipe(reading) == 4096)
         drain.join(0.3)
         assert drain.is_alive()
         received = 0
@@ -528,7 +528,7 @@ def test_waits_can_be_limited_after_they_have_started(has_error: bool, monkeypat
             on_loss(lambda _: None)
             stuck = threading.Thread(target=sys.stdout.buffer.write, args=(b"x" * 9000,))
             stuck.start()
-            wait_until(lambda: queued(reading) == 4096)
+            wait_until(lambda: bytes_in_pipe(reading) == 4096)
             limit_waits(0.0)
             if has_error:
                 print("error", file=sys.stderr)
@@ -552,7 +552,7 @@ def test_launcher_with_a_stuck_reader_can_be_ended(errors: int, blocking: bool, 
     env = {**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(tmp_path)}
     process = subprocess.Popen(argv, env=env, stdout=writing, stderr=errors)
     try:
-        wait_until(lambda: finished_ranks(tmp_path) == ["0", "1"] and queued(reading) > 0)
+        wait_until(lambda: finished_ranks(tmp_path) == ["0", "1"] and bytes_in_pipe(reading) > 0)
         process.terminate()
         assert process.wait(LIMIT) == 143
     finally:

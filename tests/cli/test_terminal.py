@@ -93,11 +93,11 @@ def test_help_of_every_command_lists_its_exit_codes(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("command", ["bench", "doctor", "trace"])
 def test_interrupted_command_ends_with_130(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    replaced(monkeypatch, bench_processes=interrupted, doctor_look=interrupted, trace_collect=interrupted)
-    replaced(monkeypatch, doctor_meeting=interrupted)
+    replaced(monkeypatch, bench_processes=interrupt, doctor_look=interrupt, trace_collect=interrupt)
+    replaced(monkeypatch, doctor_meeting=interrupt)
     assert main([command, *(["dump"] if command == "trace" else [])]) == 130
 
 

@@ -67,7 +67,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def running(launch: Launch, env: Mapping[str, str]) -> tuple[Job, dict[int, int]]:
+def running_job(launch: Launch, env: Mapping[str, str]) -> tuple[Job, dict[int, int]]:
     """Start a job of four ranks; return it and their processes by rank."""
     job = launch("-n", 4, script=SCRIPT, env=env)
     found: dict[int, int] = {}
@@ -80,9 +80,9 @@ def running(launch: Launch, env: Mapping[str, str]) -> tuple[Job, dict[int, int]
 
 
 @pytest.fixture
-def watch(running: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> Iterator[Watch]:
+def watch(running_job: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> Iterator[Watch]:
     (job,) = jobs(env)
-    assert (job.number, job.ranks) == (running[0].process.pid, 4)
+    assert (job.number, job.ranks) == (running_job[0].process.pid, 4)
     watch = Watch(job.folder)
     yield watch
     watch.close()
@@ -115,9 +115,9 @@ def top(folder: Path, env: Mapping[str, str], *args: str) -> subprocess.Complete
 
 
 def test_running_ranks_are_ok_and_the_page_shows_the_output(
-    running: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
+    running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
 ) -> None:
-    job, pids = running
+    job, pids = running_job
     group = group_when(watch, lambda group: (group.ops or 0) > 0)
     assert states(group) == dict.fromkeys(range(4), "ok")
     assert {each.rank: each.process for each in group.ranks} == pids
@@ -153,7 +153,7 @@ def test_running_ranks_are_ok_and_the_page_shows_the_output(
 
 
 def test_blocked_rank_is_named_with_its_line(
-    running: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
+    running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
 ) -> None:
     (launch.path / "block-2").touch()
     group = group_when(watch, lambda group: states(group)[2] == "blocked" and group.ranks[0].missing > 0)
@@ -169,7 +169,7 @@ def test_blocked_rank_is_named_with_its_line(
 
 
 @pytest.mark.slow
-def test_rank_that_has_not_entered_a_call_is_late(running: Any, watch: Watch, launch: Launch) -> None:
+def test_rank_that_has_not_entered_a_call_is_late(running_job: Any, watch: Watch, launch: Launch) -> None:
     (launch.path / "late-1").touch()
     group = group_when(watch, lambda group: states(group)[1] == "late")
     assert (group.ranks[0].rank, group.ranks[0].missing, states(group)[0]) == (1, 1, "ok")
@@ -177,10 +177,10 @@ def test_rank_that_has_not_entered_a_call_is_late(running: Any, watch: Watch, la
 
 @pytest.mark.slow
 def test_stopped_rank_is_ok_again_when_it_continues(
-    running: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str]
+    running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str]
 ) -> None:
     """Look with a viewer that the rank has answered before, and with a new one."""
-    _, pids = running
+    _, pids = running_job
     group_when(watch, lambda group: states(group)[3] == "ok")
     os.kill(pids[3], signal.SIGSTOP)
     try:
@@ -196,8 +196,8 @@ def test_stopped_rank_is_ok_again_when_it_continues(
 
 
 @pytest.mark.slow
-def test_killed_rank_is_gone_and_the_outcome_is_kept(running: tuple[Job, dict[int, int]], watch: Watch) -> None:
-    job, pids = running
+def test_killed_rank_is_gone_and_the_outcome_is_kept(running_job: tuple[Job, dict[int, int]], watch: Watch) -> None:
+    job, pids = running_job
     group_when(watch, lambda group: (group.ops or 0) > 0)
     os.kill(pids[1], signal.SIGKILL)
     group = group_when(watch, lambda group: states(group)[1] in ("gone", "lost") and group.state == "revoked")
@@ -248,9 +248,9 @@ def test_job_is_chosen_by_number_if_there_are_several(launch: Launch, env: Mappi
     both[0].process.wait()
     assert [job.number for job in jobs(env)] == [second]
     with job_folder(env, ["a.py"], 3) as (folder, _):
-        running = jobs(env)
-        assert sorted(os.listdir(os.path.dirname(folder))) == sorted(os.path.basename(job.folder) for job in running)
-        assert [(job.number, job.ranks, job.command) for job in running][1:] == [(os.getpid(), 3, "a.py")]
+        found = jobs(env)
+        assert sorted(os.listdir(os.path.dirname(folder))) == sorted(os.path.basename(job.folder) for job in found)
+        assert [(job.number, job.ranks, job.command) for job in found][1:] == [(os.getpid(), 3, "a.py")]
 
 
 def test_launchers_in_several_containers_may_have_the_same_pid(
@@ -413,7 +413,7 @@ async def test_page_limits_its_open_connections() -> None:
 
 @pytest.mark.skipif(executable() is None, reason=MISSING)
 def test_page_in_a_browser_shows_and_updates_the_ranks(
-    running: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
+    running_job: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
 ) -> None:
     """Use two widths: the page shows the ranks, updates them, loads nothing else, and fits the window."""
     command = [sys.executable, "-m", "aiocoll", "top", "--web"]

@@ -85,7 +85,7 @@ async def test_hang_names_the_collective_the_line_and_the_missing_rank(
 
 @pytest.mark.slow
 async def test_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    await run_processes(3, recorded.differ, options=GroupOptions(dump_dir=str(tmp_path)))
+    await run_processes(3, recorded.reduce_different_sizes, options=GroupOptions(dump_dir=str(tmp_path)))
     code, output = trace(capsys, *files(tmp_path))
     assert code == 1
     assert "failed: CollectiveMismatchError: Collectives differ in the following: counts, shape. Group" in output
@@ -104,7 +104,7 @@ async def test_signal_makes_a_living_rank_dump(
     loop: Any, blocked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = GroupOptions(dump_dir=str(tmp_path))
-    await run_processes(2, recorded.live, str(tmp_path), blocked, options=options, loop=loop)
+    await run_processes(2, recorded.signal_each_other, str(tmp_path), blocked, options=options, loop=loop)
     code, output = trace(capsys, *files(tmp_path))
     assert code == 0
     assert "no collective diverged" in output
@@ -227,9 +227,9 @@ def test_clocks_of_two_hosts_are_aligned(tmp_path: Path) -> None:
         dump["clock"]["host"] = host
         dump["clock"]["wall"] += wall
         dump["clock"]["monotonic"] += monotonic
-        for entry in dump["entries"]:
-            entry["entered"] += monotonic
-            entry["finished"] += monotonic
+        for recorded_call in dump["entries"]:
+            recorded_call["entered"] += monotonic
+            recorded_call["finished"] += monotonic
         path.write_text(json.dumps(dump))
     (group,) = collect(list(map(str, dumps)))
     (call,) = group.calls
@@ -280,7 +280,7 @@ CAUSES = {
 }
 
 
-def entry(**changes: Any) -> dict[str, Any]:
+def recorded_call(**changes: Any) -> dict[str, Any]:
     call = {
         **{"rank": 0, "op": "BARRIER", "shape": [], "dtype": None, "device": "cpu", "counts": [], "sends": None},
         **{"receives": None, "members": None, "root": None, "reduce": None, "seq": 1, "key": None, "debug": None},
@@ -296,7 +296,7 @@ def test_verdict_without_the_dump_of_the_rank_at_fault_uses_what_its_peers_recor
 ) -> None:
     given, words = CAUSES[cause]
     clock = {"host": "h", "monotonic": 5.0, "wall": 5.0}
-    dump = good(cause=given, state="revoked", entered=1, clock=clock, entries=[entry()])
+    dump = valid_dump(cause=given, state="revoked", entered=1, clock=clock, entries=[recorded_call()])
     (tmp_path / "one").write_text(json.dumps(dump))
     code, output = trace(capsys, tmp_path / "one")
     assert code == 1
@@ -305,10 +305,10 @@ def test_verdict_without_the_dump_of_the_rank_at_fault_uses_what_its_peers_recor
 
 def test_verdict_names_the_line_that_blocks_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock = {"host": "h", "monotonic": 5.25, "wall": 5.25}
-    pending = entry(entered=1.05, finished=None, state="pending", error=None)
-    (tmp_path / "0").write_text(json.dumps(good(clock=clock, entered=1, entries=[pending])))
+    pending = recorded_call(entered=1.05, finished=None, state="pending", error=None)
+    (tmp_path / "0").write_text(json.dumps(valid_dump(clock=clock, entered=1, entries=[pending])))
     blocked = [4.0, "/srv/train.py:15 in load, called from /srv/train.py:20 in main"]
-    (tmp_path / "1").write_text(json.dumps(good(rank=1, clock=clock, blocked=blocked)))
+    (tmp_path / "1").write_text(json.dumps(valid_dump(rank=1, clock=clock, blocked=blocked)))
     code, output = trace(capsys, tmp_path / "0", tmp_path / "1")
     assert code == 1
     assert output.splitlines()[1] == (
@@ -333,7 +333,7 @@ def test_verdict_of_a_mismatch_names_the_lines_of_both_calls(
 # -- files that cannot be used
 
 
-def good(**changes: Any) -> dict[str, Any]:
+def valid_dump(**changes: Any) -> dict[str, Any]:
     clock = {"host": "h", "monotonic": 1.0, "wall": 1.0}
     dump = {
         **{"format": FORMAT, "version": 1, "group": "g", "id": 1, "rank": 0, "world_size": 2, "global_ranks": [0, 1]},
@@ -348,18 +348,18 @@ def good(**changes: Any) -> dict[str, Any]:
     [
         (None, "cannot be read: No such file or directory"),
         (b"", "is not JSON, or incomplete"),
-        (json.dumps(good()).encode()[:-3], "is not JSON, or incomplete"),
+        (json.dumps(valid_dump()).encode()[:-3], "is not JSON, or incomplete"),
         (b"\xff\xfe\xfd", "is not JSON, or incomplete"),
         (b"[1, 2]", "is not a dump of pg.recorder"),
         (b'{"a": 1}', "is not a dump of pg.recorder"),
         (b'{"traceEvents": []}', "is a trace for Perfetto; give the dumps it was made of"),
-        (good(version=2), "has version 2 of the format, and this aiocoll reads version 1"),
-        (good(rank=2), "is damaged: rank: it is not a rank of the group"),
-        (good(rank=True), "is damaged: rank: True is not a number"),
-        (good(clock={}), "is damaged: clock: host is missing"),
-        (good(entries=[1]), "is damaged: entries: one is not a map"),
-        (good(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),
-        ({key: value for key, value in good().items() if key != "cause"}, "is damaged: cause is missing"),
+        (valid_dump(version=2), "has version 2 of the format, and this aiocoll reads version 1"),
+        (valid_dump(rank=2), "is damaged: rank: it is not a rank of the group"),
+        (valid_dump(rank=True), "is damaged: rank: True is not a number"),
+        (valid_dump(clock={}), "is damaged: clock: host is missing"),
+        (valid_dump(entries=[1]), "is damaged: entries: one is not a map"),
+        (valid_dump(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),
+        ({key: value for key, value in valid_dump().items() if key != "cause"}, "is damaged: cause is missing"),
     ],
 )
 def test_file_that_is_no_dump_is_refused(
@@ -374,18 +374,18 @@ def test_file_that_is_no_dump_is_refused(
 
 def test_dumps_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    one.write_text(json.dumps(good()))
-    two.write_text(json.dumps(good()))
+    one.write_text(json.dumps(valid_dump()))
+    two.write_text(json.dumps(valid_dump()))
     code, output = trace(capsys, one, two)
     assert (code, f"{one} and {two} are both of rank 0 of group 'g': give one per rank" in output) == (2, True)
-    two.write_text(json.dumps(good(rank=1, global_ranks=[0, 2])))
+    two.write_text(json.dumps(valid_dump(rank=1, global_ranks=[0, 2])))
     code, output = trace(capsys, one, two)
     assert (code, f"{one} and {two} disagree on the ranks of group 'g': they are of two jobs" in output) == (2, True)
 
 
 def test_unwritable_trace_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one"
-    path.write_text(json.dumps(good()))
+    path.write_text(json.dumps(valid_dump()))
     code, output = trace(capsys, path, "--perfetto", tmp_path / "missing" / "trace.json")
     assert (code, "No such file or directory" in output) == (2, True)
 
@@ -400,16 +400,16 @@ def test_picture_without_matplotlib_is_refused_with_a_remedy(monkeypatch: pytest
 
 
 @pytest.fixture(scope="module")
-def drawing(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _first_drawing(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Draw one picture first: matplotlib keeps the files of its fonts open from then on."""
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("matplotlib")
-    (path / "one").write_text(json.dumps(good()))
+    (path / "one").write_text(json.dumps(valid_dump()))
     picture.draw(collect([str(path / "one")]), str(path / "one.png"))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("drawing")
+@pytest.mark.usefixtures("_first_drawing")
 @pytest.mark.parametrize("calls", [0, 3, 40])
 @pytest.mark.parametrize("hangs", [False, True])
 def test_picture_is_drawn_for_any_number_of_calls(
@@ -436,18 +436,18 @@ def test_picture_is_drawn_for_any_number_of_calls(
     assert int.from_bytes(data[20:24], "big") > (400 if calls == 40 else 200)
 
 
-@pytest.mark.usefixtures("drawing")
+@pytest.mark.usefixtures("_first_drawing")
 def test_picture_leads_with_the_verdict_and_marks_the_rank_at_fault(tmp_path: Path) -> None:
     """Let rank 0 wait for rank 1 from 1 s to 3 s, end at 5 s, and wait for rank 1 again in the next call."""
     from matplotlib.figure import Figure
 
     clock = {"host": "h", "monotonic": 9.0, "wall": 9.0}
-    first = entry(state="finished", error=None)
-    waits = entry(seq=2, entered=6.0, finished=None, state="pending", error=None)
-    (tmp_path / "0").write_text(json.dumps(good(clock=clock, entered=2, entries=[first, waits])))
-    late = entry(state="finished", error=None, entered=3.0)
+    first = recorded_call(state="finished", error=None)
+    waits = recorded_call(seq=2, entered=6.0, finished=None, state="pending", error=None)
+    (tmp_path / "0").write_text(json.dumps(valid_dump(clock=clock, entered=2, entries=[first, waits])))
+    late = recorded_call(state="finished", error=None, entered=3.0)
     blocked = [3.0, "/srv/train.py:15 in load"]
-    dump = good(rank=1, clock=clock, entered=1, entries=[late], blocked=blocked)
+    dump = valid_dump(rank=1, clock=clock, entered=1, entries=[late], blocked=blocked)
     (tmp_path / "1").write_text(json.dumps(dump))
     (made,) = picture.make_pictures(collect([str(tmp_path / "0"), str(tmp_path / "1")])[0])
     ax = Figure().subplots()

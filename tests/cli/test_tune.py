@@ -140,14 +140,14 @@ def test_two_hosts_may_write_at_once(launches: dict, tuning_path: Path, monkeypa
     """Write to a shared directory, with the same pid on both hosts."""
     replace, written = Path.replace, []
 
-    def meanwhile(fresh: Path, target: Path) -> Path:
+    def write_meanwhile(fresh: Path, target: Path) -> Path:
         if not written:
             written.append(target)
             assert tune.run(ARGS) == 0
         return replace(fresh, target)
 
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    monkeypatch.setattr(Path, "replace", meanwhile)
+    monkeypatch.setattr(Path, "replace", write_meanwhile)
     assert tune.run(ARGS) == 0
     assert list(tuning_path.parent.iterdir()) == written == [tuning_path]
 

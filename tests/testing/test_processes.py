@@ -89,7 +89,9 @@ async def test_timeout_shows_the_place_of_every_rank(monkeypatch: pytest.MonkeyP
     os.mkfifo(file)
     limit, wait, answers = 1000.0, asyncio.wait, []
 
-    async def events(awaited: Any, *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED) -> Any:
+    async def wait_for_events(
+        awaited: Any, *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED
+    ) -> Any:
         if timeout == limit:
             timeout = 0
             hanging = asyncio.create_task(wait_until_all_hang(file))
@@ -101,7 +103,7 @@ async def test_timeout_shows_the_place_of_every_rank(monkeypatch: pytest.MonkeyP
             await until(lambda: sum(answer.done() for answer in answers) == 2)
         return await wait(awaited, timeout=timeout, return_when=return_when)
 
-    monkeypatch.setattr(asyncio, "wait", events)
+    monkeypatch.setattr(asyncio, "wait", wait_for_events)
     with pytest.raises(TimeoutError) as caught:
         await run_processes(4, jobs.hang, str(file), timeout=limit)
     text = str(caught.value)
@@ -136,13 +138,13 @@ async def test_cancelled_run_ends_the_processes_and_their_children(tmp_path: Pat
         with pytest.raises(asyncio.CancelledError):
             await running
         # Children of a rank are killed but not awaited, since they are not children of this process.
-        assert all(has_ended(process) for process in processes)
+        assert all(wait_for_end(process) for process in processes)
     finally:
         for process in processes:
             os.close(process)
 
 
-def has_ended(process: int) -> bool:
+def wait_for_end(process: int) -> bool:
     """Wait until a process has ended, whatever its parent is then; its pidfd is readable from then on."""
     return bool(select.select([process], [], [], LIMIT)[0])
 
@@ -217,7 +219,7 @@ def test_processes_do_not_outlive_their_parent(tmp_path: Path, number: signal.Si
         ranks = [os.pidfd_open(int(process.stdout.readline())) for _ in range(2)]
         process.send_signal(number)
         try:
-            assert all(has_ended(rank) for rank in ranks)
+            assert all(wait_for_end(rank) for rank in ranks)
         finally:
             for rank in ranks:
                 os.close(rank)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ..test_architecture import PACKAGE, drawn
+from ..test_architecture import PACKAGE, drawn_calls
 
 
 class Place(NamedTuple):
@@ -143,7 +143,7 @@ def definitions_of(server: Server, place: Place) -> set[str]:
 def calls() -> Iterator[tuple[str, str, str]]:
     """Yield module, caller and callee of each call on the drawing in docs/architecture.md."""
     above: list[tuple[str, str]] = []
-    for line in drawn():
+    for line in drawn_calls():
         depth = (len(line) - len(line.lstrip())) // 2
         module, callee = line.strip().split(": ")
         del above[depth:]
