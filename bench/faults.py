@@ -120,7 +120,7 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
             survivors = [process for rank, process in enumerate(ranks) if rank != victim]
             await asyncio.sleep(random.random() * SPREAD)
             began = time.monotonic()
-            # Not by asyncio: its way of sending a signal takes the end of a process away from its own watcher.
+            # os.kill, since asyncio's send_signal may reap the process, and its watcher would miss the end.
             os.kill(ranks[victim].pid, fault)
             try:
                 raised = await read_lines(survivors, patience)

@@ -234,14 +234,14 @@ async def test_late_newcomers_join_a_later_group() -> None:
                 sizes[number].append(pg.size())
                 with suppress(GroupError):
                     if pg.size() < 3:
-                        await pg.recv_object()  # until the next group: a busy loop would starve the store's thread
+                        await pg.recv_object()  # wait for the next group; a busy loop would starve the store's thread
 
     async def newcomer() -> int:
         async with aclosing(elastic(init_method=meeting.newcomer(), wait=0)) as groups:
             async for pg in groups:
                 with suppress(GroupError):
                     if pg.size() < 3:
-                        await pg.recv_object()  # until the next group: a busy loop would starve the store's thread
+                        await pg.recv_object()  # wait for the next group; a busy loop would starve the store's thread
                 size = pg.size()
         return size
 
