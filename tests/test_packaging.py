@@ -149,7 +149,7 @@ def test_release_check_installs_packages_available_for_this_python(tmp_path: Pat
 
 def test_release_check_without_archives_fails(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "dist"):
-        with pytest.raises(SystemExit, match=r"there is nothing in .*: make dist"):
+        with pytest.raises(SystemExit, match=r"no archive in .*; run make dist"):
             release.main(str(folder))
 
 
