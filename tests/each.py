@@ -32,7 +32,7 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test]
 
         signature = inspect.signature(test)
         others = [parameter for name, parameter in signature.parameters.items() if name not in fields]
-        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]  # what pytest fills in
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]  # the parameters that pytest passes
         return run  # type: ignore[return-value]
 
     return decorate

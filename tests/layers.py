@@ -1,4 +1,4 @@
-"""The layers of the package, as the table in docs/architecture.md has them."""
+"""The layers of the package, from the table in docs/architecture.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays in which NaNs of every kind meet each other, and the check of reduced results."""
+"""Arrays in which NaNs of all kinds meet, and the check of the reduced arrays."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def factor(rank: int) -> float:
 def data(dtype: str, op: str, rank: int, start: int, count: int) -> Array:
     """Return elements `start` to `start + count` of a rank's data.
 
-    Results are exact in any order, except on the narrow floats, whose result is unique all the same.
+    Results are exact in any order of reduction. On the narrow floats they are rounded, but still unique.
     """
     i = np.arange(start, start + count)
     mixed = (i * 7 + i // 5 + rank * 3) % 11

@@ -1,4 +1,4 @@
-"""Backends: names, what serves which device, and groups that others make."""
+"""Backends: their names, the devices that they serve, and groups that registered backends make."""
 
 from __future__ import annotations
 

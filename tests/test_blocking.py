@@ -1,4 +1,4 @@
-"""Groups of programs without an event loop: each rank is a thread that waits."""
+"""Blocking groups, for programs without an event loop: each rank is a thread that waits."""
 
 from __future__ import annotations
 

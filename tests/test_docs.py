@@ -1,4 +1,4 @@
-"""The docs match the code: examples run, and the tables of `docs/generate.py` are current."""
+"""Agreement between the docs and the code: examples, links, and the tables of `docs/generate.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code in docstrings, which the site shows too, runs with the names and peers that it assumes."""
+"""The code in docstrings, which the site shows too, run with the names and peers that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors can be pickled, with all their attributes, and with their tracebacks by tblib."""
+"""Pickling of errors, with all attributes, and with tracebacks by tblib."""
 
 from __future__ import annotations
 

@@ -386,7 +386,7 @@ def is_protocol(cls: type) -> bool:
 
 
 def test_classes_have_at_most_two_bases() -> None:
-    """Limit the indirect bases to four as well; protocols and exceptions do not count."""
+    """Limit the direct bases to two and all bases to four; protocols and exceptions do not count."""
     names = {cls: name for name, cls in classes().items()}
     direct = {
         name: [base for base in cls.__bases__ if names.get(base) in ancestors(cls)] for name, cls in classes().items()

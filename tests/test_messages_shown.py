@@ -1,4 +1,4 @@
-"""The error messages on the pages about failures equal the real ones, as far as ranks of one process can cause them."""
+"""Error messages on the pages about failures, compared with the real ones that ranks of one process can cause."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_descriptor_in_other_digits_is_not_opened() -> None:
         assert pipe.read() == b"0123456789abcdef"
 
 
-#: Commands that do nothing, even if the text were accepted as a number.
+#: Commands that end with another error if the text is accepted as a number.
 ARGUMENTS = [
     ("run", "-n", "{}", "script"),
     ("run", "-n", "1", "--nnodes", "{}", "script"),

@@ -1,4 +1,4 @@
-"""The public names and their parameters match the record."""
+"""Comparison of the public names and their parameters with the record."""
 
 from __future__ import annotations
 

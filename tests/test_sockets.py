@@ -149,7 +149,7 @@ def test_bursty_connection_does_not_use_bbr() -> None:
 
 
 def test_paced_connection_has_an_unreachable_rate_limit() -> None:
-    """Check the upper 32 bits as well: older kernels use only the lower 32, and take all ones for no limit."""
+    """Check the lower 32 bits too: older kernels use only these, and take all ones for no limit."""
     with socket.socket() as sock:
         assert pacing_rate(sock) == UNLIMITED
         send_evenly(sock)

@@ -1,4 +1,4 @@
-"""The programs of the tutorials print the output on their pages, and continue after losses as described."""
+"""The programs of the tutorials: the output on their pages, and the continuation after losses."""
 
 from __future__ import annotations
 

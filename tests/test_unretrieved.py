@@ -1,4 +1,4 @@
-"""Failures that the program never retrieves are logged once, with the line of the call; others are not logged."""
+"""The log of failures that the program never retrieves: one record per failure, with the line of the call."""
 
 from __future__ import annotations
 

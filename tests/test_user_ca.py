@@ -563,7 +563,7 @@ def skip_own_check(files: TlsFiles, job: str, name: str) -> Tls:
 async def test_certificate_without_the_rank_is_refused_at_both_ends(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, names: list[str]
 ) -> None:
-    """Let rank 1 use the certificate all the same, and dial rank 0."""
+    """Let rank 1 use such a certificate, and dial rank 0."""
     good, bad = authority.make(ANY), authority.make(*names, file="bad")
 
     replaced(monkeypatch, rank_secured=skip_own_check)

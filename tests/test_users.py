@@ -88,7 +88,7 @@ def test_own_files_and_sockets_are_accepted(tmp_path: Path) -> None:
 
 
 def test_another_user_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Refuse root as well, since root would not accept a process of this user."""
+    """Refuse root too, since root would not accept a process of this user."""
     own = os.geteuid()
     for other in (0, 1, 65534, own + 1):
         if other == own:

@@ -372,7 +372,7 @@ def test_same_error_of_all_ranks_is_printed_once(
 
 @pytest.mark.slow
 def test_traceback_printed_by_a_rank_is_not_mixed_with_others(launch: Launch) -> None:
-    """Let the ranks print their tracebacks in turns, line by line."""
+    """Let the ranks take turns at each line of their tracebacks."""
     script = """
         import os, sys, traceback
         rank, turns = int(os.environ['RANK']), sys.argv[1:]

@@ -271,7 +271,7 @@ async def test_another_program_at_the_port_is_reported(meet: Meet, limits: Limit
 async def test_connection_without_an_answer_is_reported(
     meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let the connections open while no byte comes back."""
+    """Let connections open, but send no byte back."""
     limits(doctor_ping=0.1)
 
     async def close_at_once(stream: ByteStream) -> None:

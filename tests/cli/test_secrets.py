@@ -1,4 +1,4 @@
-"""Secrecy of keys: none is in logs, errors, `repr`, dumps, or the arguments and environment that `ps` shows."""
+"""Secrecy of keys, which must not appear in logs, errors, `repr`, dumps, or the output of `ps`."""
 
 from __future__ import annotations
 

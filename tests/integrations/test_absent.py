@@ -1,4 +1,4 @@
-"""Errors where an engine is not installed."""
+"""Errors where a package of an engine is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A test fails if one of its ranks never retrieves the failure of a call."""
+"""Failures of calls that a rank never retrieves, which fail its test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of failing ranks show the lines of the test and the error, without frames of aiocoll."""
+"""Reports of failing ranks: lines of the test and the error, without frames of aiocoll."""
 
 from __future__ import annotations
 

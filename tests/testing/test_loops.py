@@ -1,4 +1,4 @@
-"""The event loop of ranks in processes: that of their test."""
+"""The event loop of ranks in processes, which is the loop of their test by default."""
 
 from __future__ import annotations
 

@@ -168,18 +168,18 @@ async def tasks_in_order(_: ProcessGroup | None = None) -> list[Any]:
     return order
 
 
-def steps(order: list[str], what: str) -> tuple[str, ...]:
-    return tuple(each for each in order if each.startswith(what))
+def steps(order: list[str], kind: str) -> tuple[str, ...]:
+    return tuple(each for each in order if each.startswith(kind))
 
 
 @pytest.mark.parametrize("latency", [None, (0.01, 0.5)])
 def test_seeds_give_every_order_of_simultaneous_events(latency: Any) -> None:
     orders = [run_virtual(2, tasks_in_order, seed=seed, latency=latency)[0] for seed in range(60)]
-    for what in ("first", "second", "third", "timer"):
-        found = {steps(order, what) for order in orders}
-        assert all(sorted(each) == [f"{what} {number}" for number in range(4)] for each in found)
+    for kind in ("first", "second", "third", "timer"):
+        found = {steps(order, kind) for order in orders}
+        assert all(sorted(each) == [f"{kind} {number}" for number in range(4)] for each in found)
         # With probability 1 - 1/2000, 60 draws miss at most 4 of the 24 orders. The seeds are fixed.
-        assert len(found) >= 20, what
+        assert len(found) >= 20, kind
     assert {steps(order, "call") for order in orders} == {("call 0", "call 1", "call 2", "call 3")}
 
 
@@ -271,7 +271,7 @@ def test_seed_decides_the_order_of_eager_tasks() -> None:
 def test_order_of_a_seed_is_the_same_on_every_python() -> None:
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(1)) as runner:
         order = runner.run(tasks_in_order())
-    assert {what: [int(each[-1]) for each in steps(order, what)] for what in ORDER} == ORDER
+    assert {kind: [int(each[-1]) for each in steps(order, kind)] for kind in ORDER} == ORDER
 
 
 def test_random_bytes_come_from_the_seed() -> None:

@@ -1,4 +1,4 @@
-"""The programs of docs/pytorch.md and docs/porting.md print the output on their pages."""
+"""The programs of docs/pytorch.md and docs/porting.md, and the output on these pages."""
 
 from __future__ import annotations
 

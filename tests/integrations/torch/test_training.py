@@ -1,4 +1,4 @@
-"""Training programs give the same results over aio and over Gloo, bit by bit."""
+"""Training programs over aio and over Gloo, whose results must be equal, bit by bit."""
 
 from __future__ import annotations
 
