@@ -111,7 +111,7 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
             for rank in range(world_size):
                 command = [sys.executable, str(HERE / "faulty.py"), json.dumps(config | {"rank": rank})]
                 pipe = asyncio.subprocess.PIPE
-                # In the folder where the ranks meet. Error output of failing libraries is discarded.
+                # The ranks meet in their working directory. Error output of failing libraries is discarded.
                 process = await asyncio.create_subprocess_exec(
                     *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, cwd=folder
                 )
@@ -120,7 +120,7 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
             survivors = [process for rank, process in enumerate(ranks) if rank != victim]
             await asyncio.sleep(random.random() * SPREAD)
             began = time.monotonic()
-            # Not by asyncio: its way of sending a signal takes the end of a process away from its own watcher.
+            # os.kill, since asyncio's send_signal may reap the process, and its watcher would miss the end.
             os.kill(ranks[victim].pid, fault)
             try:
                 raised = await read_lines(survivors, patience)

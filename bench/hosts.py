@@ -107,7 +107,7 @@ class Hosts:
         hosts = self._network.hosts[:world_size]
         if system.mpiexec is None:
             return [host.command(python, RANK, folder, str(host.number)) for host in hosts]
-        # mpiexec reaches other hosts as by ssh: through a program that it calls with the host and a command.
+        # mpiexec reaches other hosts through a program that it calls like ssh, with the host and a command.
         reach = Path(folder) / "reach"
         names = "".join(f"{host.ipv4}) name={host.name};; " for host in hosts)
         reach.write_text(

@@ -89,7 +89,7 @@ async def groups(count: int) -> list[float]:
         await pg.barrier()
         files = len(os.listdir("/proc/self/fd"))
         began = perf_counter()
-        # Without an await in between, so that it is the time of one rank after the other.
+        # No await in between: each rank makes its groups alone, and the times add up.
         works = [pg.split_group(range(SPLIT)) for _ in range(count)]
         split += perf_counter() - began
         await pg.barrier()

@@ -1,7 +1,7 @@
-"""Sphinx's configuration: `make docs` builds the site from the pages of this folder, as they are, and the docstrings.
+"""Sphinx's configuration: `make docs` builds the site from the pages of this folder and the docstrings.
 
-The pages are plain Markdown, which is also read where there is no Sphinx. What only the site has is in `index.rst`, the
-tree of all pages, and in `reference/`, which names what is documented from docstrings. `tests/test_site.py` builds it.
+The pages are plain Markdown, which can also be read without Sphinx. Only the site has `index.rst`, the tree of all
+pages, and `reference/`, which selects the documented names. `tests/test_site.py` builds the site.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ html_show_copyright = False
 # -- docstrings
 
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
-# What aiocoll.integrations and aiocoll.metrics need.
+# Packages that aiocoll.integrations and aiocoll.metrics import.
 autodoc_mock_imports = ["dask", "distributed", "opentelemetry", "prometheus_client", "ray", "torch"]
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
-default_role = "py:obj"  # `pg.allreduce` in a docstring: a link, if it is a name of aiocoll
+default_role = "py:obj"  # `pg.allreduce` in a docstring becomes a link if it is a name of aiocoll
 nitpicky = True
 #: Links are required only for names of aiocoll, not for types in signatures and other text in single backticks.
 nitpick_ignore_regex = [("py:class|py:data|py:exc", ".*"), ("py:obj", r"(?!(aiocoll|[A-Z]\w+)\.).*")]
 
-#: Classes of which programs get instances from calls: their constructors are not shown.
+#: Classes whose instances programs get from calls: their constructors are hidden.
 HANDED_OUT = (aiocoll.ProcessGroup, aiocoll.Work, FlightRecorder, Estimate, Predicted)
-#: Under which name the reference has what signatures call by its module, and docstrings by its last part.
+#: Names in the reference, by the module path that signatures have, or the last part that docstrings use.
 PUBLIC = {
     **{
         f"{found.__module__}.{name}": f"aiocoll.{name}"
@@ -67,14 +67,14 @@ PUBLIC = {
 
 
 def prepare(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Make reStructuredText of what `help` shows: diagrams, code, and sections that Sphinx does not know."""
+    """Convert what `help` shows to reStructuredText: diagrams, code, and sections that Sphinx does not know."""
     if name.startswith("aiocoll.BlockingGroup.") and hasattr(obj, "__wrapped__"):
         lines[1:] = ["", f"Waits for `ProcessGroup.{obj.__name__}`, which has the details, and returns its result."]
     lines[:] = to_rst("\n".join(lines), parameters(obj)).splitlines()
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out, among the members of a class, the attributes that its docstring lists."""
+    """Hide members of a class that are listed as attributes in its docstring."""
     document = app.env.current_document
     if what not in ("class", "exception") or not document.autodoc_class:
         return None
@@ -86,7 +86,7 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) 
 def sign(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Leave out constructors that are not for programs, and the placeholder of omitted arguments."""
+    """Hide constructors that are not for programs, and placeholders of omitted arguments."""
     if obj in HANDED_OUT:
         return "", ""
     if signature and "~typing.~" in signature:  # types that Sphinx cannot show
@@ -96,7 +96,7 @@ def sign(
 
 
 def parameters(obj: Any) -> set[str]:
-    """Return the names of what a call takes."""
+    """Return the parameter names of a call."""
     try:
         return set(inspect.signature(obj).parameters)
     except (TypeError, ValueError):
@@ -106,16 +106,16 @@ def parameters(obj: Any) -> set[str]:
 def to_rst(text: str, arguments: set[str]) -> str:
     """Return a docstring as reStructuredText."""
     text = re.sub(r"^(Cost|Source): ", r":\1: ", text, flags=re.MULTILINE)
-    # What is indented in running text, which ends where the first section begins, is code or a diagram.
+    # Indented blocks before the first section are code or diagrams.
     head, *sections = re.split(r"^(?=(?:Attributes|Args|Returns|Yields|Raises):$)", text, flags=re.MULTILINE)
-    head = re.sub(r"^(?! )(.+\n)\n((?: {4}.*\n?|\n)+)", shown, head, flags=re.MULTILINE)
+    head = re.sub(r"^(?! )(.+\n)\n((?: {4}.*\n?|\n)+)", to_code_block, head, flags=re.MULTILINE)
     text = head + "".join(sections)
-    # The name of an argument is no link to an attribute of the same name.
+    # A parameter name must not link to an attribute of the same name.
     return re.sub(r"(?<!`)`(\w+)`(?!`)", lambda found: f"``{found[1]}``" if found[1] in arguments else found[0], text)
 
 
-def shown(found: re.Match[str]) -> str:
-    """Return a line, and the block after it as one that is shown as it is."""
+def to_code_block(found: re.Match[str]) -> str:
+    """Return a line, and the indented block after it as a code block."""
     try:
         compile(textwrap.dedent(found[2]), "<docstring>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         language = "python"
@@ -125,7 +125,7 @@ def shown(found: re.Match[str]) -> str:
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Element | None:
-    """Find what a signature calls by the name of the module that defines it, and what is in `aiocoll` itself."""
+    """Resolve names that signatures qualify by their module, and names in `aiocoll` itself."""
     target = node.get("reftarget", "")
     domain = env.domains.python_domain
     for name in (PUBLIC.get(target, ""), f"aiocoll.{target}"):
@@ -135,9 +135,11 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: no
 
 
 def exists(name: str) -> bool:
-    """Return whether an object of that name exists, public or not."""
+    """Return whether an object with this name exists, public or not."""
     with contextlib.suppress(ImportError, ValueError):
-        if importlib.util.find_spec(name) is not None:  # a module, which may need what is not installed
+        if (
+            importlib.util.find_spec(name) is not None
+        ):  # a module, whose import may need packages that are not installed
             return True
     with contextlib.suppress(ImportError, AttributeError, ValueError):
         pkgutil.resolve_name(name)
@@ -146,7 +148,7 @@ def exists(name: str) -> bool:
 
 
 def link_paths(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """Make links of the names of pages: where there is no site, `docs/guide.md` is a file, and its name is enough."""
+    """Turn page names such as `docs/guide.md` into links; without a site, the name alone leads to the file."""
     for literal in list(doctree.findall(nodes.literal)):
         if found := re.fullmatch(r"(docs/|bench/)?([\w-]+)\.md", literal.astext()):
             target = found[2] if found[1] == "docs/" else f"project/{found[2]}"
@@ -156,7 +158,7 @@ def link_paths(app: Sphinx, doctree: nodes.document, page: str) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what is above."""
+    """Connect the functions above to Sphinx's events."""
     app.connect("autodoc-process-docstring", prepare, priority=100)  # before napoleon
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-signature", sign)

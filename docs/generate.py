@@ -1,4 +1,4 @@
-"""Write the tables of the docs that are made from data: `python docs/generate.py`, in an environment that has pytest.
+"""Write the generated tables of the docs: `python docs/generate.py`, in an environment that has pytest.
 
 The names of torch.distributed and aiocoll go into porting.md. The tests of other libraries that aiocoll's tests follow,
 with their outcomes, go into reference-tests.md. The docstrings of examples/, and the places of other programs in the
@@ -36,7 +36,7 @@ BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end of what is writte
 
 
 class Name(NamedTuple):
-    """A name of torch.distributed and what became of it."""
+    """A name of torch.distributed, and its counterpart in aiocoll."""
 
     name: str
     section: str
@@ -47,8 +47,8 @@ class Name(NamedTuple):
     differs: bool = False
 
     @property
-    def ours(self) -> str | None:
-        """The full name in aiocoll."""
+    def counterpart(self) -> str | None:
+        """The full name of the counterpart; None if it is left out."""
         return None if self.left_out is not None else self.renamed or f"aiocoll.distributed.{self.name}"
 
 
@@ -61,21 +61,21 @@ def names() -> list[Name]:
         Name(
             name,
             section,
-            [each for each in said["arguments"].split() if each not in dropped] if "arguments" in said else None,
-            said.get("renamed"),
-            said.get("left_out"),
-            said.get("note", ""),
-            said.get("differs", False),
+            [each for each in entry["arguments"].split() if each not in dropped] if "arguments" in entry else None,
+            entry.get("renamed"),
+            entry.get("left_out"),
+            entry.get("note", ""),
+            entry.get("differs", False),
         )
         for section, found in data.items()
-        for name, said in found.items()
+        for name, entry in found.items()
     ]
 
 
 def resolve(dotted: str) -> Any:
-    """Return what `aiocoll.….name` is; AttributeError if there is no such thing.
+    """Return the object `aiocoll.….name`; raise AttributeError if it does not exist.
 
-    Of an attribute that a class sets in its instances, return its entry in the docstring.
+    For an attribute that exists in instances only, return its entry in the docstring.
     """
     module, _, name = dotted.rpartition(".")
     try:
@@ -93,18 +93,18 @@ def wrong_names() -> Iterator[str]:
     import aiocoll.distributed
 
     for each in names():
-        if each.ours is None:
+        if each.counterpart is None:
             if hasattr(aiocoll.distributed, each.name):
-                yield f"{each.name} is there, and listed as left out"
+                yield f"{each.name} exists, but is listed as left out"
             continue
         try:
-            found = resolve(each.ours)
+            found = resolve(each.counterpart)
         except AttributeError:
-            yield f"{each.ours} is listed and not there"
+            yield f"{each.counterpart} is listed, but does not exist"
             continue
         if each.arguments is not None and _positional(found) != each.arguments:
-            yield f"{each.ours}{inspect.signature(found)} should take {each.arguments}"
-    listed = {each.ours for each in names()}
+            yield f"{each.counterpart}{inspect.signature(found)} should take {each.arguments}"
+    listed = {each.counterpart for each in names()}
     for name in aiocoll.distributed.__all__:
         if f"aiocoll.distributed.{name}" not in listed:
             yield f"{name} is not listed"
@@ -140,12 +140,12 @@ def _verdict(each: Name) -> str:
 
 
 class Row(NamedTuple):
-    """A test of another library: its file, the test of aiocoll that follows it, or the reason for none."""
+    """A test of another library: its file, its counterpart in aiocoll, or the reason for leaving it out."""
 
     file: str
     reference: str
     module: str
-    ours: str | None
+    counterpart: str | None
     left_out: str | None
 
 
@@ -155,20 +155,20 @@ def modules() -> dict[str, dict[str, Any]]:
 
 
 def unlisted() -> Iterator[str]:
-    """Yield what our modules cover, or leave out, and reference_tests.toml does not list."""
-    for module, said in modules().items():
+    """Yield the tests that a module covers or leaves out, but that reference_tests.toml does not list."""
+    for module, entry in modules().items():
         covers, left_out = _coverage(module)
-        yield from (f"{module}: {reference}" for reference in [*covers, *left_out] if reference not in said["tests"])
+        yield from (f"{module}: {reference}" for reference in [*covers, *left_out] if reference not in entry["tests"])
 
 
 def rows() -> list[Row]:
-    """Return a row for each test of the references."""
+    """Return a row for each test of the other libraries."""
     found = []
-    for module, said in modules().items():
+    for module, entry in modules().items():
         covers, left_out = _coverage(module)
         found += [
-            Row(said["file"], reference, module, covers.get(reference), left_out.get(reference))
-            for reference in said["tests"]
+            Row(entry["file"], reference, module, covers.get(reference), left_out.get(reference))
+            for reference in entry["tests"]
         ]
     return found
 
@@ -181,7 +181,7 @@ def _coverage(module: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 
 def results() -> dict[tuple[str, str], Counter[str]]:
-    """Run our tests; return by module and function how often each outcome came."""
+    """Run the tests of tests/reference; return the number of each outcome, by module and function."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not matrix and not soak", f"--junitxml={report}"]
@@ -202,16 +202,16 @@ def _outcome(case: ElementTree.Element) -> str:
     return "failed" if case.find("failure") is not None or case.find("error") is not None else "passed"
 
 
-def function_of(ours: str) -> str:
+def function_of(counterpart: str) -> str:
     """Return the name of the function in `function`, `Class.function` or `Class::function`."""
-    return ours.replace("::", ".").rpartition(".")[2]
+    return counterpart.replace("::", ".").rpartition(".")[2]
 
 
 def tests_table(outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
     """Return the tables of reference-tests.md."""
     lines = []
-    for module, said in modules().items():
-        lines += [f"## `{said['file']}`", "", f"Ours: `tests/reference/{module}.py`.", ""]
+    for module, entry in modules().items():
+        lines += [f"## `{entry['file']}`", "", f"Ours: `tests/reference/{module}.py`.", ""]
         lines += ["| there | here | result |", "|---|---|---|"]
         for row in rows():
             if row.module == module:
@@ -221,16 +221,16 @@ def tests_table(outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
 
 
 def first_column(row: Row) -> str:
-    """Return the table's entry for the test of aiocoll."""
-    return "" if row.ours is None else f"`{function_of(row.ours)}`"
+    """Return the table's entry for the counterpart."""
+    return "" if row.counterpart is None else f"`{function_of(row.counterpart)}`"
 
 
 def _result(row: Row, outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
     if row.left_out is not None:
         return f"left out: {row.left_out}"
-    if row.ours is None:
+    if row.counterpart is None:
         return "not here yet"
-    found = outcomes.get((row.module, function_of(row.ours)), Counter(["not run"]))
+    found = outcomes.get((row.module, function_of(row.counterpart)), Counter(["not run"]))
     if len(found) == 1:
         return next(iter(found))
     return ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items()))
@@ -278,7 +278,7 @@ def replaced(text: str, table: str) -> str:
 
 
 def main() -> None:
-    """Write the files, if the names are right."""
+    """Write the files, unless an entry of names.toml is wrong."""
     sys.path.insert(0, str(ROOT))
     if wrong := list(wrong_names()):
         sys.exit("\n".join(wrong))

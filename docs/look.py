@@ -1,7 +1,7 @@
 """Pictures of pages of the site, at two widths, light and dark: `python -m docs.look build/docs FOLDER PAGE ...`.
 
-Needs Chromium. Without a page it only names every one that is wider than its window, which code and tables may be, each
-inside a box of its own that scrolls; `tests/test_site.py` looks for these, too.
+Needs Chromium. Without a page, it only prints elements that reach beyond the window, of all pages. Code and tables
+may be wider in a box that scrolls. `tests/test_site.py` checks this too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.browser import SCHEMES, WIDTHS, browser
 
 
 def main(site: Path, folder: Path, pages: list[str]) -> None:
-    """Look at the pages that are named, or at all for what sticks out."""
+    """Save pictures of `pages`, and print the elements that reach beyond the window; without `pages`, of all pages."""
     folder.mkdir(parents=True, exist_ok=True)
     found = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if "_modules" not in path.parts)
     with tempfile.TemporaryDirectory() as kept, browser(Path(kept)) as opened:
@@ -23,10 +23,10 @@ def main(site: Path, folder: Path, pages: list[str]) -> None:
                 with opened.page(width, scheme) as page:
                     for each in pages or found:
                         page.open((site / each).resolve().as_uri())
-                        for what in page.outside("article"):
+                        for what in page.hidden_elements("article"):
                             print(f"{each} at {width}: {what}")
                         if pages:
-                            page.picture(folder / f"{each.replace('/', '-')[:-5]}-{name}-{scheme}.png")
+                            page.save_picture(folder / f"{each.replace('/', '-')[:-5]}-{name}-{scheme}.png")
 
 
 if __name__ == "__main__":

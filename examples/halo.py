@@ -20,7 +20,7 @@ RATE = 0.2
 async def main() -> None:
     async with aiocoll.new_group() as pg:
         cart = pg.cart([0, 0], periods=[False, True])
-        assert cart is not None, "all ranks are in a grid whose lengths it chooses"
+        assert cart is not None, "the grid has a place for every rank"
         rows, columns = (share(*each) for each in zip((ROWS, COLUMNS), cart.dims, cart.coords(), strict=True))
         u = np.zeros((rows.stop - rows.start + 2, columns.stop - columns.start + 2))
         if rows.start == 0:
@@ -44,7 +44,7 @@ async def main() -> None:
             for row, column, block in blocks:
                 plate[row : row + block.shape[0], column : column + block.shape[1]] = block
             alone, change = one_rank()
-            assert np.array_equal(plate, alone), "the ranks have computed another plate than one alone"
+            assert np.array_equal(plate, alone), "the plates of many ranks and of one differ"
             assert math.isclose(largest[0], change)
             print(f"{cart.dims[0]} x {cart.dims[1]} ranks: heat {plate.sum():.6f}, last change {largest[0]:.6f}")
 
@@ -55,7 +55,7 @@ def share(length: int, ranks: int, rank: int) -> slice:
 
 
 def flow(u: np.ndarray) -> np.ndarray:
-    """Return by how much the inner cells of `u` change in a step."""
+    """Return the change of the inner cells of `u` in a step."""
     return RATE * (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:] - 4 * u[1:-1, 1:-1])
 
 

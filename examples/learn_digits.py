@@ -38,7 +38,7 @@ async def main() -> None:
         try:
             await train(pg, images[~test], labels[~test], state)
             await check_weights(pg, state["weights"])
-        except aiocoll.PeerLostError as error:  # the loop goes on with another group
+        except aiocoll.PeerLostError as error:  # the loop continues with the next group
             report(pg, str(error))
             continue
         right = (np.argmax(images[test] @ state["weights"], axis=1) == labels[test]).mean()

@@ -15,10 +15,10 @@ import aiocoll
 CLASSES = 10
 BATCH = 64
 RATE = 0.2
-STEPS = 250  # of the first worker; the second makes twice as many, and so on
+STEPS = 250  # steps of the first worker; the second makes twice as many, and so on
 PAUSE = 0.2  # seconds between the first steps of two workers
 SERVER = 0
-WEIGHTS = 1  # tag of what the server sends
+WEIGHTS = 1  # tag of the server's messages
 
 
 async def main() -> None:
@@ -27,7 +27,7 @@ async def main() -> None:
             raise SystemExit("a server needs workers: aiocoll run -n 4 examples/parameter_server.py")
         with np.load(Path(__file__).with_name("digits.npz")) as data:
             images, labels = data["images"] / 16, data["labels"]
-        images = np.hstack([images, np.ones((len(images), 1))])  # the ones learn how frequent a digit is
+        images = np.hstack([images, np.ones((len(images), 1))])  # the ones learn the frequency of each digit
         test = np.arange(len(images)) % 5 == 0
         if pg.rank() == SERVER:
             await serve(pg, images[test], labels[test])
@@ -52,11 +52,11 @@ async def serve(pg: aiocoll.ProcessGroup, images: np.ndarray, labels: np.ndarray
                 if left == pg.size() - 1:
                     return
                 continue
-        await pg.send(weights, worker, WEIGHTS)  # done when `weights` may change again
+        await pg.send(weights, worker, WEIGHTS)  # `weights` may change as soon as the send is done
 
 
 async def work(pg: aiocoll.ProcessGroup, images: np.ndarray, labels: np.ndarray) -> None:
-    """Send gradients of small batches, each at the weights that came in return for the one before."""
+    """Send gradients of small batches, each computed with the last received weights."""
     await asyncio.sleep(PAUSE * (pg.rank() - 1))
     random = np.random.default_rng(pg.rank())
     weights = np.empty((images.shape[1], CLASSES))

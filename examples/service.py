@@ -26,44 +26,44 @@ PACE = 0.05  # seconds between two rounds: how old an answer may be
 
 
 class Counter:
-    """Counts that all ranks know, plus what came here since the last round."""
+    """Counts that all ranks know, and new counts of this rank."""
 
     def __init__(self) -> None:
         self.total = np.zeros(BUCKETS, np.int64)
         self.fresh = np.zeros(BUCKETS, np.int64)
-        self.telling = np.zeros(BUCKETS, np.int64)  # in the round that is under way
+        self.sent = np.zeros(BUCKETS, np.int64)  # in the current round
         self.rounds = 0
-        self.gone = 0  # clients that did not wait for their answer
+        self.gone = 0  # clients that disconnected before the answer
         self.stopping = False
-        self.counted = asyncio.Event()  # there is a round to wait for
+        self.counted = asyncio.Event()  # set after the first round
 
     async def run(self, join: bool) -> None:
-        # With wait=0 the ranks that live go on at once; a process that replaces a lost one may come later.
+        # With wait=0, the remaining ranks continue at once. A process that replaces a lost one may join later.
         async for self.pg in aiocoll.elastic(wait=0, join=join):
             try:
                 await self.agree()
                 while not await self.add_up():
-                    if self.pg.rank() == 0:  # the others wait for it in the allreduce
+                    if self.pg.rank() == 0:  # the other ranks wait for rank 0 in the allreduce
                         await asyncio.sleep(PACE)
             except aiocoll.GroupError as error:
-                print(f"goes on with another group: {error}", flush=True)
+                print(f"continues with another group: {error}", flush=True)
 
     async def agree(self) -> None:
-        """Take over what the best informed rank knows: some may have missed the last round, a newcomer all of them."""
+        """Adopt the latest counts: some ranks may have missed the last round, and a newcomer has missed all."""
         *total, rounds = await self.pg.allreduce(np.append(self.total, self.rounds), aiocoll.ReduceOp.MAX)
-        if rounds == self.rounds:  # the round that failed here has failed everywhere
-            self.fresh += self.telling
-        self.telling = np.zeros(BUCKETS, np.int64)
+        if rounds == self.rounds:  # the last round has failed on all ranks
+            self.fresh += self.sent
+        self.sent = np.zeros(BUCKETS, np.int64)
         self.total, self.rounds = np.array(total), rounds
 
     async def add_up(self) -> bool:
         """Count a round; return whether one of the ranks wants to stop."""
-        self.telling, self.fresh = self.fresh, np.zeros(BUCKETS, np.int64)
-        self.round = self.pg.allreduce(np.append(self.telling, self.stopping))
+        self.sent, self.fresh = self.fresh, np.zeros(BUCKETS, np.int64)
+        self.round = self.pg.allreduce(np.append(self.sent, self.stopping))
         *counts, stopping = await self.round
         self.total += counts
         self.rounds += 1
-        self.telling = np.zeros(BUCKETS, np.int64)
+        self.sent = np.zeros(BUCKETS, np.int64)
         self.counted.set()
         return stopping > 0
 
@@ -76,19 +76,19 @@ class Counter:
 
     async def stats(self, request: web.Request) -> web.Response:
         try:
-            with contextlib.suppress(aiocoll.GroupError):  # then the answer is what was known before
+            with contextlib.suppress(aiocoll.GroupError):  # if the round fails, answer with the last known counts
                 await self.round
-        except asyncio.CancelledError:  # of this await, not of the collective
+        except asyncio.CancelledError:  # of this wait; the collective continues
             self.gone += 1
             raise
-        told = {"ranks": self.pg.size(), "rounds": int(self.rounds), "total": self.total.tolist(), "gone": self.gone}
-        return web.json_response(told)
+        answer = {"ranks": self.pg.size(), "rounds": int(self.rounds), "total": self.total.tolist(), "gone": self.gone}
+        return web.json_response(answer)
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description="a web service on several ranks that count together")
-    parser.add_argument("--port", type=int, help=f"of this rank; by default {PORT} and up, 0 is any")
-    parser.add_argument("--join", action="store_true", help="take the place of a rank that died")
+    parser.add_argument("--port", type=int, help=f"port of this rank; {PORT} plus the rank by default, 0 for any port")
+    parser.add_argument("--join", action="store_true", help="join the running ranks in place of a dead one")
     arguments = parser.parse_args()
     counter = Counter()
     loop = asyncio.get_running_loop()
@@ -102,7 +102,7 @@ async def main() -> None:
             tasks.create_task(counter.run(arguments.join))
             await counter.counted.wait()
             await runner.setup()
-            # A process that replaces another has its LOCAL_RANK, and so its port, but a rank of its own.
+            # A process that replaces another one has its LOCAL_RANK, hence its port, but another rank.
             number = int(os.environ.get("LOCAL_RANK", counter.pg.rank()))
             port = PORT + number if arguments.port is None else arguments.port
             await web.TCPSite(runner, "127.0.0.1", port).start()

@@ -1,7 +1,7 @@
-"""What `make dist-aarch64` runs: the wheel for aarch64 works in Debian's Python for aarch64, by qemu-user.
+"""The check of `make dist-aarch64`: the wheel for aarch64 works in Debian's Python for aarch64, under qemu-user.
 
-It needs nothing but the standard library, Debian's apt, and qemu-aarch64. It installs nothing: packages are unpacked in
-a temporary folder. All ranks are tasks of one process, since qemu-user starts no other program.
+It needs only the standard library, Debian's apt, and qemu-aarch64. It installs nothing: packages are unpacked in a
+temporary folder. All ranks are tasks of one process, since qemu-user starts no other program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ print(platform.machine(), describe_implementation())
 
 
 def apt(folder: Path, *arguments: str) -> None:
-    """Run apt-get for the packages of aarch64, with a state of its own."""
+    """Run apt-get for packages of aarch64, with separate state."""
     state = folder / "apt"
     for name in ("lists/partial", "cache/archives/partial"):
         (state / name).mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def apt(folder: Path, *arguments: str) -> None:
 
 
 def python(folder: Path) -> Path:
-    """Unpack Debian's Python for aarch64."""
+    """Unpack Debian's Python for aarch64; return its path."""
     apt(folder, "update")
     apt(folder, "install", "--yes", "--no-install-recommends", "--download-only", "python3", "libatomic1", "libstdc++6")
     for package in (folder / "apt/cache/archives").glob("*.deb"):
@@ -61,7 +61,7 @@ def python(folder: Path) -> Path:
 
 
 def packages(folder: Path, version: str, wheel: Path) -> Path:
-    """Unpack the wheel and what it needs, from the index."""
+    """Unpack the wheel and its dependencies from the index; return the folder."""
     platforms = [text for each in PLATFORMS for text in ("--platform", each)]
     options = ["--quiet", "--only-binary", ":all:", "--no-deps", "--python-version", version, *platforms]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder / "wheels")]
@@ -73,7 +73,7 @@ def packages(folder: Path, version: str, wheel: Path) -> Path:
 
 
 def main(wheel: str) -> None:
-    """Use a wheel."""
+    """Run allreduces with the wheel."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         interpreter = python(folder)

@@ -1,4 +1,4 @@
-"""Pages in a headless Chromium, told what to do over its debugging pipe: no port, and nothing but loopback and files.
+"""Pages in a headless Chromium, controlled over its debugging pipe: no port, and nothing but loopback and files.
 
 See the DevTools protocol: a message is JSON and a zero byte, on file descriptors 3 and 4 of the browser.
 """
@@ -22,11 +22,11 @@ __all__ = ["MISSING", "SCHEMES", "WIDTHS", "Page", "browser", "executable"]
 
 WIDTHS = {"phone": 390, "desk": 1280}
 SCHEMES = ("light", "dark")
-#: Why tests are skipped without one.
+#: Reason for skipping tests without a browser.
 MISSING = "no Chromium is on the PATH (apt-get install chromium): pages are not looked at in a browser"
-#: Seconds in which a browser must answer, or show what is waited for.
+#: Seconds within which a browser must answer, or an awaited condition must hold.
 PATIENCE = 60.0
-#: Becomes the browser: the ends of two pipes become its descriptors 3 and 4.
+#: A program that becomes the browser, with the ends of two pipes as descriptors 3 and 4.
 _EXEC = """
 import fcntl, os, sys
 ends = [fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3]]
@@ -50,7 +50,7 @@ _FLAGS = (
     "--no-default-browser-check",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-#: Answers when an expression has become true, which is looked at whenever the page changes or has been loaded.
+#: A promise that is kept when an expression is true. It is evaluated after each change or load of the page.
 _UNTIL = """new Promise(done => {
     const look = () => { if (%s) { observer.disconnect(); done(true) } }
     const observer = new MutationObserver(look)
@@ -58,7 +58,7 @@ _UNTIL = """new Promise(done => {
     document.addEventListener("readystatechange", look)
     look()
 })"""
-#: What sticks out to the right of the window, and no box around it scrolls.
+#: The elements that reach beyond the right edge of the window, except inside boxes that scroll.
 _OUTSIDE = """[...document.querySelectorAll("%s *")].filter(each => {
     if (each.getBoundingClientRect().right <= innerWidth + 1) return false
     for (let box = each; box; box = box.parentElement)
@@ -68,22 +68,22 @@ _OUTSIDE = """[...document.querySelectorAll("%s *")].filter(each => {
 
 
 def executable() -> str | None:
-    """Return the browser of this machine; None if there is none."""
+    """Return the path of the browser of this machine; None without one."""
     return shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class _Pipe:
-    """What is said to the browser and what it says."""
+    """The messages to and from the browser."""
 
     def __init__(self, out: int, into: int) -> None:
         self._out, self._in = out, into
         self._read = b""
         self._number = 0
-        #: What nobody has asked for, by session.
+        #: Received events, by session.
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Have a command carried out, and return the answer."""
+        """Send a command and return its answer."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         text = json.dumps(message if session is None else {**message, "sessionId": session})
@@ -100,7 +100,7 @@ class _Pipe:
     def _next(self, end: float, what: str) -> dict[str, Any]:
         while b"\0" not in self._read:
             ready, _, _ = select.select([self._in], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"{what}: nothing has come for {PATIENCE:.0f} s"
+            assert ready, f"{what}: no message for {PATIENCE:.0f} s"
             got = os.read(self._in, 1 << 20)
             assert got, f"{what}: the browser has ended"
             self._read += got
@@ -110,7 +110,7 @@ class _Pipe:
 
 
 class Page:
-    """One page, in a window of its own."""
+    """A page in a separate window."""
 
     def __init__(self, pipe: _Pipe, width: int, scheme: str) -> None:
         self._pipe = pipe
@@ -125,13 +125,13 @@ class Page:
         return self._pipe.call(method, self._session, **params)
 
     def open(self, address: str) -> None:
-        """Show an address, completely."""
+        """Open an address and wait until it is loaded."""
         answer = self._call("Page.navigate", url=address)
         assert "errorText" not in answer, f"{address}: {answer['errorText']}"
         self.until("document.readyState == 'complete'")
 
     def eval(self, expression: str) -> Any:
-        """Return the value of an expression of JavaScript, or of what it promises."""
+        """Return the value of a JavaScript expression, or of its promise."""
         answer = self._call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -141,47 +141,47 @@ class Page:
         assert self.eval(_UNTIL % expression) is True
 
     def texts(self, selector: str) -> list[str]:
-        """Return the texts of all elements that a selector finds, and that are shown."""
+        """Return the texts of all visible elements that match a selector."""
         found: list[str] = self.eval(
             f"[...document.querySelectorAll({json.dumps(selector)})].filter(each => each.checkVisibility())"
             ".map(each => each.innerText.trim())"
         )
         return found
 
-    def outside(self, part: str = "body") -> list[str]:
-        """Return what is to the right of the window, where nobody finds it, of a part of the page."""
+    def hidden_elements(self, part: str = "body") -> list[str]:
+        """Return the elements of a part of the page that reach beyond the right edge, where a user cannot see them."""
         found: list[str] = self.eval(_OUTSIDE % part)
         return found
 
-    def said(self) -> list[str]:
-        """Return errors, and what the page has printed."""
+    def console_messages(self) -> list[str]:
+        """Return the errors and the console output of the page."""
         mine = [each for each in self._pipe.events if each.get("sessionId") == self._session]
         kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [json.dumps(each["params"]) for each in mine if each["method"] in kinds]
 
-    def asked(self) -> list[str]:
-        """Return the addresses of all that has been loaded."""
+    def loaded_urls(self) -> list[str]:
+        """Return the addresses of all loaded resources."""
         mine = [each for each in self._pipe.events if each.get("sessionId") == self._session]
         return [each["params"]["request"]["url"] for each in mine if each["method"] == "Network.requestWillBeSent"]
 
-    def picture(self, path: Path) -> None:
-        """Store what is in the window."""
+    def save_picture(self, path: Path) -> None:
+        """Save a picture of the window."""
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
-        """Close it."""
+        """Close the page."""
         self._pipe.call("Target.closeTarget", targetId=self._target)
 
 
 class Browser:
-    """A browser."""
+    """A running browser."""
 
     def __init__(self, pipe: _Pipe) -> None:
         self._pipe = pipe
 
     @contextmanager
     def page(self, width: int, scheme: str = "light") -> Iterator[Page]:
-        """Open a page of that width, for somebody who likes light or dark ones."""
+        """Open a page of a width, in the colour scheme light or dark."""
         page = Page(self._pipe, width, scheme)
         yield page
         page.close()
@@ -189,22 +189,22 @@ class Browser:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """Start the browser of this machine, which keeps what it has in a new folder; end it."""
+    """Start the browser of this machine with a new profile in a folder, and end it after the block."""
     program = executable()
     assert program is not None, MISSING
-    theirs_in, ours_out = os.pipe()
-    ours_in, theirs_out = os.pipe()
+    child_in, parent_out = os.pipe()
+    parent_in, child_out = os.pipe()
     flags = [*_FLAGS, f"--user-data-dir={folder}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-    command = [sys.executable, "-c", _EXEC, str(theirs_in), str(theirs_out), program, *flags, "about:blank"]
+    command = [sys.executable, "-c", _EXEC, str(child_in), str(child_out), program, *flags, "about:blank"]
     try:
         with subprocess.Popen(
-            command, pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            command, pass_fds=(child_in, child_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, env={**os.environ, "HOME": str(folder)},
         ) as process:  # fmt: skip
-            os.close(theirs_in)
-            os.close(theirs_out)
-            theirs_in = theirs_out = -1
-            pipe = _Pipe(ours_out, ours_in)
+            os.close(child_in)
+            os.close(child_out)
+            child_in = child_out = -1
+            pipe = _Pipe(parent_out, parent_in)
             try:
                 yield Browser(pipe)
                 pipe.call("Browser.close")
@@ -212,7 +212,7 @@ def browser(folder: Path) -> Iterator[Browser]:
                 process.kill()
                 raise
     finally:
-        for end in (ours_in, ours_out, theirs_in, theirs_out):
+        for end in (parent_in, parent_out, child_in, child_out):
             with suppress(OSError):
                 os.close(end)
 

@@ -1,4 +1,4 @@
-"""A CA for tests, and the certificates that it makes."""
+"""A certificate authority for tests, and its certificates."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DAY = timedelta(days=1)
 
 
 class Authority:
-    """A CA whose files are in a folder.
+    """A certificate authority (CA) whose files are in a folder.
 
     Args:
-        folder: where `make` puts files; `<name>.pem` is the certificate of the CA.
-        name: its own.
-        days: from when until when its certificate is valid, in days from now.
-        above: the CA that has signed its certificate; None: it has itself.
-        proper: whether its certificate says that it is a CA.
+        folder: the folder for all files; `<name>.pem` is the certificate of the CA.
+        name: the name of the CA.
+        days: first and last moment of the CA's validity, in days from now.
+        above: the CA that signs the CA's certificate; None for a self-signed one.
+        proper: whether the certificate is marked as that of a CA.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Authority:
         uses: Sequence[x509.ObjectIdentifier] = (),
         ca: Path | None = None,
     ) -> TlsFiles:
-        """Make a certificate that has `names`, and replace the files `<file>.pem` and `<file>.key` by it.
+        """Make a certificate for `names`, and replace the files `<file>.pem` and `<file>.key`.
 
-        Names are URIs, but for those that begin with ``DNS:``.
+        Names are URIs, or DNS names with the prefix ``DNS:``.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign("rank", key, names, days, self, uses=uses)
@@ -71,7 +71,7 @@ class Authority:
 
     @staticmethod
     def middle(files: TlsFiles) -> float:
-        """Return a time at which the certificate is valid, in seconds since 1970."""
+        """Return the middle of the certificate's validity, in seconds since 1970."""
         certificate = x509.load_pem_x509_certificate(Path(files.certificate).read_bytes())
         return (certificate.not_valid_before_utc.timestamp() + certificate.not_valid_after_utc.timestamp()) / 2
 
@@ -97,7 +97,7 @@ class Authority:
             .not_valid_before(now + days[0] * DAY)
             .not_valid_after(now + days[1] * DAY)
             .add_extension(constraints, critical=True)
-            # By default, Python from 3.13 on takes no certificate without these two.
+            # Python 3.13 and newer refuse certificates without these two by default.
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer._key.public_key()), critical=False)
         )
@@ -114,7 +114,7 @@ class Authority:
         return builder.sign(signer._key, hashes.SHA256())
 
 
-#: What a CA may do with its key.
+#: Key usages of a CA.
 _SIGNS = x509.KeyUsage(
     digital_signature=False,
     content_commitment=False,
@@ -143,7 +143,7 @@ def as_variables(files: TlsFiles) -> dict[str, str]:
 
 
 def secret_of(files: TlsFiles) -> list[bytes]:
-    """Return every form in which the private key might be found: the lines of its file, and what they encode."""
+    """Return all forms in which the private key could be found: the lines of its file, and the encoded number."""
     text = Path(files.key).read_bytes()
     key = serialization.load_pem_private_key(text, None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)

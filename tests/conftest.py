@@ -1,4 +1,4 @@
-"""What every test runs under: the chosen event loop, and nothing left behind.
+"""Settings of all tests: the event loop, the marks by folder, and the check that a test leaves nothing behind.
 
 `AIOCOLL_TEST_LOOP` chooses the loop: ``asyncio`` (the default) or ``uvloop``.
 """
@@ -32,9 +32,9 @@ from .ranks import options
 
 _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
-#: Folders and files whose tests start processes: `make test` runs these after the others.
+#: Folders and files whose tests start processes. `make test` runs these tests after the others.
 _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
-#: Of these, those that run beside each other; what measures seconds, or looks at the whole machine, does not.
+#: Folders of these tests that run in parallel. Tests that measure seconds, or check the whole machine, run alone.
 _BESIDE = ("cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
 _ALONE = (
     "cli/test_bench.py",
@@ -45,36 +45,36 @@ _ALONE = (
 )
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py",
           "test_site.py", "test_tutorials.py")  # fmt: skip
-#: Marks that tests have because of where they are, and no others: `-m` leaves out whole files.
+#: Marks that depend on the folder alone, so that `-m` leaves out whole files.
 _BY_PLACE = {"processes", "beside"}
-#: Tests after those of other libraries: what they show has tests of our own.
+#: Tests that follow those of other libraries. They are slow, since other tests cover the same features.
 _SECOND_LOOK = "reference"
-#: Tests of what is above the transports: `make test` takes the first one that a test names.
+#: Tests of features above the transports: `make test` runs them over the first transport that a test names.
 _ABOVE = ("engine", "group", "gpu", "meeting", "test_threads.py", "test_work.py")
-#: But in these, of what every transport must do, it takes all.
+#: Files of these folders that test a contract of all transports, so that `make test` runs them over each.
 _CONTRACT = ("test_collectives.py", "test_point_to_point.py")
 
-# What a shell runs in the background ignores SIGINT, and so would the processes that tests start and interrupt.
+# A shell lets its background processes ignore SIGINT. Processes that tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What somebody has measured on this machine must not decide what is tested: there is no file below this one.
+# A tuning file of this machine must not change the tests. No file exists below this path.
 os.environ["XDG_CACHE_HOME"] = os.devnull
 
-# The first loop of uvloop in a process opens a pipe that libuv keeps for good: not a leak of the first test.
+# The first uvloop of a process opens a pipe that libuv never closes. It must not count as a leak of the first test.
 with suppress(ImportError):
     import uvloop
 
     uvloop.new_event_loop().close()
 
-# In debug mode asyncio notes where every callback, future and task was made: of callbacks ten lines, of the others all,
-# which takes longer than many tests do themselves. The first line is what helps.
+# In debug mode, asyncio records a traceback for every callback, future and task, with ten lines or more. That takes
+# longer than many tests. The first line is enough.
 asyncio.constants.DEBUG_STACK_DEPTH = 1  # type: ignore[misc]
-traceback.extract_stack.__defaults__ = (None, 1)  # asyncio's C code has this function, whatever its module has since
+traceback.extract_stack.__defaults__ = (None, 1)  # asyncio's C code holds this function, so its defaults are changed
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Give pytest-asyncio the loop that `AIOCOLL_TEST_LOOP` names."""
+    """Return the factory of the loop that `AIOCOLL_TEST_LOOP` names, for pytest-asyncio."""
     return _loop_factories(os.environ.get("AIOCOLL_TEST_LOOP", "asyncio"))
 
 
@@ -89,7 +89,7 @@ def _loop_factories(chosen: str) -> Mapping[str, Callable[[], asyncio.AbstractEv
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """Change seconds, sizes and counts of aiocoll by their names in `LIMITS`: ``limits(device_parting=0.05)``."""
+    """Return a function that changes limits by their names in `LIMITS`, such as ``limits(device_parting=0.05)``."""
     return partial(set_limits, monkeypatch)
 
 
@@ -106,23 +106,23 @@ def port() -> int:
 
 
 def pytest_configure() -> None:
-    """Show frames of aiocoll, too, in reports: here they may be what is wrong."""
+    """Show frames of aiocoll in reports, since the tests may fail there."""
     keep_all_frames()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Read no file all of whose tests ``-m`` leaves out: reading all takes seconds, and each process of pytest does."""
-    asked = config.option.markexpr
-    if collection_path.suffix != ".py" or re.search(r"\bor\b|\(", asked):
+    """Skip files whose tests ``-m`` leaves out, since each process of pytest would take seconds to read all files."""
+    expression = config.option.markexpr
+    if collection_path.suffix != ".py" or re.search(r"\bor\b|\(", expression):
         return None
-    terms, marks = asked.split(" and "), _marks(collection_path)
+    terms, marks = expression.split(" and "), _marks(collection_path)
     unwanted = marks & {term.removeprefix("not ") for term in terms if term.startswith("not ")}
     missing = _BY_PLACE & set(terms) - marks
     return True if unwanted or missing else None
 
 
 def _marks(path: Path) -> set[str]:
-    """Return what all tests of a file are marked with because of where it is."""
+    """Return the marks that all tests of a file have because of their folder."""
     file = path.relative_to(_HERE)
     top = file.parts[0]
     return {
@@ -133,14 +133,16 @@ def _marks(path: Path) -> set[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the ranks of a test its transport; mark what starts processes, and what is slow."""
-    # Long files first: with one of them at the end, all workers but one would have nothing to do.
+    """Set the transport of marked tests, and add the marks for processes and slow tests."""
+    # Long files first: a long file at the end would leave all other workers idle.
     items.sort(key=lambda item: item.path.name not in _PAGES)
     first: dict[tuple[Path, str], str] = {}
     for item in items:
         top = item.path.relative_to(_HERE).parts[0]
         if _BY_PLACE & {mark.name for mark in item.iter_markers()}:
-            raise pytest.UsageError(f"{item.nodeid}: what starts processes belongs in one of the folders {_PROCESSES}")
+            raise pytest.UsageError(
+                f"{item.nodeid}: a test that starts processes belongs in one of the folders {_PROCESSES}"
+            )
         for mark in sorted(_marks(item.path)):
             item.add_marker(mark)
         case = getattr(item, "callspec", None)
@@ -157,54 +159,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_report_header() -> str:
-    """Tell which package is tested."""
+    """Return a line with the tested package."""
     return f"aiocoll: {describe_implementation()}, {Path(aiocoll.__file__).parent}"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _older_objects_are_kept() -> None:
-    """Let no collection of garbage look at what is there for long: the tests themselves, by the ten thousand."""
+def _freeze_older_objects() -> None:
+    """Exempt old objects from garbage collection: the tests themselves are tens of thousands of objects."""
     gc.collect()
     gc.freeze()
 
 
 def _open_files() -> dict[str, str]:
-    """Return what each file descriptor of this process is; {} where there is no way to tell."""
+    """Return the target of each file descriptor of this process; {} without /proc."""
     found = {}
     if _FDS.exists():
         for fd in os.listdir(_FDS):
-            with suppress(OSError):  # the one that listed the others
+            with suppress(OSError):  # the descriptor that listed the others
                 found[fd] = os.readlink(_FDS / fd)
-    # multiprocessing keeps one pipe for the life of the process, from its first use on.
+    # multiprocessing opens one pipe at its first use, and never closes it.
     found.pop(str(getattr(resource_tracker._resource_tracker, "_fd", None)), None)
     return found
 
 
 @pytest.fixture(autouse=True)
-def _on_no_known_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks of this process choose as they do on any machine."""
+def _hide_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the processor, so that tuning defaults are the same on every machine."""
     replaced(monkeypatch, processors_file=os.devnull)
 
 
 @pytest.fixture(autouse=True)
-def _slow_tests_need_no_debug_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let asyncio's debug mode, which takes an eighth of the time, look at what `make test` runs, and no further."""
+def _slow_tests_without_debug_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn off asyncio's debug mode in slow tests: it takes an eighth of the time, and covers the other tests."""
     if request.node.get_closest_marker("slow") is not None:
         monkeypatch.delenv("PYTHONASYNCIODEBUG", raising=False)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No test leaves a thread or an open file; set up before and torn down after the loop of the test."""
-    # CUDA and NCCL keep files of their own for the life of the process.
+    """Fail a test that leaves a thread or an open file; it surrounds the loop of the test."""
+    # CUDA and NCCL never close some files of a process.
     keeps = request.node.get_closest_marker("gpu") is not None
     threads, files = set(threading.enumerate()), None if keeps else _open_files()
     yield
     for thread in set(threading.enumerate()) - threads:
         if thread.name.startswith("asyncio-waitpid-"):
-            thread.join(1.0)  # asyncio says that a process has ended from its thread, which goes on for a moment
+            thread.join(1.0)  # asyncio reports the end of a process from this thread, which ends a moment later
     if _leaks(threads, files):
-        gc.collect()  # what only a cycle keeps is no leak; collecting after every test would take minutes
+        gc.collect()  # garbage in a cycle is no leak; a collection after every test would take minutes
     assert not (left := _leaks(threads, files)), f"the test left behind: {left}"
 
 
@@ -218,16 +220,16 @@ def _leaks(threads: set[threading.Thread], files: Mapping[str, str] | None) -> l
 
 @pytest.fixture(autouse=True)
 def _no_task_left_behind(_nothing_left_behind: None, request: pytest.FixtureRequest) -> None:
-    """No coroutine test leaves a task; this one goes through `_finished_tasks`, which needs a loop."""
+    """Fail a coroutine test that leaves a task; `_finished_tasks` does it, since that needs a loop."""
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_finished_tasks")
 
 
 @pytest.fixture
 async def _finished_tasks() -> AsyncIterator[None]:
-    """Set up before the other fixtures of a test, so it looks when they have cleaned up."""
+    """Check for tasks after the test; as the first fixture, it is torn down after all others."""
     yield
-    # One turn for what the test ended by cancelling, or closed, to end.
+    # One loop iteration ends the tasks that the test cancelled or closed last.
     await asyncio.sleep(0)
     left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert not left, f"the test left tasks running: {left}"

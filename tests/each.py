@@ -1,4 +1,4 @@
-"""Many small cases in one test."""
+"""Loops over many small cases in one test."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test], Test]:
-    """Run a test once for each value, in a loop; like `pytest.mark.parametrize`, which makes a test of each.
+    """Run a test once for each value in a loop; `pytest.mark.parametrize` makes a separate test of each value.
 
-    Thousands of tests of a millisecond take longer to set up than to run. An error names the case in a note.
+    The set-up of thousands of short tests takes longer than the tests themselves. A note of the error names the case.
     """
     cases = list(values)
-    taken = (names,) if isinstance(names, str) else names
+    fields = (names,) if isinstance(names, str) else names
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def run(*args: Any, **kwargs: Any) -> None:
             assert cases, f"{test.__name__} has no case"
             for case in cases:
-                given = dict(zip(taken, (case,) if isinstance(names, str) else case, strict=True))
+                given = dict(zip(fields, (case,) if isinstance(names, str) else case, strict=True))
                 try:
                     test(*args, **kwargs, **given)
                 except BaseException as error:
@@ -31,8 +31,8 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test]
                     raise
 
         signature = inspect.signature(test)
-        others = [parameter for name, parameter in signature.parameters.items() if name not in taken]
-        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]  # what pytest fills in
+        others = [parameter for name, parameter in signature.parameters.items() if name not in fields]
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]  # the parameters that pytest passes
         return run  # type: ignore[return-value]
 
     return decorate

@@ -1,4 +1,4 @@
-"""Where tests reach into aiocoll: the limits and parts that they change, and what is private of a group, by name."""
+"""Access of tests to internals of aiocoll: limits and parts to change by plain names, private objects of groups."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ __all__ = [
     "wrapped",
 ]
 
-#: Seconds, sizes and counts that tests change, by a plain name: where each is read.
+#: Limits (seconds, sizes and counts) that tests change, by a plain name, with all places that read them.
 LIMITS = {
-    # the links of a group, and what is kept of a peer
+    # links of a group, and the data kept for a peer
     "ask_window": ("aiocoll.engine.links.flow_control.ASK_WINDOW", "aiocoll.engine.links.channel.ASK_WINDOW"),
     "group_id_bits": ("aiocoll.engine.job.ids.GROUP_BITS",),
     "early_grants": ("aiocoll.engine.links.flow_control.EARLY_GRANTS",),
@@ -123,9 +123,9 @@ LIMITS = {
     "tune_enough": ("aiocoll.cli.tune.ENOUGH",),
 }
 
-#: Functions, methods and other things that tests watch, replace or let fail, by a plain name.
+#: Functions, methods and other objects that tests watch, replace or let fail, by a plain name.
 PARTS = {
-    # what the machine and the system tell
+    # facts about the machine and the system
     "cgroup_folder": "aiocoll.cli.checks._CGROUP",
     "far_addresses": "aiocoll.transport.stream.route._ELSEWHERE",
     "gpu_count": "aiocoll.testing.skips._gpus",
@@ -144,7 +144,7 @@ PARTS = {
     "process_vm_readv": "aiocoll.transport.shm.process_memory._process_vm_readv",
     "processors_file": "aiocoll.tuning._PROCESSORS",
     "yama_scope_file": "aiocoll.transport.shm.process_memory._YAMA_SCOPE",
-    # what goes over links and into memory
+    # data on links and in memory
     "chunk_pointed": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.point",
     "chunk_put": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.put",
     "client_hello": "aiocoll.security.handshake.ClientHandshake.hello",
@@ -230,7 +230,7 @@ class Limits(Protocol):
 
 
 def set_limits(patch: pytest.MonkeyPatch, **values: float) -> None:
-    """Change limits of `LIMITS`, by their names there."""
+    """Change limits by their names in `LIMITS`."""
     _check(values, LIMITS)
     for name, value in values.items():
         for place in LIMITS[name]:
@@ -238,34 +238,34 @@ def set_limits(patch: pytest.MonkeyPatch, **values: float) -> None:
 
 
 def replaced(patch: pytest.MonkeyPatch, **parts: Any) -> None:
-    """Put something else in the place of `PARTS`, by their names there."""
+    """Replace parts by their names in `PARTS`."""
     _check(parts, PARTS)
     for name, part in parts.items():
         patch.setattr(PARTS[name], part)
 
 
 def wrapped(patch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> None:
-    """Let what is given be called in the place of `PARTS`, each with what it stands for before the arguments."""
+    """Replace parts by functions that get the original part as their first argument."""
     _check(calls, PARTS)
     for name, call in calls.items():
         replaced(patch, **{name: _around(resolve_name(PARTS[name]), call)})
 
 
 def spied(patch: pytest.MonkeyPatch, **spies: Callable[..., object]) -> None:
-    """Let what is given be told the arguments of each call of `PARTS` before it is made; it may raise."""
+    """Call functions with the arguments of each call of a part, before the call itself; they may raise."""
 
-    def telling(spy: Callable[..., object]) -> Callable[..., Any]:
-        def tell(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def spying(spy: Callable[..., object]) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
             spy(*args, **named)
             return original(*args, **named)
 
-        return tell
+        return call
 
-    wrapped(patch, **{name: telling(spy) for name, spy in spies.items()})
+    wrapped(patch, **{name: spying(spy) for name, spy in spies.items()})
 
 
 def failing(patch: pytest.MonkeyPatch, error: BaseException, *parts: str) -> None:
-    """Let calls of `PARTS` raise."""
+    """Let calls of parts raise `error`."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise error
@@ -275,12 +275,12 @@ def failing(patch: pytest.MonkeyPatch, error: BaseException, *parts: str) -> Non
 
 @contextmanager
 def replaced_call(module: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace a function that one module calls, and leave it as it is for all others.
+    """Replace a function in one module that calls it, and nowhere else.
 
     Args:
-        module: which calls it.
-        name: of a built-in function, "open", or as it is written there, "os.kill".
-        make: returns what is to be called instead, given the function.
+        module: name of the calling module.
+        name: the function: a built-in one, "open", or as the module writes it, "os.kill".
+        make: returns the replacement, given the original function.
     """
     owner, _, function = name.rpartition(".")
     holder = resolve_name(f"{module}.{owner}") if owner else builtins
@@ -294,7 +294,7 @@ def replaced_call(module: str, name: str, make: Callable[[Callable[..., Any]], C
 
 
 class _Holder:
-    """In place of a module or class, with another function of that name."""
+    """A module or class with another function under one name."""
 
     def __init__(self, holder: Any, function: str, instead: Callable[..., Any]) -> None:
         self._holder = holder
@@ -312,19 +312,19 @@ def _around(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[
     return instead
 
 
-def _check(given: Mapping[str, object], there: Mapping[str, object]) -> None:
-    if unknown := given.keys() - there.keys():
-        raise ValueError(f"no such: {', '.join(sorted(unknown))}; there are: {', '.join(sorted(there))}")
+def _check(given: Mapping[str, object], known: Mapping[str, object]) -> None:
+    if unknown := given.keys() - known.keys():
+        raise ValueError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
 
 
 def comm_of(holder: Any) -> Communicator:
-    """Return the communicator of a group, or of a part of one."""
+    """Return the communicator of a group, or of a part of a group."""
     comm: Communicator = parts_of(holder).comm if isinstance(holder, ProcessGroup) else holder._comm
     return comm
 
 
 def use_same_slots(pg: ProcessGroup) -> None:
-    """Let operations of a group take the slots of their numbers, so that those of two groups meet in one."""
+    """Let operations of two groups use the same slots, by their sequence numbers alone."""
     comm = comm_of(pg)
     comm.slots._shift = 0
     if comm.in_flight.native is not None:
@@ -332,18 +332,18 @@ def use_same_slots(pg: ProcessGroup) -> None:
 
 
 def native_of(pg: ProcessGroup) -> Any:
-    """Return the calls of a group that the accelerator carries out; None without it."""
+    """Return the accelerator's table of a group's calls; None without the accelerator."""
     return comm_of(pg).in_flight.native
 
 
 def is_native(work: Any) -> bool:
-    """Return whether the accelerator carries out the call of a work, or has carried out all of it."""
+    """Return whether the accelerator carries out the call of a work, or has carried out the whole call."""
     kinds = {type(each).__name__ for each in gc.get_referents(work)}
     return "Calls" in kinds and "Completion" not in kinds
 
 
 def make_pure(pg: ProcessGroup) -> None:
-    """Let Python carry out all calls of a group, before its first one."""
+    """Let Python carry out all calls of a group; call this before the first call."""
     comm, dispatcher = comm_of(pg), dispatcher_of(pg)
     if (native := comm.in_flight.native) is None:
         return
@@ -355,66 +355,66 @@ def make_pure(pg: ProcessGroup) -> None:
 
 
 def without_accelerator(pg: ProcessGroup) -> None:
-    """Plan calls as where some rank has no accelerator, which takes most large ones."""
+    """Plan the calls of a group as if some rank had no accelerator, which excludes most large calls."""
     comm = comm_of(pg)
-    # Cards of its own, since ranks of one process share them.
+    # New cards, since ranks of one process share the original ones.
     comm.endpoint.cards = {rank: {**card, "native": False} for rank, card in comm.endpoint.cards.items()}
 
 
 def forget_stalls(pg: ProcessGroup) -> None:
-    """Forget what a rank keeps of stalled operations: a bounded number of reports, some after each pause of a rank."""
+    """Clear the reports of stalled operations that a rank keeps: some remain after each pause of a rank."""
     stalls = comm_of(pg).stalls
     for table in (stalls._reports, stalls._findings, stalls._asked, stalls.asked_early):
         table.clear()
 
 
 def dispatcher_of(pg: ProcessGroup) -> Dispatcher:
-    """Return what all calls of a group go through."""
+    """Return the dispatcher of a group, through which all calls go."""
     return parts_of(pg).dispatcher
 
 
 def group_of(part: Any) -> Any:
-    """Return the group that a part of one has been made for."""
+    """Return the group of a part."""
     return part._group
 
 
 def callbacks_of(work: Any) -> Any:
-    """Return who is told of the end of a work; None, or what holds the place of a waiting thread."""
+    """Return the callbacks for the end of a work; None, or a placeholder for a waiting thread."""
     return completion_of(work).callbacks
 
 
 def channels_of(pg: ProcessGroup) -> dict[int, Any]:
-    """Return the channels that the ranks of a job have, by peer."""
+    """Return the channels of a rank, by peer."""
     return comm_of(pg).endpoint.channels._channels
 
 
 def early_bytes(pg: ProcessGroup) -> int:
-    """Return the bytes that wait for collectives that are not called yet."""
+    """Return the number of bytes received for collectives that this rank has not called yet."""
     return sum(len(payload) for frames in comm_of(pg).early.values() for _, _, payload in frames)
 
 
 def links_of(pg: ProcessGroup) -> list[Any]:
-    """Return all links of a rank, those of control too."""
+    """Return all links of a rank, including control links."""
     return list(comm_of(pg).endpoint._all_links())
 
 
 def matched_units(pg: ProcessGroup) -> Any:
-    """Return the units of messages between devices that have not begun."""
+    """Return the units of device messages that have not started."""
     return matching_of(pg)._units
 
 
 def matching_of(pg: ProcessGroup) -> Any:
-    """Return what matches messages between devices."""
+    """Return the matcher of device messages."""
     return dispatcher_of(pg).device_calls.state.messages._matching  # type: ignore[union-attr]
 
 
 def nccl_end(pg: ProcessGroup) -> Any:
-    """Return a rank's end of the communicator of NCCL."""
+    """Return a rank's end of an NCCL communicator."""
     return dispatcher_of(pg).device_calls.state.communicator._tools.end  # type: ignore[union-attr]
 
 
 def plans_of(pg: ProcessGroup) -> Any:
-    """Return the plans that are kept."""
+    """Return the kept plans of a group."""
     return dispatcher_of(pg).plans.known.values()
 
 
@@ -424,30 +424,30 @@ def sock_of(link: Any) -> Any:
 
 
 def unasked(channel: Any) -> int:
-    """Return the bytes that were sent over a channel and nobody has asked for."""
+    """Return the number of bytes sent eagerly over a channel, before the receiver has granted them."""
     return channel._unasked
 
 
 def unmade_groups(pg: ProcessGroup) -> Any:
-    """Return what was said of groups that are not made yet, by their ids."""
+    """Return the messages received for groups that are not made yet, by group id."""
     return comm_of(pg).endpoint.registry.early._unmade
 
 
 def waiter_of(device: Any, stream: int) -> Any:
-    """Return what waits for the calls on a stream of a device."""
+    """Return the waiter for the calls on a device stream."""
     return device._waiters[stream]
 
 
 def waiting_bytes(channel: Any) -> int:
-    """Return the bytes that have come over a channel and nobody has taken."""
+    """Return the number of bytes received over a channel for which no receive exists yet."""
     return channel._waiting._nbytes
 
 
 def waits_of(store: Any) -> Any:
-    """Return the waits in a store in memory, by their numbers."""
+    """Return the pending waits of an in-process store, by their numbers."""
     return store._waits
 
 
 def set_nccl_only(pg: ProcessGroup, on: bool) -> None:
-    """Let a group take CUDA arrays by NCCL or not at all, as backend="nccl" does."""
+    """Let a group use NCCL for all CUDA arrays or fail, as backend="nccl" does."""
     dispatcher_of(pg)._backends = {"cpu": "aio", "cuda": "nccl" if on else "aio"}

@@ -1,4 +1,4 @@
-"""The layers of the package, as the table in docs/architecture.md has them."""
+"""The layers of the package, from the table in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 
 def _rows(page: str) -> list[tuple[int, list[list[str]]]]:
-    """Return number and modules of each layer, lowest first; those of base, core and edge are lists of their own."""
+    """Return number and modules of each layer, lowest first, with separate lists for base, core and edge."""
     rows = re.findall(r"^\| (\d+) \| (.*?) ?\| (.*?) ?\| (.*?) ?\|", page, re.MULTILINE)
     return [
         (int(number), [[module(name.strip("`")) for name in cell.split()] for cell in cells])
@@ -21,10 +21,10 @@ def _rows(page: str) -> list[tuple[int, list[list[str]]]]:
 
 
 def layers(page: str) -> list[set[str]]:
-    """Return the layers of the table in `page`, lowest first, and refuse a table that names something twice."""
+    """Return the layers of the table in `page`, lowest first; refuse a table that names a module twice."""
     numbers, named = zip(*((number, [*itertools.chain(*cells)]) for number, cells in _rows(page)), strict=True)
-    assert [*numbers] == list(range(len(numbers))), "layers are numbered from below"
-    assert len(set().union(*named)) == sum(map(len, named)), "a module has one layer"
+    assert [*numbers] == list(range(len(numbers))), "layers are not numbered from the lowest one"
+    assert len(set().union(*named)) == sum(map(len, named)), "a module is in two layers"
     return [set(names) for names in named]
 
 
@@ -35,12 +35,12 @@ def houses(page: str) -> dict[str, set[str]]:
 
 
 def module(path: str) -> str:
-    """Return what stands for a file or folder at the top of the package in `LAYERS`."""
+    """Return the name in `LAYERS` of a file or folder at the top of the package."""
     return "aiocoll" if path == "__init__.py" else path.removesuffix(".py").removesuffix("/")
 
 
-#: Lowest first: a module may import layers before its own in this list, and its own folder. A folder stands for all
-#: that is in it, `aiocoll` for the public names.
+#: The layers, lowest first: a module may import modules of lower layers, and of its own folder. A folder stands for all
+#: its modules, `aiocoll` for the public names.
 LAYERS = layers(_PAGE.read_text())
-#: Base, core and edge of the package, by their names.
+#: The modules of base, core and edge.
 HOUSES = houses(_PAGE.read_text())

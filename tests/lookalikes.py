@@ -1,7 +1,7 @@
-"""Modules that look like CuPy and torch on CUDA, and an array like JAX's; they refuse what the real ones refuse.
+"""Fake CuPy and torch modules with CUDA, and a fake array of JAX, which refuse the same calls as the real ones.
 
-Put a module into `sys.modules`. What it enqueues is done at once, or by `enqueue(stream, device, work)`; new memory is
-the host's, or comes from `allocate(nbytes, device)`.
+Put a module into `sys.modules`. Its work is done at once, or by `enqueue(stream, device, work)`. New memory is host
+memory, or comes from `allocate(nbytes, device)`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ Enqueue = Callable[[int, int, Callable[[], None]], None]
 Allocate = Callable[[int, int], np.ndarray]
 
 
-def at_once(stream: int, device: int, work: Callable[[], None]) -> None:
+def run_at_once(stream: int, device: int, work: Callable[[], None]) -> None:
     work()
 
 
-def on_host(nbytes: int, device: int) -> np.ndarray:
+def host_memory(nbytes: int, device: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
 class Module:
-    """What both keep: the current device, the current stream of each device, and what was enqueued where."""
+    """State common to both modules: current device, current stream of each device, and the enqueued work."""
 
-    def __init__(self, enqueue: Enqueue = at_once, allocate: Allocate = on_host) -> None:
+    def __init__(self, enqueue: Enqueue = run_at_once, allocate: Allocate = host_memory) -> None:
         self._enqueue, self._allocate = enqueue, allocate
         self.current = 0
         self.streams: dict[int, int] = {}
-        #: (what, device, stream) of everything enqueued.
+        #: (operation, device, stream) of all enqueued work.
         self.enqueued: list[tuple[str, int, int]] = []
 
     def new(self, shape: tuple[int, ...], dtype: Any, device: int) -> np.ndarray:
-        """Return new memory of a device, which holds 77 and the like."""
+        """Return new memory of a device, filled with the byte 77."""
         kind = np.dtype(dtype)
         made = self._allocate(math.prod(shape) * kind.itemsize, device)
         made[:] = 77
@@ -65,7 +65,7 @@ class Module:
 
 
 class JaxArray:
-    """An array of JAX 0.10 on the CPU: read-only; of dtypes of ml_dtypes neither a buffer nor by DLPack."""
+    """An array of JAX 0.10 on the CPU: read-only; dtypes of ml_dtypes have neither a buffer nor DLPack."""
 
     def __init__(self, source: Any) -> None:
         self.host = np.array(source)
@@ -73,7 +73,7 @@ class JaxArray:
         self.dtype, self.shape = self.host.dtype, self.host.shape
         self._foreign = self.dtype.type.__module__ == "ml_dtypes"
 
-    def __buffer__(self, flags: int) -> memoryview:  # which Python 3.12 looks for
+    def __buffer__(self, flags: int) -> memoryview:  # Python 3.12 calls this method
         if self._foreign:
             raise BufferError(
                 f"INVALID_ARGUMENT: Buffers of type {self.dtype} are not supported by the buffer protocol."
@@ -100,9 +100,9 @@ def _unreadable(*args: object, **kwargs: object) -> Any:
 
 
 class Cupy(Module):
-    """CuPy 14."""
+    """A fake CuPy 14."""
 
-    def __init__(self, enqueue: Enqueue = at_once, allocate: Allocate = on_host) -> None:
+    def __init__(self, enqueue: Enqueue = run_at_once, allocate: Allocate = host_memory) -> None:
         super().__init__(enqueue, allocate)
         outer = self
 
@@ -138,7 +138,7 @@ class Cupy(Module):
                 self._block.__exit__(*exc)
 
         class ndarray:
-            """Elements of `host`, which plays memory of `device`."""
+            """An array whose elements are in `host`, which stands for memory of `device`."""
 
             __module__ = "cupy"
 
@@ -154,7 +154,9 @@ class Cupy(Module):
 
             @property
             def __cuda_array_interface__(self) -> dict[str, Any]:
-                raise AssertionError("for CuPy's own arrays nobody needs the interface, which looks at the stream")
+                raise AssertionError(
+                    "a CuPy array was read through the CUDA array interface, which synchronizes with the stream"
+                )
 
             def __setitem__(self, where: object, other: ndarray) -> None:
                 assert where is Ellipsis
@@ -184,16 +186,16 @@ class Cupy(Module):
 
 
 class Torch(Module):
-    """torch 2."""
+    """A fake torch 2."""
 
     strided, sparse_coo = "torch.strided", "torch.sparse_coo"
 
-    def __init__(self, enqueue: Enqueue = at_once, allocate: Allocate = on_host) -> None:
+    def __init__(self, enqueue: Enqueue = run_at_once, allocate: Allocate = host_memory) -> None:
         super().__init__(enqueue, allocate)
         outer = self
 
         class Tensor:
-            """Elements of `host`, whose dtype NumPy may not have, as memory of CUDA device `device`."""
+            """A tensor with elements in `host`, as memory of CUDA device `device`, with any dtype of torch."""
 
             __module__ = "torch"
 
@@ -212,13 +214,13 @@ class Torch(Module):
 
             @property
             def __cuda_array_interface__(self) -> dict[str, Any]:
-                raise AssertionError("of bfloat16 it says too little")
+                raise AssertionError("a tensor was read through the CUDA array interface, which has no bfloat16")
 
             def numpy(self) -> Any:
                 raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
 
             def _like(self, host: np.ndarray, **more: Any) -> Tensor:
-                assert not self.requires_grad, "what is done to it is recorded by autograd"
+                assert not self.requires_grad, "autograd would record this operation"
                 return Tensor(host, self.dtype[6:], self.device.index, **more)
 
             def __getitem__(self, part: slice) -> Tensor:
@@ -266,7 +268,7 @@ class Torch(Module):
 
         class ExternalStream:
             def __init__(self, stream_ptr: int, device: Any) -> None:
-                assert stream_ptr, "of 0 torch makes a new stream"
+                assert stream_ptr, "torch makes a new stream of pointer 0"
                 self.cuda_stream, self.device = stream_ptr, device
 
         self.Tensor = Tensor

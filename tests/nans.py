@@ -1,4 +1,4 @@
-"""Arrays in which every kind of NaN meets every other one, and what must come of them."""
+"""Arrays in which NaNs of all kinds meet, and the check of the reduced arrays."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["COUNTS", "cases", "inputs", "is_right", "reduce_op"]
 DTYPES = ("float32", "float64", "complex64", "complex128", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
           "float8_e4m3fnuz", "float8_e5m2fnuz")  # fmt: skip
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
-#: Elements: one, less than a vector, a vector and more, many of them.
+#: Numbers of elements: one, less than a vector, more than a vector, and many vectors.
 COUNTS = (1, 2, 3, 5, 16, 17, 33, 131, 1000)
 
-#: Numbers that make NaNs, and NaNs of either sign with payloads, by the bits of their type.
+#: Numbers that produce NaNs, and NaNs of both signs with payloads, as bits.
 _BITS = {
     np.dtype("float32"): (0x7FC00000, 0xFFC00000, 0x7FC00001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x3F800000, 0),
     np.dtype("float64"): (
@@ -44,15 +44,15 @@ def _values(dtype: np.dtype[Any], rng: np.random.Generator, count: int) -> NDArr
 
 
 def inputs(dtype: str, count: int, size: int, seed: int = 0) -> list[NDArray[Any]]:
-    """Return the array of each rank, the same in every process."""
+    """Return the array of each rank, which is the same in every process."""
     rng = np.random.default_rng([seed, count, size, *dtype.encode()])
     return [_values(numpy_dtype(dtype), rng, count) for _ in range(size)]
 
 
 def is_right(op: str, arrays: list[NDArray[Any]], result: NDArray[Any]) -> bool:
-    """Whether there is a NaN where an input has one, or infinities of both signs meet, and nowhere else.
+    """Return whether NaNs are exactly where an input has one, or infinities of both signs meet.
 
-    Only of operations and types in which nothing else makes one.
+    It checks only operations and dtypes that produce no other NaNs.
     """
     if op not in ("SUM", "AVG", "MIN", "MAX") or result.dtype not in _BITS:
         return True

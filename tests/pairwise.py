@@ -1,4 +1,4 @@
-"""A cover of all pairs: far fewer cases than the full product, and any two values still meet in one of them."""
+"""A cover of all pairs: any two values of different dimensions share a case, with far fewer cases than the product."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cover(space: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool]) -> 
 
     Args:
         space: the values of each dimension.
-        valid: whether a case that may lack some dimensions can be completed; pairs that are not valid need no cover.
+        valid: whether a case, which may lack dimensions, can be completed. Invalid pairs need no cover.
     """
     open_pairs: dict[Pair, None] = {}
     for (one, values), (other, others) in combinations(space.items(), 2):
@@ -32,7 +32,7 @@ def cover(space: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool]) -> 
 def _extend(
     case: Case, space: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool], open_pairs: Mapping[Pair, None]
 ) -> Case:
-    """Add to `case`, dimension by dimension, the value that covers most."""
+    """Complete `case`: for each dimension in turn, add the value that covers most pairs."""
     for name, values in space.items():
         if name in case:
             continue

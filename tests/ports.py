@@ -1,4 +1,4 @@
-"""Ports that are free, and that the kernel gives to nobody who asks for any."""
+"""Free ports that the kernel does not assign to other sockets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 from contextlib import ExitStack
 
-#: Below those that kernels give (from 32768 on Linux, from 49152 elsewhere): a port that is free now stays so.
+#: Below the range that kernels assign (from 32768 on Linux, from 49152 elsewhere), so that a free port stays free.
 _FIRST, _LAST = 15_000, 30_000
 
 
@@ -20,7 +20,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
     """Return the first of `count` ports in a row on which nothing listens at `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
-        # Anywhere: tests that run at the same time must not look for one in the same place.
+        # At a random place, since tests that run at the same time must not choose the same ports.
         first = _FIRST + int.from_bytes(os.urandom(4)) % (_LAST - _FIRST - count)
         with ExitStack() as stack:
             try:

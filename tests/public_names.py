@@ -1,8 +1,8 @@
-"""The public names with their parameters and defaults, one a line: `python -m tests.public_names` records them anew.
+"""The public names with parameters and defaults, one per line: `python -m tests.public_names` records them.
 
-`tests/test_public_names.py` compares them with `public_names.txt`. A class comes with its constructor, its methods and
-attributes, those of its bases of ours too, and what its docstring lists under ``Attributes:``. Annotations, and whether
-an attribute is a property, are left out: they may change without a user's program.
+`tests/test_public_names.py` compares them with `public_names.txt`. The lines of a class have its constructor, methods
+and attributes, also inherited from other classes of aiocoll, and the names under ``Attributes:`` in its docstring. They
+omit annotations and whether an attribute is a property, since these may change without breaking a program.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import aiocoll
 
 RECORD = Path(__file__).with_suffix(".txt")
 
-#: The modules that programs import. Their `__all__` says what is public.
+#: The modules that programs import. Their `__all__` lists the public names.
 MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks", "aiocoll.loops",
            "aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus", "aiocoll.options", "aiocoll.plugins",
            "aiocoll.store", "aiocoll.testing", "aiocoll.testing.contracts", "aiocoll.typing")  # fmt: skip
 
-#: Classes of which programs get instances from calls, whose constructors are not for them; found by name, wherever
-#: they are defined.
+#: Classes whose instances programs get from calls, so that their constructors are not public. They are found by name,
+#: in any module.
 HANDED_OUT = ("CallPlan", "CartesianGroup", "Estimate", "FlightRecorder", "GroupStats", "OperationStats", "PeerStats",
               "PlannedCall", "Predicted", "ProcessGroup", "Work")  # fmt: skip
 
-#: The methods behind operators and statements that a class may promise.
+#: The methods behind operators and statements that may be public.
 OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__bool__", "__call__", "__contains__",
              "__enter__", "__eq__", "__exit__", "__getitem__", "__hash__", "__iter__", "__len__", "__or__"}  # fmt: skip
 
@@ -66,7 +66,7 @@ def _of_module(module: ModuleType) -> Iterator[str]:
 
 
 def _home(found: type) -> str | None:
-    """Return under which name a class is described: the first of the modules that exports it."""
+    """Return the name under which a class is recorded: that of the first module that exports it."""
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
             if getattr(module, name) is found:
@@ -76,7 +76,7 @@ def _home(found: type) -> str | None:
 
 def _of_class(path: str, cls: type) -> Iterator[str]:
     for base in cls.__mro__:
-        if _is_ours(base):
+        if _is_of_package(base):
             for name in [*vars(base), *_documented(base)]:
                 if not name.startswith("_") or name in OPERATORS:
                     yield f"{path}.{name}{_parameters(inspect.getattr_static(cls, name, None), method=True)}"
@@ -88,7 +88,7 @@ def _documented(cls: type) -> list[str]:
 
 
 def _parameters(found: Any, *, method: bool = False) -> str:
-    """Return the parameters of what can be called, without annotations and `self`; else an empty string."""
+    """Return the parameters of a callable, without annotations and `self`; an empty string for other objects."""
     if isinstance(found, classmethod | staticmethod):
         method = method and isinstance(found, classmethod)
         found = found.__func__
@@ -98,24 +98,24 @@ def _parameters(found: Any, *, method: bool = False) -> str:
         return ""
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(found).parameters.values()]
     signature = inspect.Signature(parameters[1:] if method else parameters)
-    return re.sub(r"<_\w+\.(\w+): .*?>", r"\1", str(signature))  # a member of an enumeration of ours
+    return re.sub(r"<_\w+\.(\w+): .*?>", r"\1", str(signature))  # a member of one of the package's enumerations
 
 
 def _has_constructor(cls: type) -> bool:
-    """Whether it is one of ours: those of the standard library, enumerations', too, differ between Pythons."""
+    """Return whether a class has a constructor of the package: those of the standard library differ between Pythons."""
     return not issubclass(cls, Enum) and any(
-        {"__init__", "__new__"} & vars(base).keys() for base in cls.__mro__ if _is_ours(base)
+        {"__init__", "__new__"} & vars(base).keys() for base in cls.__mro__ if _is_of_package(base)
     )
 
 
 def _is_for_checkers(found: Any) -> bool:
-    """Whether it is a type that nobody makes objects of: another name of one, a union or a protocol."""
+    """Return whether an object is a type for annotations only: an alias, a union or a protocol."""
     return (
         isinstance(found, NewType | UnionType) or get_origin(found) is not None or getattr(found, "_is_protocol", False)
     )
 
 
-def _is_ours(cls: type) -> bool:
+def _is_of_package(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "aiocoll"
 
 
@@ -126,7 +126,7 @@ def _classes() -> dict[str, type]:
         if not info.name.startswith(_LEFT):
             module = importlib.import_module(info.name)
             found.update({name: each for name, each in vars(module).items() if inspect.isclass(each)})
-    return {name: cls for name, cls in found.items() if _is_ours(cls)}
+    return {name: cls for name, cls in found.items() if _is_of_package(cls)}
 
 
 if __name__ == "__main__":

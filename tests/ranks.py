@@ -1,4 +1,4 @@
-"""Groups of ranks that are tasks of the test's own loop, over a transport the test names."""
+"""Groups of ranks that are tasks of the test's loop, over a transport that the test names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from aiocoll.transport.memory import Hub
 
 from .internals import comm_of
 
-#: What `transport=` of `run_ranks` may be: within one loop "auto" means memory.
+#: Transports for `run_ranks`. Within one loop, "auto" means memory.
 TRANSPORTS = ("memory", "unix", "tcp", "shm")
-#: A transport of each kind: objects handed over, a stream of bytes, shared memory. For tests of what is above them.
+#: One transport of each kind (object queue, byte stream, shared memory), for tests of higher layers.
 LINKS = ("memory", "unix", "shm")
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -28,7 +28,7 @@ def options(transport: str) -> GroupOptions:
 
 
 def over(*transports: Any) -> Callable[[Test], Test]:
-    """Run a test that is marked with `ranks` over each of these transports, which `pytest.param` may mark."""
+    """Run a test marked with `ranks` over each of these transports, which may be a `pytest.param` with marks."""
 
     def decorate(test: Test) -> Test:
         parametrized = pytest.mark.parametrize("transport", transports, indirect=True)(test)
@@ -45,14 +45,14 @@ async def run_ranks(
     timeout: float = 60.0,
     allow_unretrieved: bool = False,
 ) -> list[Any]:
-    """Run `fn(pg, *args)` on every rank; return the results in rank order, or raise the error that came first."""
+    """Run `fn(pg, *args)` on every rank; return the results in rank order, or raise the first error."""
     return await testing.run_ranks(
         world_size, fn, *args, options=options(transport), timeout=timeout, allow_unretrieved=allow_unretrieved
     )
 
 
 def in_a_fork(call: Callable[[], object]) -> str:
-    """Make a call in a forked child; return the error that it raises, or nothing."""
+    """Make a call in a forked child; return the text of its error, or an empty string."""
     out, into = os.pipe()
     child = os.fork()
     if child == 0:
@@ -70,12 +70,12 @@ def in_a_fork(call: Callable[[], object]) -> str:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop turn until `condition` holds, which nothing else would tell."""
+    """Run the loop until `condition` holds, where no event reports it."""
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 def hub(pg: ProcessGroup) -> Hub:
-    """Return the network of a group in memory."""
+    """Return the in-process network of a group."""
     return comm_of(pg).endpoint.context.transport._hub  # type: ignore[attr-defined]

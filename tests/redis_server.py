@@ -1,4 +1,4 @@
-"""A Redis server of a test's own: it can be stopped, started again, and forget what it had."""
+"""A Redis server for tests, which can be stopped, started again, and lose its data."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from aiocoll.credentials import TlsFiles
 from .certificates import Authority
 from .ports import free_ports
 
-#: Seconds that a server has to answer.
+#: Seconds within which a server must answer.
 LIMIT = 20
 
 
 class RedisServer:
-    """A process of redis-server on a port of its own of the loopback; call `start`.
+    """A process of redis-server on free ports of the loopback; call `start`.
 
     Args:
-        folder: where it keeps its data: nothing, but for `save`.
-        files: its certificate; with it, TLS is spoken at `tls_url`.
-        options: on its command line.
-        command: makes a command of one; for a server on a host of its own.
+        folder: the directory for its data, which it writes only at a `save`.
+        files: its certificate, with which it serves TLS at `tls_url`.
+        options: options of its command line.
+        command: changes the command, for a server on another host.
     """
 
     def __init__(
@@ -55,60 +55,60 @@ class RedisServer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it accepts connections."""
+        """Start the server, and wait until it accepts connections."""
         command = self._command("redis-server", *self._options)
         self._process = process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert process.stdout is not None
-        said = []
+        lines = []
         with process.stdout:
             for line in process.stdout:
-                said.append(line)
+                lines.append(line)
                 if "Ready to accept connections" in line:
                     return
-        raise AssertionError("".join(said))
+        raise AssertionError("".join(lines))
 
     def kill(self) -> None:
-        """End it at once; it keeps nothing that it has not saved."""
+        """Kill the server; it loses all data that it has not saved."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(LIMIT)
 
     def freeze(self) -> None:
-        """Let it be silent, with its connections open."""
+        """Stop the process, so that it keeps its connections open and does not answer."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Let the process continue."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def tell(self, *command: str) -> str:
-        """Carry out a command, beside what is tested; return the answer, of a list its items with blanks between."""
+        """Carry out a command on a separate connection; return the answer, or the items of a list joined by spaces."""
         return self.send(request(*command))
 
-    def send(self, asked: bytes) -> str:
-        """Send a command as it is, on a connection of its own; return the answer."""
+    def send(self, encoded: bytes) -> str:
+        """Send an encoded command on a separate connection; return the answer."""
         with (
             socket.create_connection(("127.0.0.1", self.port), LIMIT) as connection,
             connection.makefile("rwb") as file,
         ):
-            file.write(asked)
+            file.write(encoded)
             file.flush()
             return _answer(file)
 
     def clients(self) -> int:
-        """Return how many connections there are, but for the one that asks."""
+        """Return the number of connections, except that of this request."""
         return self.tell("CLIENT", "LIST").count(" fd=") - 1
 
     def requests(self) -> int:
-        """Return how many scripts it has carried out."""
+        """Return the number of scripts that the server has carried out."""
         return int(self.tell("INFO", "commandstats").partition("cmdstat_eval:calls=")[2].partition(",")[0])
 
     def listeners(self, job: str = "") -> int:
-        """Return how many connections are told of changes."""
+        """Return the number of connections that are notified of changes."""
         return int(self.tell("PUBSUB", "NUMSUB", f"aiocoll:{job}").split()[1])
 
 
@@ -123,13 +123,13 @@ def _answer(file: IO[bytes]) -> str:
 
 
 def request(*command: str) -> bytes:
-    """Return a command as it is sent to a server."""
+    """Return the encoded form of a command."""
     words = [b"$%d\r\n%s\r\n" % (len(word), word) for word in map(str.encode, command)]
     return b"*%d\r\n%s" % (len(words), b"".join(words))
 
 
 def need_redis() -> None:
-    """Skip a test where it cannot run."""
+    """Skip the test if the package redis or redis-server is not installed."""
     if importlib.util.find_spec("redis") is None:
         pytest.skip("the package redis is not installed")
     if shutil.which("redis-server") is None:
@@ -138,7 +138,7 @@ def need_redis() -> None:
 
 @contextmanager
 def redis_server(folder: Path, files: TlsFiles | None = None, *options: str, **how: Any) -> Iterator[RedisServer]:
-    """Run a server, or skip the test; it is gone at the end."""
+    """Run a server during the block, or skip the test."""
     need_redis()
     server = RedisServer(folder, files, *options, **how)
     server.start()
@@ -150,7 +150,7 @@ def redis_server(folder: Path, files: TlsFiles | None = None, *options: str, **h
 
 @pytest.fixture(scope="session")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Start a Redis server for all tests that do not change it."""
+    """Yield a Redis server for all tests that do not change it."""
     folder = tmp_path_factory.mktemp("redis")
     files = Authority(folder).make("DNS:localhost")
     with redis_server(folder, files) as server:

@@ -1,4 +1,4 @@
-"""What every collective must give, worked out by NumPy on the data of all ranks at once."""
+"""The expected results of all collectives, computed by NumPy from the data of all ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ DTYPES = (
     *HALVES,
     *NARROW,
 )
-#: Without integers of fewer than 8 bits, which torch has no arrays of.
+#: Dtypes except integers of fewer than 8 bits, for which torch has no arrays.
 WIDE = tuple(name for name in DTYPES if name not in NARROW)
 LOGICAL = ("LAND", "LOR", "LXOR")
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", *LOGICAL, "PREMUL_SUM", "larger", "affine")
 
 
 def allowed(op: str, dtype: str) -> bool:
-    """Whether the contract defines `op` on `dtype`."""
+    """Return whether the contract defines `op` on `dtype`."""
     if op == "affine":
-        return dtype in ("uint16", "int32", "int64", "uint32", "uint64")  # it needs 16 bits, unsigned or more
+        return dtype in ("uint16", "int32", "int64", "uint32", "uint64")  # the packed values need 16 unsigned bits
     if dtype == "bool":
         return op not in ("AVG", "PREMUL_SUM")
     if "int" in dtype:
@@ -44,12 +44,12 @@ def allowed(op: str, dtype: str) -> bool:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype called `name`, also if it is one of ml_dtypes'."""
+    """Return the dtype called `name`, of NumPy or ml_dtypes."""
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
 def larger(a: Array, b: Array, out: Array) -> None:
-    """Commutative."""
+    """Write the larger elements to `out`; the function is commutative."""
     np.maximum(a, b, out=out)
 
 
@@ -66,21 +66,21 @@ _CUSTOM = {
 
 
 def reduce_op(name: str, rank: int) -> ReduceOp:
-    """Return the op called `name` as `rank` passes it."""
+    """Return the op called `name` for the call of `rank`."""
     if name == "PREMUL_SUM":
         return ReduceOp.PREMUL_SUM(factor(rank))
     return _CUSTOM[name] if name in _CUSTOM else getattr(ReduceOp, name)
 
 
 def factor(rank: int) -> float:
-    """Differs from rank to rank, and multiplying by it is exact."""
+    """Return the factor of a rank; multiplication by it is exact."""
     return 0.5 if rank % 2 else 2.0
 
 
 def data(dtype: str, op: str, rank: int, start: int, count: int) -> Array:
     """Return elements `start` to `start + count` of a rank's data.
 
-    All results are exact in any order, except on the narrow floats: those have one right result, all the same.
+    Results are exact in any order of reduction. On the narrow floats they are rounded, but still unique.
     """
     i = np.arange(start, start + count)
     mixed = (i * 7 + i // 5 + rank * 3) % 11
@@ -91,8 +91,8 @@ def data(dtype: str, op: str, rank: int, start: int, count: int) -> Array:
     if "int" in dtype:
         values = mixed - (0 if dtype.startswith("u") else 5)
         if dtype in NARROW:
-            return (values * 3 + rank).astype(np.int8).astype(numpy_dtype(dtype))  # wraps
-        return values.astype(dtype) if op == "AVG" else (values * 37 + rank * 11).astype(dtype)  # wraps
+            return (values * 3 + rank).astype(np.int8).astype(numpy_dtype(dtype))  # overflow wraps
+        return values.astype(dtype) if op == "AVG" else (values * 37 + rank * 11).astype(dtype)  # overflow wraps
     if dtype.startswith("complex"):
         if op == "PRODUCT":
             return np.array([1, 1j, -2, -1j], dtype)[mixed % 4]
@@ -128,10 +128,11 @@ def reduced(op: str, dtype: str, inputs: list[Array], world_size: int, first_ran
     for x in inputs[1:]:
         total = function(total, x.astype(wide), dtype=wide)
     if dtype in NARROW:
-        total = total.astype(np.int8).astype(numpy_dtype(dtype)).astype(np.int64)  # wraps
+        total = total.astype(np.int8).astype(numpy_dtype(dtype)).astype(np.int64)  # overflow wraps
         return (np.trunc(total / world_size) if op == "AVG" else total).astype(np.int8).astype(numpy_dtype(dtype))
     if op == "AVG":
-        # A division of complex numbers would round differently from place to place; by a real one, both parts divide.
+        # NumPy's rounding of a complex division depends on the position of the element. A real divisor divides both
+        # parts.
         parts = total.view(total.real.dtype)
         divided = parts / (world_size if "int" in dtype else parts.dtype.type(world_size))
         total = np.trunc(divided) if "int" in dtype else divided.view(wide)
@@ -139,7 +140,7 @@ def reduced(op: str, dtype: str, inputs: list[Array], world_size: int, first_ran
 
 
 def equal(a: Array, b: Array) -> bool:
-    """Whether dtype, length and every value are equal (the zeros are)."""
+    """Return whether dtype, length and all values are equal; zeros of both signs are equal."""
     if a.dtype != b.dtype:
         return False
     narrow = a.dtype.name in HALVES + NARROW

@@ -1,6 +1,6 @@
-"""What `make release-check` runs with each Python: all in dist/ that it can install works in a clean environment.
+"""The checks of `make release-check` with one Python: each installable archive of dist/ works in a clean environment.
 
-It needs nothing but the standard library, and never imports the tree that it is in.
+It needs only the standard library, and never imports the tree around it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def installable(folder: Path) -> Iterator[Path]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return variables in which nothing leads back to the tree."""
+    """Return environment variables that do not lead back to the tree."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AIOCOLL", "VIRTUAL"))}
     return kept | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 
 
 def first_program() -> tuple[str, list[str]]:
-    """Return the program that the README begins with, and what two ranks of it print."""
+    """Return the first program of the README, and the output of its two ranks."""
     text = (ROOT / "README.md").read_text()
     found = re.search(r"^```python\n(.*?)^```$.*?^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert found is not None
@@ -65,14 +65,14 @@ def first_program() -> tuple[str, list[str]]:
 
 
 def check(archive: Path) -> None:
-    """Install an archive into an environment of its own, and use it."""
+    """Install an archive into a new environment, and use it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         venv.create(folder / "env", with_pip=True)
         variables = environment(folder / "env")
         (folder / "work").mkdir()
 
-        def say(*command: str) -> str:
+        def output_of(*command: str) -> str:
             done = subprocess.run(
                 command, cwd=folder / "work", env=variables, capture_output=True, text=True, timeout=LIMIT, check=False
             )
@@ -80,7 +80,7 @@ def check(archive: Path) -> None:
                 raise SystemExit(f"{archive.name}: {' '.join(command)}\n{done.stdout}{done.stderr}")
             return done.stdout
 
-        say(
+        output_of(
             "python",
             "-m",
             "pip",
@@ -88,27 +88,27 @@ def check(archive: Path) -> None:
             "--quiet",
             f"aiocoll[testing,prometheus,otel] @ {archive.resolve().as_uri()}",
         )
-        say("python", "-m", "pip", "check")
-        say("python", "-W", "error", "-c", f"import {', '.join(MODULES)}")
-        version = say("aiocoll", "--version")
-        if not archive.name.endswith(".tar.gz"):  # which has what this machine can build
+        output_of("python", "-m", "pip", "check")
+        output_of("python", "-W", "error", "-c", f"import {', '.join(MODULES)}")
+        version = output_of("aiocoll", "--version")
+        if not archive.name.endswith(".tar.gz"):  # the native part of a source archive depends on this machine
             kind = "native" if "-abi3-" in archive.name else "pure Python"
             assert f" ({kind}), Python {sys.version.split()[0]}, " in version, version
         program, expected = first_program()
         (folder / "work" / "hello.py").write_text(program)
-        printed = sorted(say("aiocoll", "run", "-n", "2", "hello.py").splitlines())
+        printed = sorted(output_of("aiocoll", "run", "-n", "2", "hello.py").splitlines())
         assert printed == expected, printed
         (folder / "work" / "test_it.py").write_text(TEST)
-        scope = "asyncio_default_fixture_loop_scope=function"  # pytest-asyncio warns where a project does not say it
-        assert "2 passed" in say("python", "-W", "error", "-m", "pytest", "-q", "-o", scope, "test_it.py")
+        scope = "asyncio_default_fixture_loop_scope=function"  # without this option, pytest-asyncio warns
+        assert "2 passed" in output_of("python", "-W", "error", "-m", "pytest", "-q", "-o", scope, "test_it.py")
         print(f"{archive.name}: {version}", end="", flush=True)
 
 
 def main(folder: str) -> None:
-    """Check what is in a folder."""
+    """Check all installable archives in a folder."""
     archives = list(installable(Path(folder))) if Path(folder).is_dir() else []
     if not archives:
-        raise SystemExit(f"there is nothing in {folder}/ that Python {sys.version.split()[0]} can install: make dist")
+        raise SystemExit(f"no archive in {folder}/ that Python {sys.version.split()[0]} can install; run make dist")
     for archive in archives:
         check(archive)
 

@@ -1,4 +1,4 @@
-"""What this process holds of shared memory."""
+"""The shared memory of this process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from aiocoll.transport.shm.layout import Direction, LinkLayout
 __all__ = ["QUEUE", "mapped"]
 
 _BETWEEN_NATIVE = LinkLayout(2).directions[0]
-#: The chunk queue between two ranks that run what this process runs.
+#: The chunk queue between two ranks that both run the implementation of this process.
 QUEUE: Final[Direction] = _BETWEEN_NATIVE if core is not None else _BETWEEN_NATIVE.with_large_chunks()
 
 
 def mapped() -> list[str]:
-    """Return what this process has mapped of memory without a name, and holds open of it."""
+    """Return the mappings and open descriptors of aiocoll's anonymous memory in this process."""
     fds = Path("/proc/self/fd")
     files = [os.readlink(fds / fd) for fd in os.listdir(fds) if (fds / fd).is_symlink()]
     maps = Path("/proc/self/maps").read_text().splitlines()

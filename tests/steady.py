@@ -1,4 +1,4 @@
-"""An event loop whose clock stands still while others have the processor: for tests of what is to be over in time."""
+"""An event loop whose clock stops while other processes have the processor, for tests with time limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Counts the seconds that were waited, but none by which a wait was too long."""
+    """A selector that sums up the seconds of its waits, except the time by which a wait was too long."""
 
     waited = 0.0
 
@@ -25,7 +25,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class SteadyLoop(asyncio.SelectorEventLoop):
-    """Its time is what it has waited, and what it has calculated."""
+    """An event loop whose time is the sum of its waits and its CPU time."""
 
     def __init__(self) -> None:
         self._waits = _Selector()

@@ -1,4 +1,4 @@
-"""The architecture page is true: its drawing is what a call does, its tables and lists have all that there is."""
+"""The architecture page: its drawing shows the functions of a call, and its tables and lists are complete."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from .test_house import MODULES, imports
 PACKAGE = generate.ROOT / "aiocoll"
 FAKES = generate.ROOT / "tests" / "fakes"
 PAGE = (generate.DOCS / "architecture.md").read_text()
-#: The block that begins with the call.
+#: The block of the page that begins with a call.
 DRAWING = next(block for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.S | re.M) if "pg.allreduce(x)" in block)
 
 
-def drawn() -> list[str]:
-    """Return the lines of the drawing that name a function, two spaces for each function it is called by."""
+def drawn_calls() -> list[str]:
+    """Return the lines of the drawing that name a function, indented by two spaces for each caller."""
     return [found[1][2:] for found in re.finditer(r"^(  +[a-z_.]+: [\w.]+)", DRAWING, re.M)]
 
 
 class Tree(NamedTuple):
-    """What one call of one of our functions comes to, from outside of the package."""
+    """The calls below one call of a function of the package."""
 
     lines: list[str]
     objects: list[Any]
 
 
 class Profiler:
-    """Writes down which functions of the package are called, by which others, in the thread that it is set in.
+    """A profiler that records the calls of functions of the package, with their callers, in one thread.
 
     Attributes:
-        trees: of calls from outside of the package, in order.
+        trees: a tree for each call from outside the package, in order.
     """
 
     def __init__(self) -> None:
@@ -68,18 +68,18 @@ class Profiler:
             self.trees[-1].lines.append("  " * len(self._open) + line)
             self.trees[-1].objects.append(frame.f_locals.get("self"))
             self._open.append(frame)
-        elif event == "return" and self._open:  # none is open if it was called before the profiler was set
+        elif event == "return" and self._open:  # no frame is open if the call came before the profiler
             self._open.pop()
 
-    def of(self, work: Work[Any]) -> list[str]:
-        """Return the lines of the trees that have to do with a work, or with its completion."""
+    def lines_of(self, work: Work[Any]) -> list[str]:
+        """Return the lines of the trees that involve a work or its completion."""
         mine = {id(work), id(completion_of(work))}
         return [line for tree in self.trees if mine & set(map(id, tree.objects)) for line in tree.lines]
 
 
 async def test_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two over TCP on loopback, in an allreduce like an earlier one, for which rank 1 lets it wait."""
-    asyncio.get_running_loop().set_debug(False)  # which takes another way to watch works that are not awaited
+    """Record an allreduce of rank 0 over TCP on loopback, which equals an earlier one and waits for rank 1."""
+    asyncio.get_running_loop().set_debug(False)  # debug mode watches works that are not awaited
     replaced(monkeypatch, watching=False)
     waits, ended = asyncio.Event(), asyncio.Event()
 
@@ -97,8 +97,8 @@ async def test_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyP
             await work
             await pg.send(message, 0)
             return []
-        await pg.recv(message, 1)  # after which the next frame is the first one since the link was read
-        # While any operation is in flight there is a timer that looks after all, and entering one does not set it.
+        await pg.recv(message, 1)  # the next frame is the first one since the link was read
+        # While an operation is in flight, a timer for all operations runs, and the next operation does not start it.
         in_flight = pg.recv(message, 1)
         gc.disable()
         sys.setprofile(profiler)
@@ -112,12 +112,12 @@ async def test_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyP
         ended.set()
         await in_flight
         assert x.tolist() == [4.0] * 8
-        return profiler.of(work)
+        return profiler.lines_of(work)
 
     profiler = Profiler()
     done, _ = await run_ranks(2, body, transport="tcp")
-    # Where the accelerator runs, works are its own, and no functions of Python.
-    assert done == [line for line in drawn() if core is None or "work: Handle.__init__" not in line]
+    # The accelerator makes its own works, without a Python function.
+    assert done == [line for line in drawn_calls() if core is None or "work: Handle.__init__" not in line]
 
 
 def test_engine_parts_are_complete_and_import_only_parts_above() -> None:
@@ -140,8 +140,8 @@ def test_wire_page_has_all_kinds_of_messages() -> None:
     assert f"this is version {WIRE_VERSION} (`WIRE_VERSION`)" in " ".join(page.split())
 
 
-#: What each page says in running text and tables: programs and output are checked elsewhere. One page is left
-#: out, which names files of other projects.
+#: The running text and tables of each page: other tests check programs and output. reference-tests.md is left out,
+#: since it names files of other projects.
 PROSE = {
     path.name: re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M)
     for path in [generate.ROOT / "README.md", *generate.DOCS.glob("*.md")]
@@ -151,7 +151,7 @@ CONTRIBUTORS = {"architecture.md", *re.findall(r"^\| `docs/([\w-]+\.md)` \|", PA
 
 
 def test_paths_in_the_pages_exist() -> None:
-    """From the root, and in pages for contributors also in the package."""
+    """Look below the root, and for contributors' pages also in the package."""
     named = {
         (page, path)
         for page, text in PROSE.items()
@@ -168,11 +168,11 @@ def test_paths_in_the_pages_exist() -> None:
 
 
 def test_modules_and_classes_in_the_pages_exist() -> None:
-    """By their dotted names, and classes by their own, in pages for contributors."""
+    """Look up dotted names, and the names of classes, on the contributors' pages."""
     names = {(page, name) for page in CONTRIBUTORS for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", PROSE[page])}
     names = {(page, name) for page, name in names if not name.endswith((".py", ".md", ".toml"))}
     inside = {(page, name) for page, name in names if "." in name and name.split(".")[0] in set().union(*LAYERS)}
-    assert {f"{page}: {name}" for page, name in inside if not resolves(name)} == set()
+    assert {f"{page}: {name}" for page, name in inside if not is_importable(name)} == set()
     assert len(inside) > 20
     sources = [path.read_text() for folder in (PACKAGE, FAKES) for path in folder.rglob("*.py")]
     classes = {name: text for text in sources for name in re.findall(r"^class (\w+)", text, re.M)}
@@ -182,8 +182,8 @@ def test_modules_and_classes_in_the_pages_exist() -> None:
     assert len(known) > 20
 
 
-def resolves(name: str) -> bool:
-    """Whether a dotted name without `aiocoll.` is a module, or something in one."""
+def is_importable(name: str) -> bool:
+    """Return whether a dotted name without `aiocoll.` is a module, or an object in one."""
     try:
         pkgutil.resolve_name(f"aiocoll.{name}")
     except (ImportError, AttributeError):

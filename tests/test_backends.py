@@ -1,4 +1,4 @@
-"""Backends: names, what serves which device, and groups that others make."""
+"""Backends: their names, the devices that they serve, and groups that registered backends make."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .fakes.cuda import FakeCuda
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever is registered is forgotten."""
+    """Restore the registered backends after the test."""
     monkeypatch.setattr(backends, "_factories", dict(backends._factories))
     for name in ("backend_list", "default_device_backend_map", "backend_capability"):
         monkeypatch.setattr(Backend, name, getattr(Backend, name).copy())

@@ -1,4 +1,4 @@
-"""Groups of programs without an event loop: each rank is a thread that waits."""
+"""Blocking groups, for programs without an event loop: each rank is a thread that waits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from aiocoll import BlockingGroup, GroupClosedError, GroupOptions, Meeting, Proc
 
 from .ranks import in_a_fork
 
-#: What is no call to wait for: blocks, what yields, and another name.
+#: Methods without a blocking counterpart: blocks, iterators, and calls with another name.
 WITH_THE_LOOP = {"cart", "coalescing", "time_estimator", "incoming", "plan", "aclose"}
 
 
 def on_ranks(world_size: int, rank: Callable[[BlockingGroup], Any]) -> list[Any]:
-    """Run `rank` on so many ranks, each in a thread."""
+    """Run `rank` on every rank, each in a thread."""
     with Meeting(world_size) as meeting, ThreadPoolExecutor(world_size) as pool:
 
         def run(number: int) -> Any:
@@ -40,15 +40,15 @@ def calls() -> set[str]:
 
 
 def test_blocking_group_has_every_call() -> None:
-    there = {name for name in vars(BlockingGroup) if name[0] != "_"}
-    assert there == calls() - WITH_THE_LOOP | {"submit"}
+    blocking = {name for name in vars(BlockingGroup) if name[0] != "_"}
+    assert blocking == calls() - WITH_THE_LOOP | {"submit"}
 
 
 @pytest.mark.parametrize("name", sorted(calls() - WITH_THE_LOOP - {"shutdown"}))
 def test_blocking_call_has_the_documentation_of_the_call(name: str) -> None:
-    ours, theirs = getattr(BlockingGroup, name), getattr(ProcessGroup, name)
-    assert inspect.signature(ours) == inspect.signature(theirs)
-    assert ours.__doc__ == theirs.__doc__
+    blocking, awaited = getattr(BlockingGroup, name), getattr(ProcessGroup, name)
+    assert inspect.signature(blocking) == inspect.signature(awaited)
+    assert blocking.__doc__ == awaited.__doc__
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -152,7 +152,7 @@ def test_closed_blocking_group_refuses_calls() -> None:
 
 
 def test_unfinished_call_fails_at_the_end() -> None:
-    """And is kept until then, though nothing else knows it."""
+    """Check that the pending call also survives a garbage collection, although no other object refers to it."""
     kept: list[Future[Any]] = []
 
     def rank(group: BlockingGroup) -> None:

@@ -1,4 +1,4 @@
-"""Every worked example of CONTRIBUTING.md is made in a copy of the tree and run; what the pages name exists."""
+"""The worked examples of CONTRIBUTING.md, made and run in a copy of the tree, and the files that the pages name."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from .pages import ROOT, Block, blocks, commands, files, shell, write
 
 PAGE = "CONTRIBUTING.md"
 SECURITY = "SECURITY.md"
-#: The examples, and how many files of the package each takes.
+#: The examples, with the number of changed files of the package.
 EXAMPLES = {"A hook": 0, "A store": 1, "A schedule": 3, "A collective": 4, "A transport": 2}
-#: They run as many tests as a newcomer would: of all, `make test` shows that they fit.
+#: Examples whose commands run many tests, as on the page; `make test` only applies their changes.
 SLOW = ("A schedule", "A collective")
 
 
-def of(example: str) -> list[Block]:
+def blocks_of(example: str) -> list[Block]:
     return [block for block in blocks(PAGE) if block.heading == example]
 
 
-def touched(example: str) -> list[str]:
-    """Return the files that an example makes or changes."""
-    changed = {path for block in of(example) for path in re.findall(r"^\+\+\+ b/(.*)$", block.code, re.MULTILINE)}
-    return sorted(changed | {block.file for block in of(example) if block.file is not None})
+def changed_files(example: str) -> list[str]:
+    """Return the files that an example adds or changes."""
+    changed = {
+        path for block in blocks_of(example) for path in re.findall(r"^\+\+\+ b/(.*)$", block.code, re.MULTILINE)
+    }
+    return sorted(changed | {block.file for block in blocks_of(example) if block.file is not None})
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Return a copy of the tree, with compiled Python files that stay valid."""
+    """Return a copy of the tree whose compiled Python files stay valid."""
     for name in ("aiocoll", "docs", "examples", "tests", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy2(ROOT / "pyproject.toml", tmp_path)
@@ -45,15 +47,15 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(script: str, root: Path) -> str:
-    """Run commands with the package below `root`; return what they print. Pytest loads only the plugins it needs."""
+    """Run commands with the package below `root` and without unneeded pytest plugins; return the output."""
     plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_asyncio.plugin,aiocoll.testing.plugin"}
-    said = shell(f"exec 2>&1\nset -e\n{script}\necho all done", root, PYTHONPATH=str(root), **plugins)
-    assert said.endswith("all done\n"), said
-    return said.removesuffix("all done\n")
+    output = shell(f"exec 2>&1\nset -e\n{script}\necho all done", root, PYTHONPATH=str(root), **plugins)
+    assert output.endswith("all done\n"), output
+    return output.removesuffix("all done\n")
 
 
 def apply(diff: str, root: Path) -> None:
-    # Where `root` is inside a repository, paths would be those of the repository.
+    # If `root` is inside a repository, git would apply the paths to that repository.
     environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
     subprocess.run(["git", "apply"], input=diff, text=True, cwd=root, env=environ, check=True)
 
@@ -64,7 +66,7 @@ def test_each_kind_of_extension_has_an_example() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_changes_apply_to_the_tree(example: str, copy: Path) -> None:
-    for block in of(example):
+    for block in blocks_of(example):
         if block.language == "diff":
             apply(block.code, copy)
 
@@ -73,17 +75,17 @@ def test_example_changes_apply_to_the_tree(example: str, copy: Path) -> None:
     "example", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EXAMPLES]
 )
 def test_example_can_be_made_and_run(example: str, copy: Path) -> None:
-    said = ""
-    for block in of(example):
+    output = ""
+    for block in blocks_of(example):
         if block.file is not None:
             write({block.file: files(PAGE)[block.file]}, copy)
         elif block.language == "diff":
             apply(block.code, copy)
         elif block.code in commands(PAGE):
-            said += run(block.code, copy)
+            output += run(block.code, copy)
         else:
-            assert (block.language, block.code) == ("text", said)
-    python = " ".join(path for path in touched(example) if path.endswith(".py"))
+            assert (block.language, block.code) == ("text", output)
+    python = " ".join(path for path in changed_files(example) if path.endswith(".py"))
     run(f".venv/bin/python -m ruff check --no-cache {python}", copy)
     run(f".venv/bin/python -m ruff format --no-cache --diff {python}", copy)
     run(".venv/bin/python -m pytest -q tests/test_house.py", copy)
@@ -91,21 +93,21 @@ def test_example_can_be_made_and_run(example: str, copy: Path) -> None:
 
 @pytest.mark.slow
 def test_examples_pass_the_type_check(copy: Path) -> None:
-    """In the whole package, as `make check` looks; one after the other, which takes the time of one."""
+    """Run mypy as `make check` does, for one example after the other: its cache makes the later runs fast."""
     before = {path: path.read_bytes() for path in copy.rglob("*.py")}
     for example in EXAMPLES:
-        write({block.file: block.code for block in of(example) if block.file is not None}, copy)
-        for block in of(example):
+        write({block.file: block.code for block in blocks_of(example) if block.file is not None}, copy)
+        for block in blocks_of(example):
             if block.language == "diff":
                 apply(block.code, copy)
         run(".venv/bin/python -m mypy", copy)
-        for path in {copy / name for name in touched(example)}:
+        for path in {copy / name for name in changed_files(example)}:
             path.write_bytes(before[path]) if path in before else path.unlink()
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_takes_as_few_files_as_stated(example: str) -> None:
-    assert len([path for path in touched(example) if path.startswith("aiocoll/")]) == EXAMPLES[example]
+    assert len([path for path in changed_files(example) if path.startswith("aiocoll/")]) == EXAMPLES[example]
 
 
 def test_make_targets_of_the_page_exist() -> None:
@@ -116,7 +118,7 @@ def test_make_targets_of_the_page_exist() -> None:
 
 @pytest.mark.parametrize("page", [PAGE, SECURITY])
 def test_files_named_on_a_page_exist(page: str) -> None:
-    made = {path for example in EXAMPLES for path in touched(example)}
+    made = {path for example in EXAMPLES for path in changed_files(example)}
     named = re.findall(r"(?<![\w/.-])((?:aiocoll|docs|examples|bench|tests)/[\w./-]*\w)", (ROOT / page).read_text())
     assert len(set(named) - made) > 10
     assert {name for name in set(named) - made if "/.venvs/" not in name and not (ROOT / name).exists()} == set()

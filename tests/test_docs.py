@@ -1,4 +1,4 @@
-"""The docs say what the code does: their examples run, and the tables that `docs/generate.py` writes are current."""
+"""Agreement between the docs and the code: examples, links, and the tables of `docs/generate.py`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_example_index_is_current() -> None:
 def test_reference_test_is_covered_or_excluded_with_a_reason(module: str) -> None:
     path = generate.ROOT / "tests/reference" / f"{module}.py"
     if not path.exists():
-        pytest.skip(f"{module}.py is not written yet")
+        pytest.skip(f"{module}.py does not exist yet")
     functions = {
         node.name
         for node in ast.walk(ast.parse(path.read_text()))
@@ -58,12 +58,16 @@ def test_reference_test_is_covered_or_excluded_with_a_reason(module: str) -> Non
     }
     for row in generate.rows():
         if row.module == module:
-            assert (row.ours is None) is not (row.left_out is None), f"{row.reference}: put it in COVERS or in LEFT_OUT"
-            assert row.ours is None or generate.function_of(row.ours) in functions, f"there is no {row.ours}"
+            assert (row.counterpart is None) is not (row.left_out is None), (
+                f"{row.reference}: put it in COVERS or in LEFT_OUT"
+            )
+            assert row.counterpart is None or generate.function_of(row.counterpart) in functions, (
+                f"{row.counterpart} does not exist"
+            )
             reason = row.left_out or ""
-            assert row.left_out is None or len(reason) > 10, f"{row.reference}: say why it is left out"
+            assert row.left_out is None or len(reason) > 10, f"{row.reference}: give the reason for leaving it out"
             named = set(re.findall("`(test_[a-z_]+)`", reason))
-            assert named <= functions, f"{row.reference}: there is no {named - functions}"
+            assert named <= functions, f"{row.reference}: {named - functions} not found"
 
 
 def test_reference_test_is_listed() -> None:
@@ -80,22 +84,22 @@ def test_reference_test_table_is_current() -> None:
 
 @pytest.mark.slow
 def test_hang_page_shows_the_output_of_its_programs(tmp_path: Path) -> None:
-    """Numbers aside: which rank is the first and how long it took depend on the machine."""
+    """Compare the output except numbers: the first rank and the durations depend on the machine."""
     write(files(HANGS), tmp_path)
-    said = "".join(shell(script, tmp_path) for script in commands(HANGS)).replace(f"{tmp_path}/", "")
+    output = "".join(shell(script, tmp_path) for script in commands(HANGS)).replace(f"{tmp_path}/", "")
     compared = ("A rank does not come", "Timeouts", "Calls that differ", "After the fact")
     shown = [block.code for block in blocks(HANGS) if block.language == "text" and block.heading in compared]
     assert len(shown) == 4
-    assert [text for text in shown if not is_shown(text, said)] == [], said
+    assert [text for text in shown if not is_shown(text, output)] == [], output
 
 
 @pytest.mark.parametrize("name", pages())
 def test_page_links_have_targets(name: str) -> None:
     page = ROOT / name
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", without_code(page)):
-        there = page.parent / target if target else page
-        assert there.exists(), target
-        headings = re.findall(r"^#+ (.*)$", without_code(there), re.MULTILINE) if anchor else []
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        headings = re.findall(r"^#+ (.*)$", without_code(linked), re.MULTILINE) if anchor else []
         slugs = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
         assert not anchor or anchor in slugs, anchor
 
@@ -111,17 +115,17 @@ def test_code_block_is_run_or_excused(page: str) -> None:
             continue
         where = f"{page}, under {block.heading!r}, block {block.number} of {block.language}"
         if block.excuse is None:
-            assert is_taken(block), f"{where}: no test runs it; tests/pages.py says how one does"
+            assert is_used(block), f"{where}: no test runs it; see tests/pages.py"
         else:
             assert block.excuse in EXCUSES, f"{where}: not one of the EXCUSES of tests/pages.py"
-            # `files` and `commands` leave it out.
-            assert place(block) not in all_taken(), f"{where}: it is excused, but a test runs it"
-            assert list(wrong_in(block)) == [], where
+            # `files` and `commands` omit excused blocks, so only `code` could return one.
+            assert place(block) not in used_blocks(), f"{where}: it has an excuse, but a test runs it"
+            assert list(errors_in(block)) == [], where
 
 
 @pytest.mark.parametrize("page", pages())
 def test_code_block_cannot_escape_the_rule(page: str) -> None:
-    """One that is indented, say, or has no language, or an excuse that is not directly before its block."""
+    """Find blocks that are indented or have no language, and excuses that are not directly before their block."""
     text, fence = (ROOT / page).read_text(), re.compile("^[ >]*(?:```|~~~)", re.MULTILINE)
     inside = sum(len(fence.findall(block.code)) for block in blocks(page))
     assert len(fence.findall(text)) == 2 * len(blocks(page)) + inside
@@ -129,28 +133,28 @@ def test_code_block_cannot_escape_the_rule(page: str) -> None:
 
 
 def test_code_block_taken_by_a_test_exists() -> None:
-    there = {place(block) for page in pages() for block in blocks(page)} | {(page, None) for page in pages()}
-    assert {taken for taken in all_taken() if taken not in there and taken[:2] not in there} == set()
+    existing = {place(block) for page in pages() for block in blocks(page)} | {(page, None) for page in pages()}
+    assert {used for used in used_blocks() if used not in existing and used[:2] not in existing} == set()
 
 
 def place(block: Block) -> tuple[Any, ...]:
     return block.page, block.heading, block.number, block.language
 
 
-def is_taken(block: Block) -> bool:
+def is_used(block: Block) -> bool:
     whole = "commands" if block.language == "sh" else "files" if block.file else ""
-    return bool({place(block), (block.page, None, whole)} & all_taken())
+    return bool({place(block), (block.page, None, whole)} & used_blocks())
 
 
 @cache
-def all_taken() -> frozenset[tuple[Any, ...]]:
-    """Return what tests take: `place`s of blocks, and (page, None, function) of the functions that take several."""
+def used_blocks() -> frozenset[tuple[Any, ...]]:
+    """Return the used blocks: the `place` of each, or (page, None, function) for functions that return several."""
     found: set[tuple[Any, ...]] = set()
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if "pages import" not in (text := path.read_text()):
             continue
         module = ast.parse(text)
-        #: A name may stand for the string that the module gives it.
+        #: An argument may be the name of a module-level string.
         names = {
             target.id: node.value.value
             for node in module.body
@@ -161,7 +165,7 @@ def all_taken() -> frozenset[tuple[Any, ...]]:
         for call in (node for node in ast.walk(module) if isinstance(node, ast.Call)):
             function = call.func.id if isinstance(call.func, ast.Name) else ""
             if function in ("code", "files", "commands"):
-                where = f"{path.name}:{call.lineno}: {ast.unparse(call)}: the page, and what else is given, as literals"
+                where = f"{path.name}:{call.lineno}: {ast.unparse(call)}: give the page and other arguments as literals"
                 given = [value_of(each, names, where) for each in call.args]
                 named = {str(each.arg): value_of(each.value, names, where) for each in call.keywords}
                 arguments = inspect.signature(getattr(tests_pages, function)).bind(*given, **named)
@@ -175,8 +179,8 @@ def value_of(node: ast.expr, names: Mapping[str, Any], where: str) -> Any:
     return node.value if isinstance(node, ast.Constant) else names[node.id]
 
 
-def wrong_in(block: Block) -> Iterator[str]:
-    """Look at a block that cannot be run: its syntax, and that what it names is there."""
+def errors_in(block: Block) -> Iterator[str]:
+    """Check a block that cannot be run: yield syntax errors, and names that do not exist."""
     if block.language == "python":
         compile(block.code, block.page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         return

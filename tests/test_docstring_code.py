@@ -1,4 +1,4 @@
-"""The code that docstrings show, and so the site, runs in surroundings that it takes for granted."""
+"""The code in docstrings, which the site shows too, run with the names and peers that it needs."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ from .ranks import run_ranks
 
 
 def snippets() -> dict[str, str]:
-    """Return the indented blocks of public docstrings that are Python, by what they belong to; tables are none."""
+    """Return the Python blocks of public docstrings, except in sections, by the name of their owner."""
     found = {}
-    for name, thing in documented():
+    for name, owner in documented():
         head = re.split(
-            r"^(?:Attributes|Args|Returns|Yields|Raises):$", inspect.getdoc(thing) or "", flags=re.MULTILINE
+            r"^(?:Attributes|Args|Returns|Yields|Raises):$", inspect.getdoc(owner) or "", flags=re.MULTILINE
         )
         for block in re.findall(r"\n\n((?: {4}.*\n|\n)+)", f"{head[0]}\n"):
             text = textwrap.dedent(block).strip("\n")
             with contextlib.suppress(SyntaxError):
                 compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-                assert not text or found.setdefault(name, text) == text, f"{name} has two"
+                assert not text or found.setdefault(name, text) == text, f"{name} has two Python blocks"
     return found
 
 
 def documented() -> Iterator[tuple[str, Any]]:
-    """Yield modules, what they export, and the methods of that, each once: under the first name that it has."""
+    """Yield modules, exported objects and their methods, each once, under the first name."""
     seen = set()
     for module in map(importlib.import_module, MODULES):
         yield module.__name__, module
         for name in module.__all__:
-            thing = getattr(module, name)
-            if isinstance(thing, NewType):  # whose docstring is that of `NewType`
+            owner = getattr(module, name)
+            if isinstance(owner, NewType):  # its docstring is that of `NewType`
                 continue
-            for path, each in [(name, thing), *((f"{name}.{key}", method) for key, method in methods(thing))]:
+            for path, each in [(name, owner), *((f"{name}.{key}", method) for key, method in methods(owner))]:
                 if id(each) not in seen and getattr(each, "__module__", "").startswith("aiocoll"):
                     seen.add(id(each))
                     yield f"{module.__name__}.{path}", each
 
 
-def methods(thing: Any) -> list[tuple[str, Any]]:
-    functions = inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else []
+def methods(owner: Any) -> list[tuple[str, Any]]:
+    functions = inspect.getmembers(owner, inspect.isfunction) if inspect.isclass(owner) else []
     return [(name, each) for name, each in functions if not name.startswith("_")]
 
 
 CODE = snippets()
 
 
-async def of_blocking_group() -> None:
-    """As the only rank."""
+async def run_blocking_group() -> None:
+    """Run the block as the only rank."""
     block = CODE["aiocoll.BlockingGroup"].replace("BlockingGroup()", "BlockingGroup(store=store, rank=0, world_size=1)")
     names = {"aiocoll": aiocoll, "store": HashStore(), "x": np.ones(2), "y": np.ones(3)}
     await asyncio.to_thread(exec, block, names)
@@ -73,8 +73,8 @@ async def of_blocking_group() -> None:
     assert names["later"].result() is names["y"]
 
 
-async def of_meeting() -> None:
-    """Replace the process pool by a thread pool."""
+async def run_meeting() -> None:
+    """Run the block with a thread pool instead of the process pool."""
     found: list[int] = []
 
     def work(ticket: aiocoll.Ticket) -> None:
@@ -87,7 +87,7 @@ async def of_meeting() -> None:
     def start(function: Callable[[aiocoll.Ticket], None], ticket: aiocoll.Ticket) -> None:
         threads.append(threading.Thread(target=function, args=(ticket,)))
         threads[-1].start()
-        if len(threads) == 4:  # the meeting ends with its block
+        if len(threads) == 4:  # the meeting ends with its block, so all threads must have ended before
             for thread in threads:
                 thread.join()
 
@@ -96,7 +96,7 @@ async def of_meeting() -> None:
     assert found == [4] * 4
 
 
-async def of_coalescing() -> None:
+async def run_coalescing() -> None:
     async def body(pg: ProcessGroup) -> None:
         gradients = [np.ones(2), np.ones(3)]
         await execute(CODE["aiocoll.ProcessGroup.coalescing"], pg=pg, gradients=gradients)
@@ -105,7 +105,7 @@ async def of_coalescing() -> None:
     await run_ranks(2, body)
 
 
-async def of_time_estimator() -> None:
+async def run_time_estimator() -> None:
     async def body(pg: ProcessGroup) -> Any:
         gradients = np.ones(1000)
         names = await execute(CODE["aiocoll.ProcessGroup.time_estimator"], pg=pg, gradients=gradients)
@@ -117,8 +117,8 @@ async def of_time_estimator() -> None:
         assert estimate.seconds > 0
 
 
-async def of_elastic() -> None:
-    """As the only rank, which fails once."""
+async def run_elastic() -> None:
+    """Run the block as the only rank, which fails once."""
     groups = []
 
     async def step(pg: ProcessGroup, state: dict[str, Any]) -> None:
@@ -135,12 +135,12 @@ async def of_elastic() -> None:
     assert len(set(groups)) == 2
 
 
-async def of_hooks() -> None:
+async def run_hooks() -> None:
     handle = (await execute(CODE["aiocoll.hooks"], aiocoll=aiocoll))["handle"]
     handle.remove()
 
 
-async def of_cart() -> None:
+async def run_cart() -> None:
     async def body(pg: ProcessGroup) -> None:
         u = np.full((3, 3), float(pg.rank()))
         names = await execute(CODE["aiocoll.ProcessGroup.cart"], pg=pg, u=u)
@@ -151,7 +151,7 @@ async def of_cart() -> None:
     await run_ranks(2, body)
 
 
-async def of_plan() -> None:
+async def run_plan() -> None:
     async def body(pg: ProcessGroup) -> None:
         gradients = np.zeros(2)
         block = CODE["aiocoll.ProcessGroup.plan"].replace("= ...", "= batch + pg.rank()")
@@ -161,7 +161,7 @@ async def of_plan() -> None:
     await run_ranks(2, body)
 
 
-async def of_probe() -> None:
+async def run_probe() -> None:
     async def body(pg: ProcessGroup) -> None:
         if pg.rank():
             await pg.send(np.arange(3.0), 0, tag=3)
@@ -171,9 +171,9 @@ async def of_probe() -> None:
     await run_ranks(2, body)
 
 
-async def of_prometheus() -> None:
+async def run_prometheus() -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
-    from aiocoll.metrics import prometheus  # imported by the program, too
+    from aiocoll.metrics import prometheus  # the program imports it too
 
     async def body(pg: ProcessGroup) -> None:
         names = await execute(CODE["aiocoll.metrics.prometheus"], aiocoll=aiocoll, pg=pg)
@@ -184,9 +184,9 @@ async def of_prometheus() -> None:
     await run_ranks(1, body)
 
 
-async def of_opentelemetry() -> None:
+async def run_opentelemetry() -> None:
     pytest.importorskip("opentelemetry.metrics")
-    from aiocoll.metrics import opentelemetry  # imported by the program, too
+    from aiocoll.metrics import opentelemetry  # the program imports it too
 
     async def body(pg: ProcessGroup) -> None:
         names = await execute(CODE["aiocoll.metrics.opentelemetry"], aiocoll=aiocoll, pg=pg)
@@ -195,7 +195,7 @@ async def of_opentelemetry() -> None:
     await run_ranks(1, body)
 
 
-async def of_loop_thread() -> None:
+async def run_loop_thread() -> None:
     async def make_group() -> ProcessGroup:
         return await aiocoll.new_group(store=HashStore(), rank=0, world_size=1)
 
@@ -206,7 +206,7 @@ async def of_loop_thread() -> None:
     names["thread"].close()
 
 
-async def of_typing() -> None:
+async def run_typing() -> None:
     mean = (await execute(CODE["aiocoll.typing"], aiocoll=aiocoll, TypeVar=TypeVar))["mean"]
 
     async def body(pg: ProcessGroup) -> Any:
@@ -216,19 +216,19 @@ async def of_typing() -> None:
 
 
 RUN = {
-    "aiocoll.BlockingGroup": of_blocking_group,
-    "aiocoll.Meeting": of_meeting,
-    "aiocoll.ProcessGroup.cart": of_cart,
-    "aiocoll.ProcessGroup.coalescing": of_coalescing,
-    "aiocoll.ProcessGroup.plan": of_plan,
-    "aiocoll.ProcessGroup.probe": of_probe,
-    "aiocoll.ProcessGroup.time_estimator": of_time_estimator,
-    "aiocoll.elastic": of_elastic,
-    "aiocoll.hooks": of_hooks,
-    "aiocoll.loops.LoopThread": of_loop_thread,
-    "aiocoll.metrics.opentelemetry": of_opentelemetry,
-    "aiocoll.metrics.prometheus": of_prometheus,
-    "aiocoll.typing": of_typing,
+    "aiocoll.BlockingGroup": run_blocking_group,
+    "aiocoll.Meeting": run_meeting,
+    "aiocoll.ProcessGroup.cart": run_cart,
+    "aiocoll.ProcessGroup.coalescing": run_coalescing,
+    "aiocoll.ProcessGroup.plan": run_plan,
+    "aiocoll.ProcessGroup.probe": run_probe,
+    "aiocoll.ProcessGroup.time_estimator": run_time_estimator,
+    "aiocoll.elastic": run_elastic,
+    "aiocoll.hooks": run_hooks,
+    "aiocoll.loops.LoopThread": run_loop_thread,
+    "aiocoll.metrics.opentelemetry": run_opentelemetry,
+    "aiocoll.metrics.prometheus": run_prometheus,
+    "aiocoll.typing": run_typing,
 }
 
 
@@ -238,5 +238,5 @@ async def test_docstring_code_runs(name: str) -> None:
 
 
 def test_docstring_code_is_tested_everywhere() -> None:
-    """But for the program of the README, which `tests/test_readme.py` compares, and the same method for threads."""
+    """Exempt the first program, which `tests/test_readme.py` compares, and the same `probe` of blocking groups."""
     assert CODE.keys() == RUN.keys() | {"aiocoll", "aiocoll.BlockingGroup.probe"}

@@ -1,4 +1,4 @@
-"""What `help` says of a call is told in the same sections everywhere."""
+"""Docstrings of public calls: the same sections everywhere, with arguments, results, errors, costs and units."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from aiocoll.store import KeyValueStore
 
 from .each import each
 
-#: In this order, each at most once.
+#: The sections, in this order, each at most once.
 SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
 
-#: Calls of a group that send nothing, so that they cost next to nothing, and how long they take is for others to say.
+#: Calls of a group without a section on costs: they send nothing, or their costs are those of other calls.
 FREE = {"abort", "add_hook", "aclose", "backend_for", "coords", "drain", "pending", "rank", "rank_at", "shift",
         "shutdown", "size", "stats", "time_estimator", "wait_revoked"}  # fmt: skip
 #: Calls that cannot fail.
@@ -39,7 +39,7 @@ SAFE = {"pending", "rank", "size", "add_done_callback", "cancelled", "done", "du
 
 
 def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield what is documented by sections, by name."""
+    """Yield the calls whose docstrings have sections, with their names."""
     for cls in (ProcessGroup, CallPlan, CartesianGroup, Work, FlightRecorder):
         for name, found in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_"):
@@ -50,7 +50,7 @@ def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def other_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the functions that programs import, and the methods of classes that they make objects of."""
+    """Yield the functions that programs import, and the methods of classes that programs instantiate."""
     for module in (aiocoll, aiocoll.distributed, aiocoll.store, aiocoll.testing):
         for name in module.__all__:
             found = getattr(module, name)
@@ -68,10 +68,10 @@ every_call = each("name", CALLS)
 
 
 def sections(found: object) -> dict[str, str]:
-    """Return the sections of a docstring, in the order they have there."""
+    """Return the sections of a docstring, in order."""
     text = inspect.getdoc(found) or ""
     parts = re.split(rf"^({'|'.join(SECTIONS)}):", text, flags=re.MULTILINE)
-    assert len(parts[1::2]) == len(set(parts[1::2])), "a section twice"
+    assert len(parts[1::2]) == len(set(parts[1::2])), "a section occurs twice"
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -91,8 +91,8 @@ def test_docstring_sections_are_in_order(name: str) -> None:
 @every_call
 def test_docstring_documents_exactly_the_arguments(name: str) -> None:
     parameters = [each for each in inspect.signature(CALLS[name]).parameters if each not in ("self", "cls")]
-    told = re.findall(r"^    (\w+):", sections(CALLS[name]).get("Args", ""), re.MULTILINE)
-    assert told == parameters
+    documented = re.findall(r"^    (\w+):", sections(CALLS[name]).get("Args", ""), re.MULTILINE)
+    assert documented == parameters
 
 
 @every_call
@@ -105,7 +105,7 @@ def test_docstring_documents_results_errors_and_costs(name: str) -> None:
         assert ("Cost" in found) is (last not in FREE)
 
 
-#: What the other public functions and classes have: those of torch.distributed, of stores, for tests.
+#: Other public functions and methods: of torch.distributed, of stores, for tests.
 OTHERS = dict(other_calls())
 
 
@@ -115,18 +115,18 @@ def test_other_docstrings_begin_with_one_line_and_document_all_arguments(name: s
     assert first.endswith(".")
     assert not rest or rest[0] == ""
     parameters = [each for each in inspect.signature(OTHERS[name]).parameters if each not in ("self", "cls")]
-    told = re.findall(r"^    \*{0,2}(\w+):", sections(OTHERS[name]).get("Args", ""), re.MULTILINE)
-    assert told == parameters
+    documented = re.findall(r"^    \*{0,2}(\w+):", sections(OTHERS[name]).get("Args", ""), re.MULTILINE)
+    assert documented == parameters
 
 
 @each("name", CALLS | OTHERS)
 def test_docstring_documents_units(name: str) -> None:
-    said = sections((CALLS | OTHERS)[name]).get("Args", "")
-    for line in re.findall(r"^    ((?:timeout|wait|seconds)\b.*)", said, re.MULTILINE):
+    text = sections((CALLS | OTHERS)[name]).get("Args", "")
+    for line in re.findall(r"^    ((?:timeout|wait|seconds)\b.*)", text, re.MULTILINE):
         assert re.search("seconds|time to", line), line
 
 
-#: How an array is told: as large as what, or any.
+#: Words that describe the shape of an array.
 SHAPE = re.compile(
     r"\belements|\bshape|\bcounts?\b|\blength|\brows|split along|one array per rank|any size|array per rank"
 )
@@ -134,24 +134,24 @@ SHAPE = re.compile(
 
 @each("name", [name for name in CALLS if name.startswith("ProcessGroup.")])
 def test_docstring_documents_shapes(name: str) -> None:
-    said = sections(CALLS[name]).get("Args", "")
-    for argument in re.findall(r"^    ((?:tensors?|outputs?|inputs?):.*(?:\n {8}.*)*)", said, re.MULTILINE):
+    text = sections(CALLS[name]).get("Args", "")
+    for argument in re.findall(r"^    ((?:tensors?|outputs?|inputs?):.*(?:\n {8}.*)*)", text, re.MULTILINE):
         assert SHAPE.search(argument), argument
 
 
 @each("name", [name for name, found in OTHERS.items() if "Work[" in str(inspect.signature(found).return_annotation)])
 def test_torch_distributed_functions_name_the_documenting_method(name: str) -> None:
-    said = (inspect.getdoc(OTHERS[name]) or "").split("\n\n")[0]
-    named = re.findall(r"`(?:ProcessGroup\.)?(\w+)`", said)
-    assert any(f"ProcessGroup.{each}" in CALLS or f"aiocoll.distributed.{each}" in OTHERS for each in named), said
+    text = (inspect.getdoc(OTHERS[name]) or "").split("\n\n")[0]
+    named = re.findall(r"`(?:ProcessGroup\.)?(\w+)`", text)
+    assert any(f"ProcessGroup.{each}" in CALLS or f"aiocoll.distributed.{each}" in OTHERS for each in named), text
 
 
 def test_docstring_documents_each_option() -> None:
-    told = re.findall(r"^    (\w+):", sections(GroupOptions)["Attributes"], re.MULTILINE)
-    assert told == list(GroupOptions.__dataclass_fields__)
+    documented = re.findall(r"^    (\w+):", sections(GroupOptions)["Attributes"], re.MULTILINE)
+    assert documented == list(GroupOptions.__dataclass_fields__)
     assert "Raises" in sections(GroupOptions)
 
 
 def test_call_help_needs_no_other_page() -> None:
-    said = inspect.getdoc(ProcessGroup.shrink) or ""
-    assert said.startswith("Make a new group of the ranks that are alive")
+    text = inspect.getdoc(ProcessGroup.shrink) or ""
+    assert text.startswith("Make a new group of the ranks that are alive")

@@ -1,4 +1,4 @@
-"""Groups that follow each other: whoever is lost, the rest goes on with newcomers and the same state."""
+"""`elastic`: after a loss, the remaining ranks and newcomers form the next group and continue with the same state."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from .ranks import until
 LIMIT = 20.0
 STEPS = 12
 
-#: Called by each rank in each step with the number of the process; what it returns ends the process.
+#: A function that each rank calls in each step, with the number of its process; a true result ends the process.
 Fault = Callable[[int, int], bool]
 
 
-def nothing(process: int, step: int) -> bool:
+def no_fault(process: int, step: int) -> bool:
     return False
 
 
 class Program:
-    """A program whose processes count steps together, and a supervisor that replaces those that are lost.
+    """A program whose processes count steps together, and a supervisor that replaces lost processes.
 
     Attributes:
-        groups: sizes of the groups that each process was in.
+        groups: sizes of the groups of each process.
         lost: processes that have left.
-        steps: after how many it ends.
+        steps: the number of steps.
     """
 
-    def __init__(self, meeting: Meeting, fault: Fault = nothing, replaced: bool = True, **given: Any) -> None:
+    def __init__(self, meeting: Meeting, fault: Fault = no_fault, replaced: bool = True, **given: Any) -> None:
         self.groups: dict[int, list[int]] = {}
         self.lost: list[int] = []
         self._meeting = meeting
@@ -57,7 +57,7 @@ class Program:
         self._processes: list[asyncio.Task[dict[str, Any] | None]] = []
 
     async def run(self) -> list[dict[str, Any]]:
-        """Start the processes; return the states of those that came to the end."""
+        """Start the processes; return the states of those that finish all steps."""
         for rank in range(self._meeting.world_size):
             self._start(self._meeting.ticket(rank))
         ended: list[dict[str, Any] | None] = []
@@ -115,7 +115,7 @@ async def test_newcomer_replaces_a_lost_rank(victim: int) -> None:
 
 
 async def test_elastic_run_survives_consecutive_losses() -> None:
-    """Each process leaves two steps after it has come, but the last ones."""
+    """Let each process leave two steps after it has joined, except the last ones."""
     async with Meeting(3) as meeting:
         program = Program(meeting, lambda number, step: number < 5 and step == 2 * number)
         ended = await program.run()
@@ -126,7 +126,7 @@ async def test_elastic_run_survives_consecutive_losses() -> None:
 
 
 async def test_elastic_run_survives_a_loss_during_recovery() -> None:
-    """Who replaces a lost rank is lost as soon as it is in the group."""
+    """Let the newcomers for a lost rank leave as soon as they are in a group, twice."""
     seen: set[int] = set()
 
     def fault(number: int, step: int) -> bool:
@@ -153,15 +153,15 @@ async def test_elastic_run_continues_with_the_remaining_ranks() -> None:
 
 
 async def test_elastic_ranks_agree_once_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on one in which nobody has come."""
+    """Count the agreements, also of a group that no newcomer has joined."""
     allgather_object = ProcessGroup.allgather_object
     agreed: list[str] = []
 
-    def counting(pg: ProcessGroup, obj: Any) -> Any:
+    def record_call(pg: ProcessGroup, obj: Any) -> Any:
         agreed.append(f"{pg.group_name} {pg.rank()}")
         return allgather_object(pg, obj)
 
-    monkeypatch.setattr(ProcessGroup, "allgather_object", counting)
+    monkeypatch.setattr(ProcessGroup, "allgather_object", record_call)
     async with Meeting(3) as meeting:
         program = Program(meeting, lambda number, step: number == 2 and step == 3, replaced=False, wait=0.0)
         await program.run()
@@ -171,7 +171,7 @@ async def test_elastic_ranks_agree_once_per_group(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_elastic_run_takes_all_present_newcomers() -> None:
-    """Two are lost, and one of them is replaced."""
+    """Replace one of two lost ranks."""
 
     def fault(number: int, step: int) -> bool:
         return number in (1, 2) and step == 3
@@ -218,12 +218,14 @@ async def test_elastic_run_continues_without_its_store(caplog: pytest.LogCapture
     program.steps = 0
     for state in await running:
         assert state["sum"] == state["step"]
-    told = "rank 0: continues with 2 of 3 ranks: group 'world:0~1' cannot grow: the store where its ranks met is gone"
-    assert told in caplog.text
+    message = (
+        "rank 0: continues with 2 of 3 ranks: group 'world:0~1' cannot grow: the store where its ranks met is gone"
+    )
+    assert message in caplog.text
 
 
 async def test_late_newcomers_join_a_later_group() -> None:
-    """The others go on at once without them, and each newcomer makes the group anew."""
+    """Let the first rank continue alone: each newcomer leads to the next group."""
     sizes: dict[int, list[int]] = {0: [], 1: []}
 
     async def rank(number: int, ticket: Ticket) -> None:
@@ -232,14 +234,14 @@ async def test_late_newcomers_join_a_later_group() -> None:
                 sizes[number].append(pg.size())
                 with suppress(GroupError):
                     if pg.size() < 3:
-                        await pg.recv_object()  # until the next group: a busy loop would starve the store's thread
+                        await pg.recv_object()  # wait for the next group; a busy loop would starve the store's thread
 
     async def newcomer() -> int:
         async with aclosing(elastic(init_method=meeting.newcomer(), wait=0)) as groups:
             async for pg in groups:
                 with suppress(GroupError):
                     if pg.size() < 3:
-                        await pg.recv_object()  # until the next group: a busy loop would starve the store's thread
+                        await pg.recv_object()  # wait for the next group; a busy loop would starve the store's thread
                 size = pg.size()
         return size
 
@@ -253,14 +255,14 @@ async def test_late_newcomers_join_a_later_group() -> None:
 
 
 async def test_loss_of_the_state_sender_leaves_one_consistent_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have what they had: of one state, not of two."""
+    """Fail the sender in the middle: the other ranks must not mix its state with their own."""
     broadcast = ProcessGroup.broadcast
-    told: list[str] = []
+    sent: list[str] = []
 
-    def dying(pg: ProcessGroup, array: Any, root: int) -> Any:
+    def failing_broadcast(pg: ProcessGroup, array: Any, root: int) -> Any:
         if pg.size() == 3 and pg.rank() == root and "~" in pg.group_name:
-            told.append(pg.group_name)
-            if len(told) == 2:
+            sent.append(pg.group_name)
+            if len(sent) == 2:
                 raise KeyError("lost")
         return broadcast(pg, array, root)
 
@@ -277,16 +279,16 @@ async def test_loss_of_the_state_sender_leaves_one_consistent_state(monkeypatch:
                         await pg.barrier()
         return [state["a"].tolist(), state["b"].tolist()]
 
-    monkeypatch.setattr(ProcessGroup, "broadcast", dying)
+    monkeypatch.setattr(ProcessGroup, "broadcast", failing_broadcast)
     async with Meeting(4) as meeting:
         ended = await asyncio.gather(*(rank(n, meeting.ticket(n)) for n in range(4)), return_exceptions=True)
     assert isinstance(ended[0], KeyError)
     assert ended[1:3] == [[[1.0, 1.0]] * 2] * 2
-    assert len(told) == 2
+    assert len(sent) == 2
 
 
 async def test_newcomer_does_not_continue_alone() -> None:
-    """Whoever had the state is lost before it could be told."""
+    """Lose the only rank with the state before it can send the state to the newcomer."""
     async with Meeting(1) as meeting:
         left = new_group(init_method=meeting.ticket())
         async with left as pg:
@@ -295,7 +297,7 @@ async def test_newcomer_does_not_continue_alone() -> None:
             async def newcomer() -> None:
                 async with aclosing(elastic(init_method=meeting.newcomer(), state={"step": 0})) as groups:
                     async for _ in groups:
-                        pytest.fail("it has no state")
+                        pytest.fail("the newcomer got a group without the state")
 
             alone = asyncio.create_task(newcomer())
             await (await growing).shutdown()
@@ -310,7 +312,7 @@ async def test_newcomer_does_not_wait_forever() -> None:
 
 
 async def test_newcomers_are_not_searched_after_the_end() -> None:
-    """Not for those of the first group either, in a store that stays."""
+    """Use a store that stays, in which the first group could also look for newcomers."""
     store = HashStore()
 
     async def rank(number: int) -> list[int]:

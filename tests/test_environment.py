@@ -1,4 +1,4 @@
-"""A secret that was in the environment is nowhere to be seen once it has been read."""
+"""Removal of a secret from the environment of its process, also from the memory that /proc shows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from aiocoll import environment
 from aiocoll.environment import take
 
 ROOT = Path(__file__).parents[1]
-KEY = "a key that nobody must see \udcff"
+KEY = "a key that must stay secret \udcff"
 RAW = os.fsencode(KEY)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/PID/environ")
 
-#: Makes a group when it is told to, and then tells what is left.
+#: A program that makes a group on request, and then prints where the key is left.
 PROGRAM = """
 import asyncio, ctypes, os, posix, subprocess, sys
 import aiocoll
@@ -53,7 +53,7 @@ def start(program: list[str], **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def block(process: subprocess.Popen[str]) -> bytes:
+def environment_block(process: subprocess.Popen[str]) -> bytes:
     return Path(f"/proc/{process.pid}/environ").read_bytes()
 
 
@@ -69,12 +69,12 @@ def test_key_is_removed_from_the_initial_environment_of_a_process(tmp_path: Path
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "ready\n"
-        before = block(process)
+        before = environment_block(process)
         assert b"\0AIOCOLL_JOB_KEY=" + RAW + b"\0AFTER=it\0" in before
         process.stdin.write("meet\n")
         process.stdin.flush()
         met = process.stdout.readline()
-        after = block(process)
+        after = environment_block(process)
         out, err = process.communicate("leave\n", timeout=60)
     assert (met, process.returncode) == ("met\n", 0), err
     assert after == before.replace(RAW, bytes(len(RAW)))
@@ -85,7 +85,7 @@ def test_key_is_removed_from_the_initial_environment_of_a_process(tmp_path: Path
 def test_key_is_removed_from_the_launcher_and_not_passed_to_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        # Opened before anybody writes: what waits in it goes when nobody has it open any more.
+        # Open before the test writes: a FIFO loses its bytes when no process has it open.
         "import os; fifo = os.open(os.environ['FIFO'], os.O_RDWR); print('ready', os.getpid(), flush=True); "
         "os.read(fifo, 1)"
     )
@@ -93,7 +93,10 @@ def test_key_is_removed_from_the_launcher_and_not_passed_to_ranks(tmp_path: Path
     with start(["-m", "aiocoll", "run", "-n", "2", str(script)], FIFO=str(tmp_path / "fifo")) as process:
         assert process.stdout is not None
         ranks = [process.stdout.readline() for _ in range(2)]
-        blocks = [block(process), *(Path(f"/proc/{line.split()[2]}/environ").read_bytes() for line in ranks)]
+        blocks = [
+            environment_block(process),
+            *(Path(f"/proc/{line.split()[2]}/environ").read_bytes() for line in ranks),
+        ]
         (tmp_path / "fifo").write_bytes(b"..")
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -105,7 +108,7 @@ def test_key_is_removed_from_the_launcher_and_not_passed_to_ranks(tmp_path: Path
 
 
 def test_entries_of_the_name_and_no_others_are_overwritten() -> None:
-    """The kernel passes on what it gets, also two entries of one name, and names that end alike."""
+    """Use two entries of one name, and names with the same end: the kernel passes all of them on."""
     program = """
 import os
 from aiocoll.environment import take
@@ -136,7 +139,9 @@ print(*(entry.decode() for entry in after.split(b"\\0") if b"SECRET" in entry))
 
 
 def test_removal_from_another_mapping_changes_only_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_overwrite", lambda name: pytest.fail(f"{name} is not in there"))
+    monkeypatch.setattr(
+        environment, "_overwrite", lambda name: pytest.fail(f"{name} is overwritten in the environment block")
+    )
     given = {"A": "1"}
     assert take(given, "A") == "1"
     assert take(given, "A") is None
@@ -148,10 +153,10 @@ def test_removal_from_another_mapping_changes_only_the_mapping(monkeypatch: pyte
 def test_removal_without_a_readable_environment_block_does_nothing(
     monkeypatch: pytest.MonkeyPatch, stat: bytes | None
 ) -> None:
-    """An old kernel, a hidden address, an address of nothing, no /proc."""
+    """Simulate an old kernel, a hidden address, an unmapped address, and no /proc."""
     real = open
 
-    def fake(name: str, *args: object, **kwargs: object) -> object:
+    def open_fake(name: str, *args: object, **kwargs: object) -> object:
         if name != "/proc/self/stat":
             return real(name, *args, **kwargs)  # type: ignore[call-overload]
         if stat is None:
@@ -162,6 +167,6 @@ def test_removal_without_a_readable_environment_block_does_nothing(
         return real(reading, "rb")
 
     monkeypatch.setenv("SECRET", "one")
-    monkeypatch.setattr("builtins.open", fake)
+    monkeypatch.setattr("builtins.open", open_fake)
     assert take(os.environ, "SECRET") == "one"
     assert "SECRET" not in os.environ

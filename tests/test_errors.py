@@ -1,4 +1,4 @@
-"""Errors travel between processes with all that they say."""
+"""Pickling of errors, with all attributes, and with tracebacks by tblib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocoll import errors
 NAMES = [name for name in errors.__all__ if name != "AiocollError"]
 
 
-def made(name: str) -> errors.AiocollError:
+def make_error(name: str) -> errors.AiocollError:
     kind = getattr(errors, name)
     if not issubclass(kind, errors.GroupError):
         found: errors.AiocollError = kind("rank 3 is gone")
@@ -24,7 +24,7 @@ def made(name: str) -> errors.AiocollError:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_errors_can_be_pickled(name: str) -> None:
-    error = made(name)
+    error = make_error(name)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
@@ -33,7 +33,7 @@ def test_errors_can_be_pickled(name: str) -> None:
 def test_errors_can_be_pickled_with_their_tracebacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     support = pytest.importorskip("tblib.pickling_support", reason="tblib is not installed")
     try:
-        raise made(name) from ValueError("a cause")
+        raise make_error(name) from ValueError("a cause")
     except errors.AiocollError as raised:
         error = raised
     for kind in type(error), ValueError, TracebackType:

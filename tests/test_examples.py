@@ -1,4 +1,4 @@
-"""What a newcomer tries first does what it says: the program in the README, the demo, other examples, the notebook."""
+"""The programs that new users try first: the README's program, the demo, other examples, and the notebook."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .pages import code
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 QUICK_START = "docs/quick-start.md"
-#: Seconds; the demo takes a few, on a loaded machine some more.
+#: Seconds within which a program must end. The demo takes a few seconds.
 LIMIT = 120
 
 
 def start(ranks: int, script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    # Debug mode is for our own tests: here it would slow the loop that is being measured.
+    # Debug mode would slow the loop that the demo measures.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
     return subprocess.run(
         [sys.executable, "-m", "aiocoll", "run", "-n", str(ranks), *options, str(script)],
@@ -42,7 +42,7 @@ def start(ranks: int, script: Path, *options: str) -> subprocess.CompletedProces
 
 
 def run(ranks: int, script: Path) -> list[str]:
-    """Return the lines that the ranks of `script` print, sorted: they come in any order."""
+    """Run `script`; return the printed lines in sorted order, since their order is random."""
     done = start(ranks, script)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -120,7 +120,7 @@ def test_demo_loses_a_rank_and_ends_with_equal_weights(ranks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "grid"), [(1, "1 x 1"), (4, "2 x 2"), (6, "3 x 2")])
 def test_heat_on_a_grid_equals_that_of_one_rank(ranks: int, grid: str) -> None:
-    """The program compares all cells itself."""
+    """Check the printed result; the program itself compares all cells with those of one rank."""
     assert run(ranks, ROOT / "examples" / "halo.py") == [f"[0] {grid} ranks: heat 399.125798, last change 0.001210"]
 
 
@@ -132,39 +132,39 @@ def test_parameter_server_learns_while_workers_come_and_go(tmp_path: Path, monke
         "[1] worker 1: 250 gradients of 719 images",
         "[2] worker 2: 500 gradients of 718 images",
     ]
-    told = r"\[0\] worker (\d) (joins|leaves) at gradient (\d+): loss \d\.\d+, accuracy (0\.\d+)"
-    events = [match.groups() for line in lines if (match := re.fullmatch(told, line))]
+    pattern = r"\[0\] worker (\d) (joins|leaves) at gradient (\d+): loss \d\.\d+, accuracy (0\.\d+)"
+    events = [match.groups() for line in lines if (match := re.fullmatch(pattern, line))]
     assert sorted(event[:2] for event in events) == [("1", "joins"), ("1", "leaves"), ("2", "joins"), ("2", "leaves")]
     gradients, accuracy = max((int(event[2]), float(event[3])) for event in events)
     assert gradients == 750
     assert accuracy > 0.9
-    assert not [path for path in tmp_path.rglob("*") if not path.is_dir()], "only the folder of the user stays"
+    assert not [path for path in tmp_path.rglob("*") if not path.is_dir()], "temporary files are left behind"
 
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem)
 async def test_notebook_shows_the_output_of_its_cells(
     notebook: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run as IPython runs them: in one loop and one namespace, and the value of a last expression is shown."""
+    """Run the cells as IPython does: in one loop and one namespace, with the value of a last expression as output."""
     monkeypatch.setenv("MPLBACKEND", "agg")
     names: dict[str, Any] = {}
     for cell in cells(notebook):
         value = await interpret("".join(cell["source"]), names)
-        said = capsys.readouterr().out + ("" if value is None else repr(value))
+        output = capsys.readouterr().out + ("" if value is None else repr(value))
         shown = ["".join(each["data"]["text/plain"] if "data" in each else each["text"]) for each in cell["outputs"]]
-        assert "".join(said.split()) == "".join("".join(shown).split()), cell["id"]
+        assert "".join(output.split()) == "".join("".join(shown).split()), cell["id"]
     assert any(cell["outputs"] for cell in cells(notebook))
     if pyplot := sys.modules.get("matplotlib.pyplot"):
         pyplot.close("all")
 
 
 def cells(notebook: Path) -> list[dict[str, Any]]:
-    """Return those of code."""
+    """Return the code cells."""
     return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
 async def interpret(cell: str, names: dict[str, Any]) -> Any:
-    """Execute a cell, which may await; return the value of the expression that it ends with, if it does."""
+    """Execute a cell, which may await; return the value of its last expression, or None."""
     *body, last = ast.parse(cell).body
     if isinstance(last, ast.Expr):
         await evaluate(compile(ast.Module(body, []), "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)

@@ -1,4 +1,4 @@
-"""The handshake: both ends prove the key, nothing else gets through, and nobody without it learns anything."""
+"""The handshake: both ends prove the job key, and no end reveals anything before the proof."""
 
 import itertools
 import os
@@ -51,12 +51,12 @@ def accept(peer: Peer) -> Status:
     return Status.OK
 
 
-def nobody(peer: Peer) -> Status:
-    raise AssertionError("asked about somebody who has proven nothing")
+def refuse_unproven(peer: Peer) -> Status:
+    raise AssertionError("the decision was requested for a peer without a proof")
 
 
 def exchange(c, s, decide=accept, change=lambda name, message: message) -> Peer:
-    """Run all five messages, each as `change` lets it through; return who the server says the client is."""
+    """Exchange all five messages, each changed by `change`; return the client's identity from the server."""
     challenge = change("challenge", s.challenge(change("hello", c.hello())))
     verdict = change("verdict", s.verdict(change("proof", c.prove(challenge)), decide))
     return s.accept(change("confirm", c.confirm(verdict)))
@@ -66,24 +66,24 @@ def exchange(c, s, decide=accept, change=lambda name, message: message) -> Peer:
 @pytest.mark.parametrize("kind", [ConnKind.CONTROL, ConnKind.DATA])
 def test_handshake_identifies_both_ends(key, kind):
     c, s = client(CLIENT._replace(kind=kind), key), server(key=key)
-    asked = []
+    decided = []
     sizes = {}
 
-    def note(name: str, message: bytes) -> bytes:
+    def record_size(name: str, message: bytes) -> bytes:
         sizes[name] = len(message)
         return message
 
-    proven = exchange(c, s, lambda peer: asked.append(peer) or Status.OK, note)
+    proven = exchange(c, s, lambda peer: decided.append(peer) or Status.OK, record_size)
     assert sizes == SIZES
     assert proven == Peer(JOB, 3, 1, 4, kind)
-    assert asked == [proven]
+    assert decided == [proven]
     assert c.peer == Peer(JOB, 3, 2, 4, kind)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(KEY, b"x" * 32), (KEY, None), (None, KEY)])
-def test_ends_with_different_keys_refuse_each_other(ours, theirs):
-    c, s = client(key=ours), server(key=theirs)
-    verdict = s.verdict(c.prove(s.challenge(c.hello())), nobody)
+@pytest.mark.parametrize(("client_key", "server_key"), [(KEY, b"x" * 32), (KEY, None), (None, KEY)])
+def test_ends_with_different_keys_refuse_each_other(client_key, server_key):
+    c, s = client(key=client_key), server(key=server_key)
+    verdict = s.verdict(c.prove(s.challenge(c.hello())), refuse_unproven)
     with pytest.raises(UnprovenError, match=r"client did not prove that it holds this job's key.*AIOCOLL_JOB_KEY"):
         s.accept(bytes(CONFIRM_SIZE))
     with pytest.raises(UnprovenError, match=r"other end did not prove that it holds this job's key.*AIOCOLL_JOB_KEY"):
@@ -91,35 +91,36 @@ def test_ends_with_different_keys_refuse_each_other(ours, theirs):
 
 
 def test_ends_that_see_different_certificates_refuse_each_other():
-    """As when somebody sits between them, and passes on what both say."""
-    for ours, theirs in ((b"1" * 32, b"2" * 32), (b"", b"2" * 32), (b"1" * 32, b"")):
-        c = ClientHandshake(CLIENT, KEY, os.urandom, ours)
-        s = ServerHandshake(SERVER, KEY, os.urandom, theirs)
-        verdict = s.verdict(c.prove(s.challenge(c.hello())), nobody)
+    """Use different certificates, as with a man in the middle that forwards all messages."""
+    for seen_by_client, seen_by_server in ((b"1" * 32, b"2" * 32), (b"", b"2" * 32), (b"1" * 32, b"")):
+        c = ClientHandshake(CLIENT, KEY, os.urandom, seen_by_client)
+        s = ServerHandshake(SERVER, KEY, os.urandom, seen_by_server)
+        verdict = s.verdict(c.prove(s.challenge(c.hello())), refuse_unproven)
         assert isinstance(s.refusal, UnprovenError)
         with pytest.raises(UnprovenError, match="other end did not prove"):
             c.confirm(verdict)
     c, s = (
-        ends(who, KEY, os.urandom, b"1" * 32) for ends, who in ((ClientHandshake, CLIENT), (ServerHandshake, SERVER))
+        end(identity, KEY, os.urandom, b"1" * 32)
+        for end, identity in ((ClientHandshake, CLIENT), (ServerHandshake, SERVER))
     )
     assert exchange(c, s) == Peer(*CLIENT)
 
 
 def test_server_reveals_nothing_to_a_stranger():
-    """Whatever it says and whatever the server is: a nonce, then zeros."""
-    said = set()
+    """Check that the server sends a nonce, then zeros, whatever the proof and its identity."""
+    verdicts = set()
     for identity in (SERVER, Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)):
         for proof in (bytes(PROOF_SIZE), os.urandom(PROOF_SIZE), b""):
             s = server(identity)
             challenge = s.challenge(client().hello())
             assert challenge[:8] == b"aioc" + bytes([WIRE_VERSION, 0, 0, 0])
-            said.add(s.verdict(proof, nobody))
+            verdicts.add(s.verdict(proof, refuse_unproven))
             assert isinstance(s.refusal, UnprovenError)
-    assert said == {bytes(VERDICT_SIZE)}
+    assert verdicts == {bytes(VERDICT_SIZE)}
 
 
 def test_messages_before_the_proof_contain_only_nonces():
-    """HELLO and CHALLENGE differ in their nonces only, whoever speaks."""
+    """Check that the nonces are the only differences between HELLO and CHALLENGE, for any identity."""
     other = Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)
     hellos = [ClientHandshake(identity, key, bytes).hello() for identity in (CLIENT, other) for key in (KEY, None)]
     servers = [ServerHandshake(identity, key, bytes) for identity in (SERVER, other) for key in (KEY, None)]
@@ -127,7 +128,7 @@ def test_messages_before_the_proof_contain_only_nonces():
 
 
 def test_proof_cannot_be_reflected():
-    """A rank that dials somebody who dials it back: neither its proof nor its verdict is good in the other place."""
+    """Send a proof or a verdict back to its sender, as in a connection between two ranks that dial each other."""
     c, s = client(), server()
     proof = c.prove(s.challenge(c.hello()))
     with pytest.raises(UnprovenError):
@@ -152,7 +153,7 @@ def test_recorded_messages_are_refused_with_other_nonces():
     confirm = c.confirm(verdict)
     again = server()
     again.challenge(c.hello())
-    assert again.verdict(proof, nobody) == bytes(VERDICT_SIZE)
+    assert again.verdict(proof, refuse_unproven) == bytes(VERDICT_SIZE)
     other = client()
     other.prove(challenge)
     with pytest.raises(UnprovenError, match="did not prove"):
@@ -167,24 +168,24 @@ def test_recorded_messages_are_refused_with_other_nonces():
 def test_flipped_byte_is_refused(message):
     for position, flip in itertools.product(range(SIZES[message]), (0x01, 0x80)):
 
-        def cross(name: str, sent: bytes, position: int = position, flip: int = flip) -> bytes:
+        def flip_byte(name: str, sent: bytes, position: int = position, flip: int = flip) -> bytes:
             if name != message:
                 return sent
             return sent[:position] + bytes([sent[position] ^ flip]) + sent[position + 1 :]
 
         with pytest.raises(UnprovenError):
-            exchange(client(), server(), accept if message in ("verdict", "confirm") else nobody, cross)
+            exchange(client(), server(), accept if message in ("verdict", "confirm") else refuse_unproven, flip_byte)
 
 
 @pytest.mark.parametrize("message", list(SIZES))
 def test_truncated_and_overlong_messages_are_refused(message):
     for size in (*range(SIZES[message]), SIZES[message] + 1):
 
-        def cut(name: str, sent: bytes, size: int = size) -> bytes:
+        def resize(name: str, sent: bytes, size: int = size) -> bytes:
             return (sent + b"\0")[:size] if name == message else sent
 
         with pytest.raises(UnprovenError):
-            exchange(client(), server(), accept if message in ("verdict", "confirm") else nobody, cut)
+            exchange(client(), server(), accept if message in ("verdict", "confirm") else refuse_unproven, resize)
 
 
 def test_other_protocols_are_named():
@@ -196,11 +197,11 @@ def test_other_protocols_are_named():
 
 def test_unknown_connection_kind_is_refused():
     s, c = server(), client(CLIENT._replace(kind=9))
-    verdict = s.verdict(c.prove(s.challenge(c.hello())), nobody)
+    verdict = s.verdict(c.prove(s.challenge(c.hello())), refuse_unproven)
     with pytest.raises(HandshakeRefusedError) as caught:
         s.accept(bytes(CONFIRM_SIZE))
     assert caught.value.status is Status.REFUSED
-    assert verdict != bytes(VERDICT_SIZE), "it holds the key, so it is told"
+    assert verdict != bytes(VERDICT_SIZE), "a client that holds the key gets no verdict"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_unknown_connection_kind_is_refused():
 )
 def test_disagreement_is_authenticated_with_both_values(change, status, values):
     c, s = client(CLIENT._replace(**change)), server()
-    verdict = s.verdict(c.prove(s.challenge(c.hello())), nobody)
+    verdict = s.verdict(c.prove(s.challenge(c.hello())), refuse_unproven)
     with pytest.raises(HandshakeRefusedError) as at_client:
         c.confirm(verdict)
     with pytest.raises(HandshakeRefusedError) as at_server:
@@ -233,7 +234,7 @@ def test_different_wire_versions_are_both_named():
     message = f"other end uses wire version 9, this process {WIRE_VERSION}; use the same aiocoll on all ranks"
     with pytest.raises(UnprovenError, match=message):
         s.accept(bytes(CONFIRM_SIZE))
-    assert answered[4] == WIRE_VERSION, "so the client can say the same"
+    assert answered[4] == WIRE_VERSION, "the client does not receive the server's version"
     answered[4] = 9
     with pytest.raises(UnprovenError, match=message):
         client().prove(bytes(answered))

@@ -1,4 +1,4 @@
-"""Hooks: every start has one end, whatever becomes of the operation, and a hook that misbehaves harms nobody."""
+"""Hooks: every start has one end, whatever the outcome, and a failing hook affects no operation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from .ranks import over
 SIZES = (1, 2, 3, 4, 7)
 
 
-class Heard:
-    """Keeps what it is told."""
+class Recorder:
+    """A hook that records its calls."""
 
     def __init__(self) -> None:
         self.starts: list[OperationInfo] = []
@@ -47,10 +47,10 @@ class Heard:
 
 
 @pytest.fixture
-def everywhere() -> Iterator[Heard]:
-    heard = Heard()
-    handle = hooks.add_hook(heard)
-    yield heard
+def global_recorder() -> Iterator[Recorder]:
+    recorder = Recorder()
+    handle = hooks.add_hook(recorder)
+    yield recorder
     handle.remove()
 
 
@@ -80,12 +80,12 @@ async def every_call(pg: ProcessGroup) -> list[str]:
 @pytest.mark.parametrize("debug", ["off", "detail"])
 async def test_hook_gets_one_start_and_end_per_call(size: int, debug: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        heard = Heard()
-        pg.add_hook(heard)
+        recorder = Recorder()
+        pg.add_hook(recorder)
         ops = await every_call(pg)
-        assert heard.ops() == ops
-        assert sorted(info.op for info in heard.ends) == sorted(ops)
-        for start, end in zip(sorted(heard.starts, key=str), sorted(heard.ends, key=str), strict=True):
+        assert recorder.ops() == ops
+        assert sorted(info.op for info in recorder.ends) == sorted(ops)
+        for start, end in zip(sorted(recorder.starts, key=str), sorted(recorder.ends, key=str), strict=True):
             assert start.seconds is None
             assert end.seconds is not None
             assert end.seconds >= 0
@@ -98,15 +98,15 @@ async def test_hook_gets_one_start_and_end_per_call(size: int, debug: str) -> No
 @pytest.mark.ranks(2)
 @over("memory", "unix", "tcp", "shm")
 async def test_hook_gets_the_operation_info(pg: ProcessGroup, transport: str) -> None:
-    heard = Heard()
-    await pg.allreduce(np.ones(1))  # opens the links
-    pg.add_hook(heard)
+    recorder = Recorder()
+    await pg.allreduce(np.ones(1))  # this call opens the links
+    pg.add_hook(recorder)
     await pg.allreduce(np.ones((2, 3), np.float32), key="grad")
     if pg.rank() == 0:
         await pg.send(np.ones(5, np.int16), 1)
     else:
         await pg.recv(np.ones(5, np.int16), 0)
-    reduced, message = heard.ends
+    reduced, message = recorder.ends
     assert (reduced.kind, reduced.key, reduced.seq) == ("collective", "grad", 1)
     assert (reduced.nbytes, reduced.dtype, reduced.transport) == (24, "float32", transport)
     assert reduced.algorithm == ("oneshot" if transport == "shm" else "exchange")
@@ -115,7 +115,7 @@ async def test_hook_gets_the_operation_info(pg: ProcessGroup, transport: str) ->
     assert message.op == ("RECV" if pg.rank() else "SEND")
 
 
-async def test_global_hook_gets_the_operations_of_all_groups(everywhere: Heard) -> None:
+async def test_global_hook_gets_the_operations_of_all_groups(global_recorder: Recorder) -> None:
     async def rank(pg: ProcessGroup) -> None:
         part = await pg.split_group([0, 1])
         assert part is not None
@@ -123,76 +123,76 @@ async def test_global_hook_gets_the_operations_of_all_groups(everywhere: Heard) 
         await part.barrier()
 
     await run_ranks(2, rank)
-    assert len(everywhere.starts) == len(everywhere.ends) == 4
-    assert len({info.group for info in everywhere.ends}) == 2
+    assert len(global_recorder.starts) == len(global_recorder.ends) == 4
+    assert len({info.group for info in global_recorder.ends}) == 2
 
 
 @pytest.mark.ranks(2)
 async def test_removed_hook_is_not_called(pg: ProcessGroup) -> None:
-    heard, other = Heard(), Heard()
-    handle = pg.add_hook(heard)
+    recorder, other = Recorder(), Recorder()
+    handle = pg.add_hook(recorder)
     work = pg.barrier() if pg.rank() else None
-    started = len(heard.starts)
+    started = len(recorder.starts)
     handle.remove()
     handle.remove()
     pg.add_hook(other)
     await (work or pg.barrier())
-    assert (len(heard.starts), len(heard.ends)) == (started, 0)
-    # Who comes after the start hears of neither.
+    assert (len(recorder.starts), len(recorder.ends)) == (started, 0)
+    # A hook that is added after the start of an operation gets neither its start nor its end.
     assert len(other.starts) == len(other.ends) == (0 if pg.rank() else 1)
 
 
 @pytest.mark.ranks(2)
 async def test_hook_gets_failures(pg: ProcessGroup) -> None:
-    heard = Heard()
-    pg.add_hook(heard)
+    recorder = Recorder()
+    pg.add_hook(recorder)
     with pytest.raises((CollectiveMismatchError, GroupError)) as caught:
         await pg.allreduce(np.ones(1 + pg.rank()))
-    (end,) = heard.ends
+    (end,) = recorder.ends
     assert isinstance(end.error, type(caught.value))
-    assert len(heard.starts) == 1
+    assert len(recorder.starts) == 1
 
 
 @pytest.mark.ranks(2)
 async def test_hook_gets_timeouts_and_withdrawn_receives(pg: ProcessGroup) -> None:
-    heard = Heard()
-    pg.add_hook(heard)
+    recorder = Recorder()
+    pg.add_hook(recorder)
     receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
     await asyncio.sleep(0)
     receive.cancel()
     with pytest.raises(asyncio.CancelledError):
         await receive
-    assert [info.op for info in heard.ends] == ["RECV"]
+    assert [info.op for info in recorder.ends] == ["RECV"]
     if pg.rank() == 0:
         with pytest.raises(CollectiveTimeoutError):
             await pg.barrier(timeout=0.05)
-        assert isinstance(heard.ends[-1].error, CollectiveTimeoutError)
+        assert isinstance(recorder.ends[-1].error, CollectiveTimeoutError)
     else:
         await pg.wait_revoked()
-    assert len(heard.starts) == len(heard.ends)
+    assert len(recorder.starts) == len(recorder.ends)
 
 
 async def test_hook_gets_the_end_of_pending_operations_of_a_closed_group() -> None:
-    heard = Heard()
+    recorder = Recorder()
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            pg.add_hook(heard)
+            pg.add_hook(recorder)
             pg.recv(np.ones(1), 1, timeout=float("inf"))
             pg.abort("the end")
 
     await run_ranks(2, rank)
-    assert len(heard.starts) == len(heard.ends) == 1
+    assert len(recorder.starts) == len(recorder.ends) == 1
 
 
 async def test_raising_hook_is_removed(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Heard):
+    class Broken(Recorder):
         def on_start(self, info: OperationInfo) -> None:
             super().on_start(info)
             raise ArithmeticError("wrong")
 
     async def rank(pg: ProcessGroup) -> None:
-        broken, sound = Broken(), Heard()
+        broken, sound = Broken(), Recorder()
         pg.add_hook(broken)
         pg.add_hook(sound)
         for _ in range(3):
@@ -202,10 +202,10 @@ async def test_raising_hook_is_removed(caplog: pytest.LogCaptureFixture) -> None
 
     with caplog.at_level(logging.ERROR, "aiocoll"):
         await run_ranks(2, rank)
-    told = [record for record in caplog.records if "the hook is removed" in record.getMessage()]
-    assert len(told) == 2  # once per rank
-    assert all("Broken.on_start raised" in record.getMessage() for record in told)
-    assert all(record.exc_info is not None for record in told)
+    removals = [record for record in caplog.records if "the hook is removed" in record.getMessage()]
+    assert len(removals) == 2  # once per rank
+    assert all("Broken.on_start raised" in record.getMessage() for record in removals)
+    assert all(record.exc_info is not None for record in removals)
 
 
 CALLS: dict[str, Any] = {

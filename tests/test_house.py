@@ -1,4 +1,4 @@
-"""The rules of the house, checked on every file of the package."""
+"""The house rules, checked on every file of the package."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-#: Lines of code of a file: docstrings and comments may be as long as they need.
+#: Largest number of code lines in a file; docstrings and comments may have any length.
 MAX_CODE = 600
 MAX_FUNCTION = 70
-#: Parameters of a function, without `self` and what it takes as `*args` or `**kwargs`.
+#: Largest number of parameters of a function, except `self`, `*args` and `**kwargs`.
 MAX_PARAMETERS = 7
-#: Public methods that a class defines, properties included.
+#: Largest number of public methods that a class defines, properties included.
 MAX_METHODS = 25
 
-#: Functions with more parameters, by their public names: users give most of them by keyword, or not at all. Those of
-#: `init_process_group` are torch's.
+#: Public functions with more parameters: programs pass most of them by keyword, or omit them. The signature of
+#: `init_process_group` is torch's.
 PUBLIC_SIGNATURES = {
     "distributed.world.init_process_group": "aiocoll.distributed.init_process_group",
     "rendezvous.new_group.new_group.__init__": "aiocoll.new_group",
     "store.server.StoreServer.__init__": "aiocoll.store.StoreServer",
     "store.tcp.TCPStore.__init__": "aiocoll.TCPStore",
 }
-#: The façade, which has every call of a group, and the composition root, which makes the parts of a rank.
+#: `ProcessGroup` has every call of a group. `Endpoint` makes the parts of a rank.
 LARGE_CLASSES = {"group.process_group.ProcessGroup", "engine.endpoint.Endpoint"}
 
-#: Loaded on demand or not at all.
+#: Packages that are loaded on demand or never.
 HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redis", "prometheus_client",
          "opentelemetry")  # fmt: skip
 
-#: What takes a millisecond or more to import, with all that it brings along, and few programs need.
+#: Modules that few programs need, and that take a millisecond or more to import, with their own imports.
 LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.arrays", "aiocoll.elements.sparse", "aiocoll.gpu",
          "aiocoll.group.sparse_reduce", "aiocoll.redis", "aiocoll.testing", "argparse", "decimal", "email", "fractions",
          "http", "json", "multiprocessing", "tempfile", "urllib.request", "uuid", "xml", "zoneinfo")  # fmt: skip
@@ -73,7 +73,7 @@ def tree(name: str) -> ast.Module:
 
 
 @cache
-def every(name: str) -> list[ast.AST]:
+def all_nodes(name: str) -> list[ast.AST]:
     """Return all nodes of a module."""
     return list(ast.walk(tree(name)))
 
@@ -83,7 +83,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def without_types(name: str) -> Iterator[ast.AST]:
-    """Yield the nodes of a module but those that only a type checker sees."""
+    """Yield the nodes of a module, except those for type checkers only."""
     left: list[ast.AST] = [tree(name)]
     while left:
         yield (node := left.pop())
@@ -92,13 +92,13 @@ def without_types(name: str) -> Iterator[ast.AST]:
 
 @cache
 def imports(name: str, *, types: bool = True) -> frozenset[str]:
-    """Return the modules of ours that `name` imports, without `aiocoll.`."""
+    """Return the modules of the package that `name` imports, without `aiocoll.`."""
     found = set()
-    for node in every(name) if types else without_types(name):
+    for node in all_nodes(name) if types else without_types(name):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name} line {node.lineno}: write the whole name of what you import"
+            assert node.level == 0, f"{name} line {node.lineno}: import by the absolute name"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner.removeprefix("aiocoll.") in MODULES else str(node.module))
@@ -110,29 +110,29 @@ def folder(name: str) -> str:
 
 
 def inner_folder(name: str) -> str:
-    """Return the folder that a module is in; what is at the top of the package stands for itself."""
+    """Return the folder of a module; a module at the top of the package stands for itself."""
     return name if MODULES[name].name == "__init__.py" or "." not in name else name.rpartition(".")[0]
 
 
 def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in every(name) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    yield from (node for node in all_nodes(name) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def qualified(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
+def qualified_definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
     """Yield the functions and classes in a node, with their qualified names."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield f"{prefix}.{child.name}", child
-            yield from qualified(child, f"{prefix}.{child.name}")
+            yield from qualified_definitions(child, f"{prefix}.{child.name}")
         else:
-            yield from qualified(child, prefix)
+            yield from qualified_definitions(child, prefix)
 
 
 def test_module_has_a_layer() -> None:
-    assert {folder(name) for name in MODULES} == LEVEL.keys(), "put them where they belong in docs/architecture.md"
+    assert {folder(name) for name in MODULES} == LEVEL.keys(), "add the module to the table in docs/architecture.md"
 
 
-#: Imports for type checkers of public names that a lower module loads on first use.
+#: Imports for type checkers: a lower module loads these public names on first use.
 PUBLIC_FROM_ABOVE = {("store", "redis.store")}
 
 
@@ -150,7 +150,7 @@ def test_module_imports_only_lower_layers() -> None:
 
 #: Words that name an edge in identifiers and literals of base and core.
 EDGE_WORD = re.compile(r"cuda|nccl|cupy|torch|redis|(?<![a-z])(ray|dask|jax)(?![a-z])", re.IGNORECASE)
-#: Modules of base and core whose code names an edge, by pattern, and the reason.
+#: Modules of base and core whose code names an edge, by pattern, with the reason.
 NAMES_OF_THE_EDGE = {
     "backends": "Backend.NCCL, and the remedy for names of torch's backends: programs for torch.distributed use them",
     "typing": "SupportsCudaArrayInterface is a public protocol, which type checkers have to see",
@@ -160,12 +160,12 @@ NAMES_OF_THE_EDGE = {
 
 
 def edge_imports(name: str) -> set[str]:
-    """Return the modules of the edge that a module imports, in functions and for type checkers included."""
+    """Return the modules of the edge that a module imports, including imports in functions and for type checkers."""
     return {each for each in imports(name) if folder(each) in HOUSES["edge"]}
 
 
 def edge_words(module: ast.AST) -> set[str]:
-    """Return the identifiers and literals of a module that name an edge; docstrings are neither."""
+    """Return the identifiers and literals of a module that name an edge, except docstrings."""
     documentation = {
         id(node.value)
         for node in ast.walk(module)
@@ -212,7 +212,7 @@ def test_base_and_core_do_not_name_the_edge() -> None:
         name: words for name, words in found.items() if not any(re.fullmatch(e, name) for e in NAMES_OF_THE_EDGE)
     }
     unused = {pattern for pattern in NAMES_OF_THE_EDGE if not any(re.fullmatch(pattern, name) for name in found)}
-    assert not unused, "remove these exceptions"
+    assert not unused, "unused exceptions: remove them"
 
 
 @pytest.mark.parametrize(
@@ -234,12 +234,12 @@ def test_edge_names_are_detected(planted: str, monkeypatch: pytest.MonkeyPatch) 
     if "aiocoll.gpu" in planted:
         monkeypatch.setitem(MODULES, "group.planted", PACKAGE / "group" / "planted.py")
         monkeypatch.setattr(sys.modules[__name__], "tree", lambda name: ast.parse(planted))
-        every.cache_clear()
+        all_nodes.cache_clear()
         imports.cache_clear()
         try:
             assert edge_imports("group.planted") == {"gpu.provider"}
         finally:
-            every.cache_clear()
+            all_nodes.cache_clear()
             imports.cache_clear()
 
 
@@ -249,14 +249,14 @@ def test_algorithms_import_only_the_standard_library() -> None:
             assert {folder(each) for each in imports(name)} <= {"algorithms"}, name
             foreign = {
                 node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-                for node in every(name)
+                for node in all_nodes(name)
                 if isinstance(node, ast.Import | ast.ImportFrom)
             }
             assert {str(f).split(".")[0] for f in foreign} <= sys.stdlib_module_names | {"aiocoll"}, name
 
 
 def in_cycles(graph: Mapping[str, Set[str]]) -> set[str]:
-    """Return the nodes that reach themselves."""
+    """Return the nodes of a graph from which a path leads back to them."""
 
     def reached(start: str) -> set[str]:
         found, todo = set[str](), [start]
@@ -270,13 +270,13 @@ def in_cycles(graph: Mapping[str, Set[str]]) -> set[str]:
 
 
 def test_modules_have_no_import_cycles() -> None:
-    """Those that only a type checker sees may."""
+    """Allow cycles of imports for type checkers only."""
     graph = {name: imports(name, types=False) - {name} for name in MODULES}
     assert not in_cycles(graph)
 
 
 def test_folders_do_not_import_each_other() -> None:
-    """What lies side by side in a folder, modules and folders, imports each other one way."""
+    """Check modules and folders in the same folder: imports between them go one way."""
     graphs: dict[str, dict[str, set[str]]] = {}
     for name in MODULES:
         for other in imports(name, types=False):
@@ -291,16 +291,16 @@ def test_folders_do_not_import_each_other() -> None:
 
 
 def test_engine_imports_no_concrete_transport() -> None:
-    """But what every transport is: a concrete one is in a folder, or is `memory`."""
+    """Allow the interfaces in `transport`: concrete transports are in its folders and in `memory`."""
     engine = {i for name in MODULES if folder(name) == "engine" for i in imports(name) if folder(i) == "transport"}
     assert engine
     assert not {i for i in engine if i.count(".") > 1 or i == "transport.memory"}
 
 
 def code_lines(name: str) -> int:
-    """Return how many lines of a module have code on them."""
+    """Return the number of code lines in a module."""
     documented: set[int] = set()
-    for node in every(name):
+    for node in all_nodes(name):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node
         ):
@@ -321,37 +321,37 @@ def test_files_and_functions_are_short() -> None:
 
 
 def parameters(node: ast.AST) -> int:
-    """Return how many parameters a function has."""
+    """Return the number of parameters of a function."""
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
 def test_functions_have_few_parameters() -> None:
-    """But for public ones, which have them for their users."""
+    """Exempt public signatures, whose parameters are for users."""
     public = (ROOT / "tests" / "public_names.txt").read_text()
     assert not {name for name in PUBLIC_SIGNATURES.values() if f"\n{name}(" not in public}
     many = {
         name
         for each in MODULES
-        for name, node in qualified(tree(each), each)
+        for name, node in qualified_definitions(tree(each), each)
         if not isinstance(node, ast.ClassDef) and parameters(node) > MAX_PARAMETERS
     }
     assert many == PUBLIC_SIGNATURES.keys()
 
 
 def public_methods(node: ast.ClassDef) -> set[str]:
-    """Return the public methods and properties that a class defines, without the tests of a contract."""
+    """Return the public methods and properties that a class defines, except tests of a contract."""
     methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
     return {each.name for each in methods if not each.name.startswith(("_", "test_"))}
 
 
 def test_classes_have_few_public_methods() -> None:
-    """But for the façade and the composition root."""
+    """Exempt `ProcessGroup` and `Endpoint`."""
     found = {
         name: len(public_methods(node))
         for each in MODULES
-        for name, node in qualified(tree(each), each)
+        for name, node in qualified_definitions(tree(each), each)
         if isinstance(node, ast.ClassDef)
     }
     assert found.keys() >= LARGE_CLASSES
@@ -360,7 +360,7 @@ def test_classes_have_few_public_methods() -> None:
 
 @cache
 def classes() -> dict[str, type]:
-    """Return the classes at the top of modules by name, without those of modules that need CuPy, Ray, Dask or torch."""
+    """Return the top-level classes by name, except in modules that need CuPy, Ray, Dask or torch."""
     left = ("aiocoll", "__main__", "gpu.cupy_api", "torch")
     names = [name for name in MODULES if name not in left and folder(name) != "integrations"]
     found: dict[str, type] = {}
@@ -372,7 +372,7 @@ def classes() -> dict[str, type]:
 
 
 def ancestors(cls: type) -> dict[str, type]:
-    """Return the bases of ours of a class, and theirs; protocols and exceptions are none."""
+    """Return the direct and indirect bases of a class that the package defines, except protocols and exceptions."""
     plain = [base for base in cls.__mro__[1:] if not (issubclass(base, BaseException) or is_protocol(base))]
     return {
         name: base
@@ -386,7 +386,7 @@ def is_protocol(cls: type) -> bool:
 
 
 def test_classes_have_at_most_two_bases() -> None:
-    """Nor more than four above them, so that no ladder comes of it; protocols and exceptions do not count."""
+    """Limit the direct bases to two and all bases to four; protocols and exceptions do not count."""
     names = {cls: name for name, cls in classes().items()}
     direct = {
         name: [base for base in cls.__bases__ if names.get(base) in ancestors(cls)] for name, cls in classes().items()
@@ -406,13 +406,13 @@ def test_operations_take_at_most_five_arguments() -> None:
 
 
 class Attributes:
-    """What a class says of its attributes, by its text.
+    """The attributes of a class, as its source declares and sets them.
 
     Attributes:
-        declared: at the top of the class.
-        bare: of these, without a value.
-        own: declared here, whatever its bases say: also by `__slots__`.
-        set: by its methods, on `self`.
+        declared: attributes declared at the top of the class.
+        bare: declared attributes without a value.
+        own: attributes declared here, also by `__slots__`, whether or not a base declares them.
+        set: attributes that its methods set on `self`.
     """
 
     def __init__(self, node: ast.ClassDef) -> None:
@@ -446,36 +446,36 @@ def test_attribute_is_declared_in_the_file_that_sets_it() -> None:
     }
     found = set()
     for name, cls in classes().items():
-        for base, of_base in ancestors(cls).items():
-            if of_base.__module__ != cls.__module__:
+        for base, base_class in ancestors(cls).items():
+            if base_class.__module__ != cls.__module__:
                 elsewhere = texts[base].declared | texts[base].set
                 found |= {f"{name}.{attribute}" for attribute in (texts[name].set - texts[name].own) & elsewhere}
         if not (is_protocol(cls) or dataclasses.is_dataclass(cls) or issubclass(cls, tuple)):
             stored = {
                 node.attr
-                for node in every(name.rpartition(".")[0])
+                for node in all_nodes(name.rpartition(".")[0])
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             }
-            # Public ones may be for others to set.
+            # Another module may set public attributes.
             found |= {f"{name}.{each}" for each in texts[name].bare - stored if each.startswith("_")}
     assert not found
 
 
-#: Private attributes of other modules' objects, by the module that uses them: the foreign package has no public way, or
-#: a public class of ours leaves them out on purpose.
+#: Private attributes of other modules' objects, by the module that uses them. Either the foreign package has no public
+#: way, or a public class of aiocoll hides them on purpose.
 FOREIGN = {
-    "cli.start": {"_run_module_as_main"},  # runpy's
-    "arrays.torch_sparse": {"_indices", "_values"},  # torch's, for tensors that are not coalesced
-    "group.lifetime": {"_settle"},  # of the flight recorder, which users hold
-    "integrations.torch.calls": {"_profiler_enabled", "_record_function_with_args_enter"},  # torch's
-    "integrations.torch.rendezvous": {"_rendezvous_handlers"},  # torch's
-    "integrations.torch.work": {"_record_function_with_args_exit"},  # torch's
-    "group.parts": {"_parts"},  # the one way to the parts of a group
-    "meeting.claim": {"_hold", "_sees_disconnects"},  # of stores, which users write
-    "redis.connection": {"_writer"},  # redis's
-    "store.view": {"_call_checked"},  # as in `meeting.claim`
-    "testing.spawn": {"_testMethodName"},  # unittest's
-    "testing.virtual": {"_callback", "_ready", "_scheduled", "_when"},  # asyncio's
+    "cli.start": {"_run_module_as_main"},  # of runpy
+    "arrays.torch_sparse": {"_indices", "_values"},  # of torch, for tensors that are not coalesced
+    "group.lifetime": {"_settle"},  # of the flight recorder, which is public
+    "integrations.torch.calls": {"_profiler_enabled", "_record_function_with_args_enter"},  # of torch
+    "integrations.torch.rendezvous": {"_rendezvous_handlers"},  # of torch
+    "integrations.torch.work": {"_record_function_with_args_exit"},  # of torch
+    "group.parts": {"_parts"},  # the only access to the parts of a group
+    "meeting.claim": {"_hold", "_sees_disconnects"},  # of stores, which users implement
+    "redis.connection": {"_writer"},  # of redis
+    "store.view": {"_call_checked"},  # of stores, too
+    "testing.spawn": {"_testMethodName"},  # of unittest
+    "testing.virtual": {"_callback", "_ready", "_scheduled", "_when"},  # of asyncio
 }
 #: Public methods of named tuples.
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
@@ -497,7 +497,7 @@ def own_private_names(module: ast.AST) -> set[str]:
 
 
 def foreign_private_names(module: ast.AST) -> set[str]:
-    """Return the private attributes that a module uses of objects that are not its own."""
+    """Return the private attributes of other objects that a module uses."""
     known = own_private_names(module) | NAMED_TUPLE
     return {
         node.attr
@@ -510,7 +510,7 @@ def foreign_private_names(module: ast.AST) -> set[str]:
 
 
 def private_uses_of_works(module: ast.AST) -> set[str]:
-    """Return the private attributes of `Work` and `Completion` that a module uses of anything but `self`."""
+    """Return the private attributes of `Work` and `Completion` that a module uses on other objects than `self`."""
     names = {
         name for each in ("work", "completion") for name in own_private_names(tree(each)) if re.match("_[^_]", name)
     }
@@ -553,7 +553,7 @@ def test_private_attributes_of_works_are_found() -> None:
 
 
 def test_public_functions_make_no_completion() -> None:
-    """`Completion.__init__` starts its search for the user's call above the caller of its caller."""
+    """Check the stack depth: `Completion.__init__` looks for the user's call above the caller of its caller."""
     users = {getattr(aiocoll, name) for name in aiocoll.__all__} | {
         getattr(aiocoll.distributed, name) for name in aiocoll.distributed.__all__
     }
@@ -567,8 +567,8 @@ def test_public_functions_make_no_completion() -> None:
     assert not makers
 
 
-def defined(name: str, *kinds: type[ast.stmt]) -> set[str]:
-    """Return the public names that statements of these kinds define at the top of a module."""
+def defined_names(name: str, *kinds: type[ast.stmt]) -> set[str]:
+    """Return the public names that statements of some kinds define at the top of a module."""
     found = set()
     for node in tree(name).body:
         if not isinstance(node, kinds):
@@ -581,7 +581,7 @@ def defined(name: str, *kinds: type[ast.stmt]) -> set[str]:
     return {n for n in found if not n.startswith("_")}
 
 
-def exported(name: str) -> set[str] | None:
+def exported_names(name: str) -> set[str] | None:
     for node in tree(name).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id == "__all__":
@@ -595,17 +595,17 @@ def test_module_exports_its_public_names() -> None:
     for name in MODULES:
         if not tree(name).body[1:]:
             continue
-        names = exported(name)
+        names = exported_names(name)
         assert names is not None, f"{name} has no __all__"
-        code = defined(name, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        assert code <= names, f"{name}: {code - names}: export it, or give it an underscore"
+        code = defined_names(name, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        assert code <= names, f"{name}: {code - names}: export them, or begin them with an underscore"
         imported = {
             alias.asname or alias.name
             for node in (each for top in tree(name).body for each in (top.body if is_type_checking(top) else [top]))
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        strange = names - code - imported - defined(name, ast.Assign, ast.AnnAssign)
+        strange = names - code - imported - defined_names(name, ast.Assign, ast.AnnAssign)
         assert not strange, f"{name}: {strange}: neither defined nor imported here"
 
 
@@ -613,7 +613,7 @@ def test_time_and_randomness_come_from_the_runtime() -> None:
     for name in MODULES:
         if folder(name) in ("runtime", "cli", "testing"):
             continue
-        for node in every(name):
+        for node in all_nodes(name):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 roots = {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
                 assert not roots & {"time", "random", "secrets"}, f"{name}, line {node.lineno}: take it from a Runtime"
@@ -623,17 +623,17 @@ def test_time_and_randomness_come_from_the_runtime() -> None:
 
 
 def test_wait_for_is_not_used() -> None:
-    """It loses results on Python 3.11; `asyncio.timeout` does not."""
+    """Forbid `asyncio.wait_for`, which loses results on Python 3.11, unlike `asyncio.timeout`."""
     found = {
         name
         for name in MODULES
-        if any(isinstance(node, ast.Attribute) and node.attr == "wait_for" for node in every(name))
+        if any(isinstance(node, ast.Attribute) and node.attr == "wait_for" for node in all_nodes(name))
     }
     assert not found
 
 
 def run(code: str) -> str:
-    """Return what a fresh interpreter prints."""
+    """Run code in a new interpreter; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -649,21 +649,21 @@ def test_public_names_exist() -> None:
 
 
 #: Modules of the edge that `import aiocoll` loads.
-LOADED_WITH_IT = {
+LOADED_EDGE_MODULES = {
     "aiocoll": "the public names",
-    "shipped": "the table of what the registries have, by name; it imports registries of base and core only",
+    "shipped": "the table of the registries' names; it imports registries of base and core only",
 }
 
 
-def test_importing_it_loads_no_edge() -> None:
+def test_import_loads_no_edge() -> None:
     loaded = run("import sys, aiocoll; print(*(name for name in sys.modules if name.split('.')[0] == 'aiocoll'))")
     names = {name.removeprefix("aiocoll.") for name in loaded.split()}
     assert {"group.process_group", "rendezvous.new_group"} <= names
-    assert {name for name in names if folder(name) in HOUSES["edge"]} == LOADED_WITH_IT.keys()
+    assert {name for name in names if folder(name) in HOUSES["edge"]} == LOADED_EDGE_MODULES.keys()
     assert not {name for name in imports("shipped") if folder(name) in HOUSES["edge"]}
 
 
-def test_public_names_that_are_loaded_on_first_use_are_as_others() -> None:
+def test_public_names_loaded_on_first_use_behave_like_others() -> None:
     code = """
 import aiocoll
 later = sorted({*aiocoll.__all__} - {*vars(aiocoll)})
@@ -708,7 +708,7 @@ print(*(name for name in {LATER} if name in sys.modules and name not in before))
 
 
 def test_module_can_be_imported_alone() -> None:
-    left = ("aiocoll", "__main__", "gpu.cupy_api", "torch")  # these need CuPy and torch, integrations Ray or Dask
+    left = ("aiocoll", "__main__", "gpu.cupy_api", "torch")  # these need CuPy and torch; integrations need Ray or Dask
     names = [name for name in MODULES if name not in left and folder(name) not in ("testing", "integrations")]
     code = "\n".join(["import importlib", *(f"importlib.import_module('aiocoll.{name}')" for name in names)])
     assert run(code) == ""
@@ -720,13 +720,13 @@ def test_cupy_is_imported_by_one_module() -> None:
             return (node.module or "").partition(".")[0] == "cupy"
         return isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == "cupy" for alias in node.names)
 
-    assert [name for name in MODULES if any(map(is_cupy, every(name)))] == ["gpu.cupy_api"]
+    assert [name for name in MODULES if any(map(is_cupy, all_nodes(name)))] == ["gpu.cupy_api"]
 
 
 def test_command_and_plugin_are_at_their_entry_points() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     where, name = project["scripts"]["aiocoll"].split(":")
-    assert name in (exported(where.removeprefix("aiocoll.")) or ())
+    assert name in (exported_names(where.removeprefix("aiocoll.")) or ())
     assert project["entry-points"]["pytest11"]["aiocoll"].removeprefix("aiocoll.") in MODULES
 
 

@@ -1,4 +1,4 @@
-"""What `tests/internals.py` names is there."""
+"""The tables in `tests/internals.py`: every name in them exists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_limit_is_changed_wherever_it_is_read(limits: Limits) -> None:
 
 
 def test_unknown_limit_is_an_error_that_lists_the_known_ones(limits: Limits) -> None:
-    with pytest.raises(ValueError, match=r"no such: lingers; there are: .*, linger, link_window, "):
+    with pytest.raises(ValueError, match=r"unknown: lingers; known: .*, linger, link_window, "):
         limits(linger=0.5, lingers=0.5)
 
 
@@ -36,16 +36,16 @@ def test_internal_parts_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_internal_part_can_be_watched_wrapped_and_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     place = PARTS["group_id"]
-    told: list[str] = []
+    arguments: list[str] = []
     original = resolve_name(place)("a")
-    spied(monkeypatch, group_id=told.append)
+    spied(monkeypatch, group_id=arguments.append)
     assert resolve_name(place)("a") == original
-    assert told == ["a"]
+    assert arguments == ["a"]
     wrapped(monkeypatch, group_id=lambda before, text: before(text) + 1)
     assert resolve_name(place)("a") == original + 1
-    assert told == ["a", "a"]
+    assert arguments == ["a", "a"]
     failing(monkeypatch, KeyError("planted"), "group_id", "choose")
     with pytest.raises(KeyError, match="planted"):
         resolve_name(place)("a")
-    with pytest.raises(ValueError, match=r"no such: chose; there are: .*, choose, "):
+    with pytest.raises(ValueError, match=r"unknown: chose; known: .*, choose, "):
         failing(monkeypatch, KeyError("planted"), "chose")

@@ -1,4 +1,4 @@
-"""What a launcher tells a rank by its environment; what the rank tells it is tested with it, in tests/cli."""
+"""The environment that a launcher gives to its ranks; tests/cli tests the reports of ranks to the launcher."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from aiocoll.store import StoreServer
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Return the environment of ranks under a launcher."""
+def _launcher_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set the environment of ranks under a launcher, and serve its store."""
     server = StoreServer()
     host, port = server.start()
     for name, value in {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher"}.items():
@@ -24,19 +24,19 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     server.close()
 
 
-@pytest.mark.usefixtures("launched")
+@pytest.mark.usefixtures("_launcher_environment")
 async def test_environment_can_make_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without rank and world size, and a later group of its process is one, too."""
+    """Make newcomers without rank and world size; the process of a newcomer makes a second one."""
     first = new_group(rank=0, world_size=1)
     monkeypatch.setenv("AIOCOLL_JOIN", "1")
     monkeypatch.setenv("AIOCOLL_RESTART_COUNT", "1")
     newcomers = [new_group(), new_group(init_method="env://")]
 
-    async def grown() -> ProcessGroup:
+    async def grow() -> ProcessGroup:
         async with first as pg:
             return await pg.grow(2)
 
-    groups = await asyncio.gather(grown(), *newcomers)
+    groups = await asyncio.gather(grow(), *newcomers)
     try:
         assert {pg.rank() for pg in groups} == {0, 1, 2}
         assert groups[0].rank() == 0
@@ -45,7 +45,7 @@ async def test_environment_can_make_a_newcomer(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
-@pytest.mark.usefixtures("launched")
+@pytest.mark.usefixtures("_launcher_environment")
 async def test_newcomer_requires_a_rendezvous_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", "1")
     async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
@@ -59,7 +59,7 @@ async def test_newcomer_requires_a_rendezvous_in_the_environment(monkeypatch: py
             new_group(**given)  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("launched")
+@pytest.mark.usefixtures("_launcher_environment")
 @pytest.mark.parametrize("value", ["yes", "", "2"])
 async def test_invalid_newcomer_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", value)
@@ -67,7 +67,7 @@ async def test_invalid_newcomer_value_is_refused(value: str, monkeypatch: pytest
         new_group(rank=0, world_size=1)
 
 
-@pytest.mark.usefixtures("launched")
+@pytest.mark.usefixtures("_launcher_environment")
 async def test_newcomer_value_0_means_no_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", "0")
     async with new_group(rank=0, world_size=1) as pg:

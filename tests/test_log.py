@@ -1,4 +1,4 @@
-"""Every record of the library's log says which group and rank it is about."""
+"""Records of the library's log, which have the group and the rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 @each("path", sorted(PACKAGE.rglob("*.py")))
 def test_modules_log_through_one_logger(path: Path) -> None:
-    """`aiocoll.log.logger` adds what a call does not give."""
+    """Use `aiocoll.log.logger` everywhere, which adds missing fields."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     used = [ast.unparse(func) for func in calls if isinstance(func, ast.Attribute)]
     if path.name != "log.py":
@@ -50,18 +50,18 @@ async def test_record_of_a_group_has_group_and_rank(caplog: pytest.LogCaptureFix
         return pg.group_name
 
     names = await run_ranks(2, rank)
-    told = {(record.group, record.rank) for record in caplog.records}  # type: ignore[attr-defined]
-    assert told == {(names[0], 0), (names[1], 1)}
+    logged = {(record.group, record.rank) for record in caplog.records}  # type: ignore[attr-defined]
+    assert logged == {(names[0], 0), (names[1], 1)}
 
 
-def admitted(repeats: Repeats, kind: object, times: range) -> dict[int, str]:
-    """Return when a warning that comes in each second of `times` is logged, and how its text ends."""
+def logged_times(repeats: Repeats, kind: object, times: range) -> dict[int, str]:
+    """Return at which of `times` a repeated warning is logged, with the end of its text."""
     ends = {now: repeats.admit(kind, float(now)) for now in times}
     return {now: end for now, end in ends.items() if end is not None}
 
 
 def test_repeated_warning_is_logged_at_growing_intervals_with_a_count() -> None:
-    assert admitted(Repeats(), "line", range(2000)) == {
+    assert logged_times(Repeats(), "line", range(2000)) == {
         0: "",
         10: " (9 more since the last such warning)",
         110: " (99 more since the last such warning)",
@@ -85,4 +85,4 @@ def test_repeat_counts_are_kept_for_the_latest_kinds_only() -> None:
         repeats.admit(number, 0.0)
         assert repeats.admit("frequent", 0.0) == (None if number else "")
     assert repeats.admit(999, 0.0) is None
-    assert repeats.admit(0, 0.0) == "", "forgotten"
+    assert repeats.admit(0, 0.0) == "", "the oldest kind is still known"

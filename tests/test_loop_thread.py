@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and the calls that other threads start on it."""
+"""A thread with an event loop, and calls that other threads start on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def thread(request: pytest.FixtureRequest) -> Iterator[LoopThread]:
 
 
 def interrupt() -> None:
-    """Send SIGINT to the main thread, which waits."""
+    """Send SIGINT to the waiting main thread."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
@@ -113,15 +113,15 @@ def test_callbacks_run_on_the_thread_of_the_loop_or_at_once(thread: LoopThread) 
     event, called = asyncio.Event(), threading.Event()
     seen: list[Any] = []
 
-    def note(ended: Started[Any]) -> None:
+    def record_end(ended: Started[Any]) -> None:
         seen.append((ended.result(), thread.is_current()))
         called.set()
 
     started = thread.start(event.wait)
-    started.add_done_callback(note)
+    started.add_done_callback(record_end)
     thread.post(event.set)
     assert called.wait(20)
-    started.add_done_callback(note)
+    started.add_done_callback(record_end)
     assert seen == [(True, True), (True, False)]
 
 
@@ -188,13 +188,13 @@ def test_unfinished_calls_fail_when_the_thread_is_closed(thread: LoopThread) -> 
 
 
 def test_call_while_the_loop_ends_is_refused(thread: LoopThread) -> None:
-    """When nothing runs what was scheduled any more, and the loop is not closed yet."""
+    """Start a call when the loop no longer runs scheduled callbacks, but is not closed yet."""
     made: list[Started[None]] = []
-    ending, came = threading.Event(), threading.Event()
+    ending, call_made = threading.Event(), threading.Event()
 
     def wait() -> None:
         ending.set()
-        came.wait(20)
+        call_made.wait(20)
 
     async def end() -> None:
         try:
@@ -208,7 +208,7 @@ def test_call_while_the_loop_ends_is_refused(thread: LoopThread) -> None:
     closing.start()
     assert ending.wait(20)
     made.append(thread.start(lambda: asyncio.sleep(60)))
-    came.set()
+    call_made.set()
     closing.join()
     with pytest.raises(GroupClosedError, match="the group was closed"):
         made[0].result(20)

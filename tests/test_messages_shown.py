@@ -1,4 +1,4 @@
-"""The pages on failures show what the errors say: those that ranks of one process can run into are made here."""
+"""Error messages on the pages about failures, compared with the real ones that ranks of one process can cause."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_mismatch_message_is_the_one_shown(pg: ProcessGroup) -> None:
     assert is_shown(code(PAGE, "What you see", language="text"), str(caught.value))
 
 
-async def be_late(pg: ProcessGroup) -> str:
+async def time_out_on_a_late_rank(pg: ProcessGroup) -> str:
     await pg.barrier()
     if pg.rank() == 2:
         return str(await pg.wait_revoked())
@@ -37,11 +37,11 @@ async def be_late(pg: ProcessGroup) -> str:
 
 
 def test_late_rank_message_is_the_one_shown() -> None:
-    for said in run_virtual(3, be_late):
-        assert is_shown(code(PAGE, "What you see", 2, "text"), said)
+    for message in run_virtual(3, time_out_on_a_late_rank):
+        assert is_shown(code(PAGE, "What you see", 2, "text"), message)
 
 
-async def leave(pg: ProcessGroup) -> str:
+async def lose_a_left_rank(pg: ProcessGroup) -> str:
     if pg.rank() == 2:
         return ""
     with pytest.raises(GroupError) as caught:
@@ -51,7 +51,7 @@ async def leave(pg: ProcessGroup) -> str:
 
 async def test_left_rank_message_is_the_one_shown() -> None:
     *_, shown = code(PAGE, "What you see", 3, "text").splitlines()
-    assert is_shown(shown, (await run_ranks(3, leave))[0])
+    assert is_shown(shown, (await run_ranks(3, lose_a_left_rank))[0])
 
 
 @pytest.mark.ranks(2)
@@ -77,10 +77,10 @@ async def test_failed_rendezvous_message_is_the_one_shown(tmp_path: Path, port: 
     assert is_shown(elsewhere_there, str(elsewhere.value))
 
 
-async def refused(pg: ProcessGroup) -> list[str]:
+async def input_errors(pg: ProcessGroup) -> list[str]:
     read_only = np.zeros(2)
     read_only.flags.writeable = False
-    said = []
+    messages = []
     for call in (
         lambda: pg.allgather([np.zeros(2), read_only], np.zeros(2)),
         lambda: pg.allreduce(np.zeros(2, "complex64"), ReduceOp.MAX),
@@ -88,17 +88,17 @@ async def refused(pg: ProcessGroup) -> list[str]:
     ):
         with pytest.raises((TypeError, ValueError)) as caught:
             call()
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 async def test_wrong_input_messages_are_those_shown() -> None:
-    said = await run_ranks(2, refused)
+    messages = await run_ranks(2, input_errors)
     shown = code(PAGE, "Wrong input", language="text").splitlines()
-    assert [is_shown(*pair) for pair in zip(shown, said[0], strict=True)] == [True] * 3
+    assert [is_shown(*pair) for pair in zip(shown, messages[0], strict=True)] == [True] * 3
 
 
-async def miss(pg: ProcessGroup) -> str:
+async def time_out_in_monitored_barrier(pg: ProcessGroup) -> str:
     if pg.rank() % 2:
         return str(await pg.wait_revoked())
     with pytest.raises(CollectiveTimeoutError) as caught:
@@ -107,4 +107,6 @@ async def miss(pg: ProcessGroup) -> str:
 
 
 def test_monitored_barrier_message_is_the_one_shown() -> None:
-    assert is_shown(code(HANGS, "A barrier that names ranks", language="text"), run_virtual(4, miss)[0])
+    assert is_shown(
+        code(HANGS, "A barrier that names ranks", language="text"), run_virtual(4, time_out_in_monitored_barrier)[0]
+    )

@@ -1,4 +1,4 @@
-"""The page for users of mpi4py: its names exist, its calls are allowed, and its programs run."""
+"""The page for users of mpi4py: its names exist, its calls are valid, and its programs run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .pages import ROOT, code, commands, execute, files, shell, write
 PAGE = "docs/coming-from-mpi4py.md"
 
 
-def spelled() -> set[str]:
-    """Return the code in the middle column of all tables."""
+def code_spans() -> set[str]:
+    """Return the code spans in the middle column of all tables."""
     found: set[str] = set()
     for line in (ROOT / PAGE).read_text().splitlines():
         if line.startswith("|"):
@@ -35,7 +35,7 @@ def spelled() -> set[str]:
 
 @pytest.mark.ranks(1)
 async def test_names_of_the_page_exist_with_these_arguments(pg: ProcessGroup) -> None:
-    texts = spelled()
+    texts = code_spans()
     assert len(texts) > 70
     for command in [text for text in texts if text.startswith("aiocoll run ")]:
         texts.remove(command)
@@ -98,11 +98,11 @@ async def test_window_of_rank_0_is_read_and_changed_by_all_ranks(pg: ProcessGrou
 
 @pytest.mark.ranks(2)
 async def test_mpi_dtypes_and_operations_of_the_page_work(pg: ProcessGroup) -> None:
-    """Structured dtypes and logical operations."""
+    """Use structured dtypes and logical operations."""
     x = np.zeros(2, [("mass", "f8"), ("charge", "i4")])
     x["charge"] = pg.rank()
     await pg.broadcast(x, root=1)
     assert x["charge"].tolist() == [1, 1]
-    # The logical operations.
+    # Logical operations.
     for op, expected in ((ReduceOp.LAND, [0.0, 0.0]), (ReduceOp.LOR, [1.0, 0.0]), (ReduceOp.LXOR, [1.0, 0.0])):
         assert (await pg.allreduce(np.array([pg.rank() * 2.5, 0.0]), op)).tolist() == expected

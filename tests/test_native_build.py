@@ -29,7 +29,7 @@ print(next(iter(WheelBuilder(".").build(directory=sys.argv[1], versions=[sys.arg
 """
 NEEDS = "from hatchling.build import get_requires_for_build_wheel as needs; print(*needs())"
 SHOW = "from aiocoll.native import describe_implementation as describe; print(describe())"
-#: Two ranks in one process, whose log is printed.
+#: Two ranks in one process, which prints its log.
 LOGGED = """
 import asyncio, logging
 import aiocoll, aiocoll.testing
@@ -42,7 +42,7 @@ for _ in range(2):
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, with the package that is there."""
+    """Run Python in a folder, with the package in it."""
     left = ("AIOCOLL_NATIVE", "CC", "CFLAGS", "PYTHONPATH")
     env = {name: value for name, value in os.environ.items() if name not in left}
     return subprocess.run(
@@ -65,7 +65,7 @@ def wheel(source: Path, version: str = "standard", **variables: str) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Return a copy of the files that a wheel is built from."""
+    """Return a copy of the files from which a wheel is built."""
     pytest.importorskip("hatchling")
     for name in (".gitignore", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE"):
         (tmp_path / "tree").mkdir(exist_ok=True)
@@ -83,13 +83,13 @@ def hook() -> dict[str, Any]:
 
 @pytest.fixture
 def compiler(hook: dict[str, Any]) -> None:
-    """Skip a test where the accelerator cannot be built."""
+    """Skip the test if the accelerator cannot be built."""
     if reason := hook["obstacle"]():
         pytest.skip(reason)
 
 
 def fake_compiler(folder: Path) -> str:
-    """Return a compiler that always fails, and leaves a file `called`."""
+    """Return a compiler that creates the file `called` and fails."""
     fake = folder / "fake-cc"
     fake.write_text(f"#!/bin/sh\ntouch {folder}/called\necho 'module.c:1: no such thing' >&2\nexit 1\n")
     fake.chmod(0o700)
@@ -101,7 +101,7 @@ def fake_compiler(folder: Path) -> str:
 def test_built_wheel_runs_natively(source: Path, tmp_path: Path) -> None:
     start = monotonic()
     path = wheel(source, AIOCOLL_NATIVE="1")
-    assert monotonic() - start < 60  # of 10 s on 2 cores: others may run at the same time
+    assert monotonic() - start < 60  # 10 s on 2 idle cores; other tests may run at the same time
     machine = sysconfig.get_platform().replace("-", "_")
     assert path.name.endswith(f"-cp311-abi3-{machine}.whl")
     unpacked = tmp_path / "unpacked"
@@ -112,9 +112,9 @@ def test_built_wheel_runs_natively(source: Path, tmp_path: Path) -> None:
         assert "Root-Is-Purelib: false" in info
         archived.extractall(unpacked)
     for variables in ({}, {"AIOCOLL_NATIVE": "1"}):
-        said = run(unpacked, "-c", SHOW, **variables).stdout
-        assert said.startswith("native (for Python 3.11 and later, NumPy 2.0 and later; built with Python ")
-        assert platform.python_version() in said
+        shown = run(unpacked, "-c", SHOW, **variables).stdout
+        assert shown.startswith("native (for Python 3.11 and later, NumPy 2.0 and later; built with Python ")
+        assert platform.python_version() in shown
     assert run(unpacked, "-c", SHOW, AIOCOLL_NATIVE="0").stdout == "pure Python (AIOCOLL_NATIVE=0)\n"
     assert run(unpacked, "-c", "import aiocoll", AIOCOLL_NATIVE="1").returncode == 0
     assert " (native), Python " in run(unpacked, "-m", "aiocoll", "--version").stdout

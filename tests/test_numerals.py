@@ -1,4 +1,4 @@
-"""Numbers as text: what is one, and that all variables and arguments go through here."""
+"""Parsing of numbers: accepted texts, for all variables and arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.options import GroupOptions, job_key
 
 from .each import each
 
-#: What Python's `int` and `float` take besides digits.
+#: Texts without a plain number, most of which Python's `int` and `float` accept.
 NO_NUMBERS = ["1_0", " 1", "1 ", "1\n", "+1", "\u0661", "\uff11", "", "-", "--1", "0x1", "9" * 5000]
 
 
@@ -75,7 +75,7 @@ def test_descriptor_in_other_digits_is_not_opened() -> None:
         assert pipe.read() == b"0123456789abcdef"
 
 
-#: Nothing of it could run, whatever is taken for a number.
+#: Commands that end with another error if the text is accepted as a number.
 ARGUMENTS = [
     ("run", "-n", "{}", "script"),
     ("run", "-n", "1", "--nnodes", "{}", "script"),

@@ -1,4 +1,4 @@
-"""Options: what beats what, what is refused and how, and where the job key comes from."""
+"""Options: precedence, refused values, and sources of the job key."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""`Overlap` averages gradients, in buckets and one by one; the program of docs/training.md says what the page shows."""
+"""`Overlap`: averages of gradients in buckets and one by one, and the program of docs/training.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_gradients_are_the_averages(pg: ProcessGroup, bucket_bytes: int) -
     model = torch.nn.ParameterList([unused, *(each for layer in layers for each in layer.parameters())])
     reducer = Overlap(pg, model, bucket_bytes)
     for factor in (1, 2):
-        # Each layer by itself: the gradient of a weight is the input, that of a bias is 1 for each row.
+        # Each layer is used alone: the gradient of a weight is the input, and that of a bias is 1 per row.
         x = torch.full((4, WIDTH), float(factor * (pg.rank() + 1)))
         await reducer.backward(sum(layer(x).sum() for layer in layers))
         for layer in layers:
@@ -45,7 +45,7 @@ async def test_ranks_learn_equal_weights_from_different_data(pg: ProcessGroup) -
     from aiocoll.torch import Overlap
 
     class Optimizer:
-        """The one of torch takes seconds to import."""
+        """A gradient descent optimizer; the import of torch's takes seconds."""
 
         def __init__(self, model: Any) -> None:
             self.model = model
@@ -57,7 +57,7 @@ async def test_ranks_learn_equal_weights_from_different_data(pg: ProcessGroup) -
 
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(0.0)
-    # At this rate the first step goes all the way to the average of all y, which is 3, and the second stays there.
+    # With this rate, the first step reaches the average of all y, which is 3, and the second changes nothing.
     batches = [(torch.ones(4, 1), torch.full((4, 1), 2.0 + 2.0 * pg.rank()))] * 2
     loop = code(PAGE, "Overlap with backward")
     names = {"Overlap": Overlap, "torch": torch, "optimizer": Optimizer(model)}
@@ -101,7 +101,7 @@ async def test_gradients_can_be_compressed_and_buffers_broadcast(pg: ProcessGrou
     overlap = Overlap(pg, layer, compress=torch.bfloat16)
     await overlap.backward(layer(torch.full((1, 2), 1.0 + 2**-9 + pg.rank())).sum())
     assert layer.weight.grad.dtype == torch.float32
-    assert layer.weight.grad.unique().tolist() == [1.5]  # 2**-9 is lost
+    assert layer.weight.grad.unique().tolist() == [1.5]  # the compressed gradient has lost 2**-9
     await overlap.broadcast_buffers()
     assert layer.mean.tolist() == [0.0, 0.0]
 
@@ -110,6 +110,6 @@ async def test_gradients_can_be_compressed_and_buffers_broadcast(pg: ProcessGrou
 def test_program_of_the_page_prints_the_shown_output(tmp_path: Path) -> None:
     write(files(PAGE), tmp_path)
     _, measure = commands(PAGE)
-    # A smaller model than the one whose times are on the page.
-    said = shell(re.sub(r"8 1024 256.*", "2 32 8", measure), tmp_path)
-    assert is_shown(code(PAGE, "How to check the overlap", language="text"), said), said
+    # A smaller model than the page's.
+    output = shell(re.sub(r"8 1024 256.*", "2 32 8", measure), tmp_path)
+    assert is_shown(code(PAGE, "How to check the overlap", language="text"), output), output

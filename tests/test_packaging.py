@@ -1,4 +1,4 @@
-"""What an index gets: the source archive and the wheel, built from this folder, and what they say of themselves.
+"""The source archive and the wheel, built from this folder: their files and metadata.
 
 `make release-check` installs them, which takes minutes.
 """
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "pyproject.toml").read_text()
 PROJECT = tomllib.loads(TEXT)["project"]
 VERSION = PROJECT["version"]
-#: What the source archive has besides files of the repository, and what it leaves out.
+#: Files that only the source archive has, and files of the repository that it leaves out.
 MADE, LEFT_OUT = {"PKG-INFO"}, {".ci/run"}
 BUILD = """
 import sys
@@ -36,8 +36,8 @@ print(next(iter({name}(sys.argv[1]).build(directory=sys.argv[2], versions=["stan
 """
 
 
-def built(kind: str, source: Path, target: Path) -> Path:
-    """Build a pure archive the way `build` would, in an environment that has hatchling."""
+def build_archive(kind: str, source: Path, target: Path) -> Path:
+    """Build a pure archive as `build` does, in an environment that has hatchling."""
     code = BUILD.format(kind=kind, name={"sdist": "SdistBuilder", "wheel": "WheelBuilder"}[kind])
     command = [sys.executable, "-c", code, str(source), str(target)]
     pure = {**os.environ, "AIOCOLL_NATIVE": "0"}
@@ -47,20 +47,20 @@ def built(kind: str, source: Path, target: Path) -> Path:
 
 
 @contextmanager
-def unpacked(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Give the source archive, and the folder that it unpacks to."""
-    archive = built("sdist", ROOT, folder)
+def unpacked_source(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the source archive, and the folder with its contents."""
+    archive = build_archive("sdist", ROOT, folder)
     with tarfile.open(archive) as tar:
         tar.extractall(folder / "unpacked", filter="data")
     yield archive, folder / "unpacked" / f"aiocoll-{VERSION}"
 
 
-def tracked() -> set[str]:
+def source_files() -> set[str]:
     """Return the files of the repository, and new ones that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     if listed.returncode or not listed.stdout:
-        pytest.skip("only git knows which files belong to the source, and this is no clone")
+        pytest.skip("needs a git clone, to know which files belong to the source")
     return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
 
@@ -71,11 +71,11 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 @pytest.mark.slow
 def test_source_archive_is_complete_and_builds_the_wheel(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
-    with unpacked(tmp_path) as (archive, folder):
+    with unpacked_source(tmp_path) as (archive, folder):
         assert archive.name == f"aiocoll-{VERSION}.tar.gz"
         names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert names - MADE == tracked() - LEFT_OUT
-        wheel = built("wheel", folder, tmp_path)
+        assert names - MADE == source_files() - LEFT_OUT
+        wheel = build_archive("wheel", folder, tmp_path)
     assert wheel.name == f"aiocoll-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archived:
         info = f"aiocoll-{VERSION}.dist-info/"
@@ -86,13 +86,17 @@ def test_source_archive_is_complete_and_builds_the_wheel(tmp_path: Path) -> None
         }
         assert "aiocoll/py.typed" in inside
         assert archived.read(info + "licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-        told = metadata(archived)
+        metadata_fields = metadata(archived)
         entries = archived.read(info + "entry_points.txt").decode()
-    assert (told["Name"], told["Version"], told["License-Expression"]) == ("aiocoll", VERSION, "Apache-2.0")
-    assert (told["Requires-Python"], told["License-File"]) == (">=3.11", "LICENSE")
-    assert told["Description-Content-Type"] == "text/markdown"
-    assert told.get_payload() == (ROOT / "README.md").read_text()
-    assert set(told.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+    assert (metadata_fields["Name"], metadata_fields["Version"], metadata_fields["License-Expression"]) == (
+        "aiocoll",
+        VERSION,
+        "Apache-2.0",
+    )
+    assert (metadata_fields["Requires-Python"], metadata_fields["License-File"]) == (">=3.11", "LICENSE")
+    assert metadata_fields["Description-Content-Type"] == "text/markdown"
+    assert metadata_fields.get_payload() == (ROOT / "README.md").read_text()
+    assert set(metadata_fields.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
     assert "aiocoll = aiocoll.cli.main:main" in entries
     assert "[pytest11]\naiocoll = aiocoll.testing.plugin" in entries
 
@@ -145,7 +149,7 @@ def test_release_check_installs_packages_available_for_this_python(tmp_path: Pat
 
 def test_release_check_without_archives_fails(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "dist"):
-        with pytest.raises(SystemExit, match=r"there is nothing in .*: make dist"):
+        with pytest.raises(SystemExit, match=r"no archive in .*; run make dist"):
             release.main(str(folder))
 
 

@@ -1,4 +1,4 @@
-"""The blocks of the guide and of the short pages: each runs in the surroundings that the page describes."""
+"""The blocks of the guide and of the short pages, each run in the situation that the page describes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def address(port: int) -> dict[str, str]:
 
 
 async def test_guide_ways_to_meet_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the only rank, on this host: the page has others."""
+    """Replace other ranks and hosts: there is one rank, on this host."""
     for name, value in address(free_port()).items():
         monkeypatch.setenv(name, value)
     ways = code("docs/guide.md", "Groups").replace("world_size=4", "world_size=1").replace("/shared", str(tmp_path))
@@ -161,7 +161,7 @@ async def test_guide_grid_and_plan_work(pg: ProcessGroup) -> None:
 
 
 async def test_guide_hook_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    """One operation takes more than a second, as the hook is told."""
+    """Call the hook with an operation of more than a second."""
 
     class Info:
         op, group, seconds, nbytes, transport = "ALLREDUCE", "world:0", 1.5, 8, "memory"
@@ -259,7 +259,7 @@ async def test_page_store_outlives_every_rank(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 async def test_page_openssl_certificates_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four ranks with those of the page meet, and host 0 has the store."""
+    """Let four ranks meet with the page's certificates, in a store on host 0."""
     monkeypatch.chdir(tmp_path)
     shell(code("docs/security.md", "Making certificates", language="sh"), tmp_path)
     assert [os.stat(name).st_mode & 0o777 for name in ("ca.key", "host0.key", "host1.key")] == [0o600] * 3
@@ -299,15 +299,15 @@ def test_page_shows_the_certificate_errors(tmp_path: Path, monkeypatch: pytest.M
     assert is_shown(code("docs/security.md", "When a certificate is refused", 1, "text"), str(caught.value))
     error = ssl.SSLCertVerificationError()
     error.verify_code = NOT_YET
-    said = str(in_words(error, of_this_process(), "10.0.0.2"))
-    assert is_shown(code("docs/security.md", "When a certificate is refused", 3, "text"), said)
+    message = str(in_words(error, of_this_process(), "10.0.0.2"))
+    assert is_shown(code("docs/security.md", "When a certificate is refused", 3, "text"), message)
     with pytest.raises(WrongCertificateError) as refused:
         check_names(names, rank_name("train", 0), "the certificate of 10.0.0.2")
     assert is_shown(code("docs/security.md", "When a certificate is refused", 4, "text"), str(refused.value))
 
 
 async def test_page_ported_example_runs() -> None:
-    """As tasks of this loop, which have their groups already."""
+    """Run the ranks as tasks of this loop, which already have groups."""
     imported = await execute(code("docs/porting.md", "Porting from torch.distributed"))
     assert imported["dist"] is dist
     ported = code("docs/porting.md", "An example", 2)
@@ -346,7 +346,7 @@ def test_page_example_before_the_port_runs(tmp_path: Path, port: int) -> None:
     assert "ran" in shell(script, tmp_path, **environ)
 
 
-#: As the job of the page on the recorder: rank 2 is a little late, and in the end waits for rank 0.
+#: A job like the one on the page about the recorder: rank 2 is late, and at the end waits for rank 0.
 TRAIN = """
 import asyncio
 import contextlib
@@ -379,15 +379,15 @@ def test_page_shows_the_recorder_output(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     (tmp_path / "train.py").write_text(TRAIN)
     (script,) = commands("docs/recorder.md")
-    said = shell(script, tmp_path).replace(f"{tmp_path}/", "")
+    output = shell(script, tmp_path).replace(f"{tmp_path}/", "")
     shown, last = code("docs/recorder.md", "In short", language="text").rsplit("\n  last", 1)
     for line in (shown, f"  last{last}"):
-        assert is_shown(line, said), said
+        assert is_shown(line, output), output
     assert {path.name for path in tmp_path.iterdir()} >= {"timeline.png", "trace.json"}
 
 
 @pytest.mark.slow
 def test_page_shows_the_command_line_output(tmp_path: Path) -> None:
     write(files("docs/command-line.md"), tmp_path)
-    said = shell(commands("docs/command-line.md")[0], tmp_path)
-    assert said == code("docs/command-line.md", "For programs", language="text")
+    output = shell(commands("docs/command-line.md")[0], tmp_path)
+    assert output == code("docs/command-line.md", "For programs", language="text")

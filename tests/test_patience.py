@@ -1,4 +1,4 @@
-"""Timeouts of handshakes: seconds, turns of the loop, and messages that wait to be read."""
+"""Timeouts of handshakes, which depend on seconds, loop iterations, and messages that wait to be read."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from aiocoll.security.patience import Patience, patient_timeout
 from aiocoll.testing import VirtualLoop
 
 
-def virtual(program: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+def run_on_virtual_clock(program: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(program())
 
 
 async def expiry(seconds: float, arrived: Callable[[], bool] = lambda: False) -> tuple[float, Patience]:
-    """Return when a timeout of `seconds` expires, and the timeout."""
+    """Return the time at which a timeout of `seconds` expires, and the timeout."""
     loop = asyncio.get_running_loop()
-    over = loop.create_future()
-    patience = Patience(Runtime.of(loop), seconds, lambda: over.set_result(None), arrived)
-    await over
+    expired = loop.create_future()
+    patience = Patience(Runtime.of(loop), seconds, lambda: expired.set_result(None), arrived)
+    await expired
     return loop.time(), patience
 
 
 def test_timeout_expires_after_its_seconds() -> None:
-    when, patience = virtual(lambda: expiry(4.5))
+    when, patience = run_on_virtual_clock(lambda: expiry(4.5))
     assert when == pytest.approx(4.5)
     assert patience.blocked == 0
 
@@ -40,16 +40,16 @@ def test_blocked_loop_uses_up_one_iteration() -> None:
         loop.call_later(1.0, loop.jump, 100.0)
         return await expiry(3.2)
 
-    when, patience = virtual(program)
+    when, patience = run_on_virtual_clock(program)
     assert when == pytest.approx(103.2, abs=0.2)
     assert patience.blocked == pytest.approx(100.0, abs=0.2)
 
 
 @pytest.mark.parametrize(("messages", "extra"), [(0, 0.0), (1, 0.1), (3, 0.3), (100, 0.3)])
 def test_message_that_has_arrived_extends_the_timeout(messages: int, extra: float) -> None:
-    """Three times at most: a stranger that always has another byte does not stay."""
+    """Extend the timeout three times at most, so that a peer cannot extend it forever byte by byte."""
     left = iter(range(messages))
-    when, _ = virtual(lambda: expiry(4.5, lambda: next(left, None) is not None))
+    when, _ = run_on_virtual_clock(lambda: expiry(4.5, lambda: next(left, None) is not None))
     assert when == pytest.approx(4.5 + extra)
 
 
@@ -65,7 +65,7 @@ def test_cancelled_or_infinite_timeout_never_expires() -> None:
         assert calls == []
         patience.cancel()
 
-    virtual(program)
+    run_on_virtual_clock(program)
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -79,4 +79,4 @@ def test_patient_timeout_raises_in_the_body(quick: bool) -> None:
             assert not quick
         return loop.time()
 
-    assert virtual(program) == pytest.approx(1.0 if quick else 2.0)
+    assert run_on_virtual_clock(program) == pytest.approx(1.0 if quick else 2.0)

@@ -1,4 +1,4 @@
-"""Observation of other processes: what proves an end, and that errors of the observer do not."""
+"""Observation of other processes: proofs of an end, and errors of the observer, which prove nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .internals import replaced_call
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 
-#: Takes its place in the kernel's books under a name made to confuse, says who it is, and waits.
+#: A child that gives itself a misleading name in /proc, prints its identity, and waits.
 CHILD = """
 import pathlib, sys
 from aiocoll.process import this_process
@@ -47,7 +47,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def child() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
+def child_process() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -64,7 +64,7 @@ def test_this_process_is_running() -> None:
 
 
 def test_process_states_are_observed_from_stop_to_end() -> None:
-    with child() as (process, identity):
+    with child_process() as (process, identity):
         assert identity.namespace == this_process().namespace
         assert state(identity) in ("sleeping", "running")
         for number, flag in ((signal.SIGSTOP, os.WUNTRACED), (signal.SIGCONT, os.WCONTINUED)):
@@ -73,7 +73,7 @@ def test_process_states_are_observed_from_stop_to_end() -> None:
             assert (state(identity) == STOPPED) == (number == signal.SIGSTOP)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert state(identity) == GONE, "though its parent has not asked yet"
+        assert state(identity) == GONE, "a zombie counts as running"
         process.wait()
         assert state(identity) == GONE
 
@@ -82,16 +82,16 @@ def test_later_process_with_a_reused_pid_is_another_one() -> None:
     assert state(this_process()._replace(started=this_process().started - 1)) == GONE
 
 
-#: Errors that say something of the observer only.
+#: Errors whose cause is the observer, not the observed process.
 OWN_ERRORS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO, errno.EAGAIN, errno.EINTR]
 #: Number of the system call that ends one thread.
 SYS_EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
 
 
 @pytest.fixture(scope="module")
-def living() -> Iterator[tuple[ProcessId, PidFd]]:
-    """Return a process that runs, with a pidfd."""
-    with child() as (_, identity):
+def living_process() -> Iterator[tuple[ProcessId, PidFd]]:
+    """Yield a running process, with a pidfd."""
+    with child_process() as (_, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         yield identity, pidfd
@@ -99,9 +99,9 @@ def living() -> Iterator[tuple[ProcessId, PidFd]]:
 
 
 @pytest.fixture(scope="module")
-def ended() -> Iterator[tuple[ProcessId, PidFd]]:
-    """Return a process that has ended and was reaped, with a pidfd that was opened while it ran."""
-    with child() as (process, identity):
+def ended_process() -> Iterator[tuple[ProcessId, PidFd]]:
+    """Yield a process that has ended and was reaped, with a pidfd opened while it ran."""
+    with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         process.kill()
@@ -111,7 +111,7 @@ def ended() -> Iterator[tuple[ProcessId, PidFd]]:
 
 
 @contextmanager
-def faults(number: int, *names: str) -> Iterator[None]:
+def failing_calls(number: int, *names: str) -> Iterator[None]:
     """Let functions that `aiocoll.process` calls, such as "open" or "os.kill", fail with an errno."""
     with ExitStack() as stack:
         for name in names:
@@ -124,41 +124,43 @@ def faults(number: int, *names: str) -> Iterator[None]:
 @pytest.mark.parametrize("names", [("open",), ("select.poll",), ("os.kill",), ("open", "os.kill"), ("os.stat", "open")])
 @pytest.mark.parametrize("with_pidfd", [False, True])
 def test_living_process_is_never_reported_gone(
-    number: int, names: tuple[str, ...], with_pidfd: bool, living: tuple[ProcessId, PidFd]
+    number: int, names: tuple[str, ...], with_pidfd: bool, living_process: tuple[ProcessId, PidFd]
 ) -> None:
-    with faults(number, *names):
-        assert state(*living[: 1 + with_pidfd]) != GONE
+    with failing_calls(number, *names):
+        assert state(*living_process[: 1 + with_pidfd]) != GONE
 
 
 @pytest.mark.parametrize("number", OWN_ERRORS)
 @pytest.mark.parametrize("names", [("open",), ("select.poll",), ("select.poll", "open"), ("os.kill",)])
-def test_single_proof_of_an_end_is_enough(number: int, names: tuple[str, ...], ended: tuple[ProcessId, PidFd]) -> None:
-    with faults(number, *names):
-        assert state(*ended) == GONE
+def test_single_proof_of_an_end_is_enough(
+    number: int, names: tuple[str, ...], ended_process: tuple[ProcessId, PidFd]
+) -> None:
+    with failing_calls(number, *names):
+        assert state(*ended_process) == GONE
 
 
 @pytest.mark.parametrize("number", OWN_ERRORS)
-def test_missing_observations_prove_nothing(number: int, ended: tuple[ProcessId, PidFd]) -> None:
-    with faults(number, "open", "select.poll", "os.kill"):
-        assert state(*ended) == UNKNOWN
+def test_missing_observations_prove_nothing(number: int, ended_process: tuple[ProcessId, PidFd]) -> None:
+    with failing_calls(number, "open", "select.poll", "os.kill"):
+        assert state(*ended_process) == UNKNOWN
 
 
-def test_process_whose_entry_is_hidden_is_not_gone(living: tuple[ProcessId, PidFd]) -> None:
-    """A process that may not be traced is hidden from others where /proc has `hidepid`."""
-    with faults(errno.ENOENT, "open"):
-        assert state(living[0]) == UNKNOWN
+def test_process_whose_entry_is_hidden_is_not_gone(living_process: tuple[ProcessId, PidFd]) -> None:
+    """Hide the entry in /proc, as the mount option `hidepid` does for processes that may not be traced."""
+    with failing_calls(errno.ENOENT, "open"):
+        assert state(living_process[0]) == UNKNOWN
 
 
 def test_proc_of_another_namespace_proves_nothing() -> None:
     other = this_process()._replace(started=this_process().started - 1)
     real = open
 
-    def opened(path: str, mode: str) -> Any:
+    def open_status(path: str, mode: str) -> Any:
         if path == "/proc/self/status":
             return io.BytesIO(b"NSpid:\t4711\t%d\n" % os.getpid())
         return real(path, mode)
 
-    with mock.patch.object(processes, "open", opened, create=True):
+    with mock.patch.object(processes, "open", open_status, create=True):
         assert state(other) == UNKNOWN
 
 
@@ -168,18 +170,18 @@ def test_process_of_another_namespace_is_unknown() -> None:
     assert state(elsewhere._replace(namespace=0)) == UNKNOWN
     pidfd = PidFd(os.pidfd_open(os.getpid()))
     assert state(elsewhere, pidfd) == state(None, pidfd) == "alive"
-    assert state(this_process()._replace(started=0), pidfd) == "alive", "a pidfd never means another process"
+    assert state(this_process()._replace(started=0), pidfd) == "alive", "the state of a pidfd depends on the start time"
     pidfd.close()
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1 << 40, -(1 << 70)])
 def test_unused_pid_is_unknown(pid: int) -> None:
-    """It comes from a peer's card, and means a group of processes to `kill`."""
+    """Use pids as from a peer's card; `kill` would take some of them for process groups."""
     assert state(this_process()._replace(pid=pid)) == UNKNOWN
 
 
 def test_pidfd_shows_the_end_of_a_zombie() -> None:
-    with child() as (process, identity):
+    with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         assert pidfd.has_ended() is False
@@ -191,8 +193,8 @@ def test_pidfd_shows_the_end_of_a_zombie() -> None:
 
 
 def test_end_is_detected_without_pidfd_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python that was built with headers of an older kernel."""
-    with child() as (process, identity):
+    """Use a Python that was built with headers of an older kernel."""
+    with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         monkeypatch.delattr(signal, "pidfd_send_signal")
@@ -204,15 +206,15 @@ def test_end_is_detected_without_pidfd_signals(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_another_file_at_a_pidfds_number_proves_nothing() -> None:
-    """A program may close all descriptors and open others."""
-    with child() as (_, identity):
+    """Open another file at the descriptor number, as a program may that closes all descriptors."""
+    with child_process() as (_, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
         reading, writing = os.pipe()
         os.write(writing, b"x")
         for inodes_differ in (True, False):
             os.dup2(reading, pidfd._fd)
-            if not inodes_differ:  # before Linux 6.9
+            if not inodes_differ:  # before Linux 6.9, all pidfds had the same inode
                 pidfd._file = os.fstat(pidfd._fd)
             assert pidfd.has_ended() is None
             assert state(identity, pidfd) != GONE
@@ -221,7 +223,7 @@ def test_another_file_at_a_pidfds_number_proves_nothing() -> None:
         pidfd.close()
 
 
-@pytest.mark.skipif(SYS_EXIT is None, reason="the number of the system call is not known for this processor")
+@pytest.mark.skipif(SYS_EXIT is None, reason="needs the number of a system call, which is unknown for this processor")
 def test_process_with_an_ended_main_thread_is_alive() -> None:
     program = f"""
 import ctypes, sys, threading
@@ -255,6 +257,6 @@ def test_unix_socket_identifies_the_peer_process() -> None:
     with one, other:
         assert peer_id(one) == this_process()
         pidfd = peer_process(one)
-        if pidfd is not None:  # Linux 6.5
+        if pidfd is not None:  # needs Linux 6.5
             assert pidfd.has_ended() is False
             pidfd.close()

@@ -1,4 +1,4 @@
-"""The public names and their parameters are those on record."""
+"""Comparison of the public names and their parameters with the record."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def test_public_names_match_the_record() -> None:
         [
             "the public names differ from tests/public_names.txt:",
             *difference,
-            "If this is meant, say so in CHANGELOG.md and record them anew: python -m tests.public_names",
+            "If the change is intended, add it to CHANGELOG.md and record the names: python -m tests.public_names",
         ]
     )

@@ -1,4 +1,4 @@
-"""The README, the map of the package in docs/architecture.md, and the head of `help(aiocoll)`."""
+"""The README, the map of the package in docs/architecture.md, and the beginning of `help(aiocoll)`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .layers import HOUSES, LAYERS, module
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-#: The block that begins with the name of the package, alone on its line.
+#: The block that has the name of the package on a line of its own.
 MAP = next(
     text for text in re.findall(r"^```text\n(.*?)^```$", ARCHITECTURE, re.DOTALL | re.MULTILINE) if "aiocoll/\n" in text
 )
 
 
 def rows() -> list[tuple[Path, list[str]]]:
-    """Return folder and names of each line of the map; what is further in belongs to the last folder on the margin."""
+    """Return folder and names of each line of the map; indented lines belong to the last folder at the margin."""
     found: list[tuple[Path, list[str]]] = []
     folder = ROOT
     for line in MAP.splitlines():
@@ -34,19 +34,19 @@ def rows() -> list[tuple[Path, list[str]]]:
     return found
 
 
-def mapped() -> list[Path]:
+def mapped_paths() -> list[Path]:
     """Return the paths on the left side of the map."""
     return [folder / name for folder, names in rows() for name in names]
 
 
 def test_map_paths_exist_and_are_unique() -> None:
-    wrong = {str(path.relative_to(ROOT)) for path in mapped() if not path.exists()}
+    wrong = {str(path.relative_to(ROOT)) for path in mapped_paths() if not path.exists()}
     assert not wrong
-    assert len(set(mapped())) == len(mapped())
+    assert len(set(mapped_paths())) == len(mapped_paths())
 
 
 def test_map_has_all_top_level_modules_in_layer_order() -> None:
-    """A row has modules of one layer, so that each imports only what is in rows below its own."""
+    """Check that the modules of a row are of one layer, and import only from rows below."""
     package = ROOT / "aiocoll"
     layers = [{module(name) for name in names} for folder, names in rows() if folder == package]
     assert {name for names in layers for name in names} == set().union(*LAYERS)
@@ -59,7 +59,7 @@ def test_map_has_all_top_level_modules_in_layer_order() -> None:
             assert {module(name) for name in names} <= HOUSES[house], line
     folders = {path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     tracked = {path for path in folders if any(path.rglob("*.py")) or any(path.glob("*.md"))}
-    assert {path.name for path in tracked - set(mapped())} <= {"build", "dist", "gpu-figures", "planted-figures"}
+    assert {path.name for path in tracked - set(mapped_paths())} <= {"build", "dist", "gpu-figures", "planted-figures"}
 
 
 def test_readme_fits_two_screens() -> None:
@@ -67,14 +67,14 @@ def test_readme_fits_two_screens() -> None:
 
 
 def test_readme_paths_exist() -> None:
-    """Those of the files that the README names: a page, a program, a table, a test."""
+    """Check the pages, programs, tables and tests that the README names."""
     named = set(re.findall(r"(?<![\w/.-])((?:docs|examples|bench|tests)/[\w./-]*\w)", README))
     assert len(named) > 10
     assert {name for name in named if "/.venvs" not in name and not (ROOT / name).exists()} == set()
 
 
 def test_readme_works_on_a_package_index() -> None:
-    """A package index shows the README alone: a link to a file beside it leads nowhere there."""
+    """Check that no link is relative: a package index shows the README without the other files."""
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"] == "README.md"
     assert [target for target in re.findall(r"\]\(([^)]*)\)", README) if not re.match("https://|#", target)] == []
 
@@ -86,12 +86,12 @@ def test_readme_begins_with_the_commands() -> None:
 
 
 def test_package_help_is_for_users() -> None:
-    said = aiocoll.__doc__ or ""
-    assert "await pg.allreduce(x)" in said
-    assert "layer" not in said
-    listed = set(re.findall(r"\w+", said))
+    text = aiocoll.__doc__ or ""
+    assert "await pg.allreduce(x)" in text
+    assert "layer" not in text
+    listed = set(re.findall(r"\w+", text))
     errors = set(aiocoll.errors.__all__)
-    assert set(aiocoll.__all__) - errors - listed == set(), "every public name but the exceptions"
+    assert set(aiocoll.__all__) - errors - listed == set(), "public names are missing in help(aiocoll)"
 
 
 def test_package_help_opens_with_the_first_program() -> None:

@@ -1,4 +1,4 @@
-"""Registries: registration, versions, late imports, and the entry points of another distribution."""
+"""Registries: registration, versions, imports on first use, and entry points of another distribution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def registry() -> Registry[object]:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder on the path: its distribution has two entry points, one of which fails."""
+    """Return a folder on the path with a distribution that has two entry points, one of which fails."""
     monkeypatch.syspath_prepend(str(tmp_path))
     info = tmp_path / "gadgets-1.0.dist-info"
     info.mkdir()

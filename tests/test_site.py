@@ -1,4 +1,4 @@
-"""The site that `make docs` builds: no warning, every public name in the reference, no page outside of its tree."""
+"""The site that `make docs` builds: no warnings, every public name in the reference, every page in the tree."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ pytest.importorskip("myst_parser", reason="myst-parser is not installed: pip ins
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-#: What the pages include or name.
-TAKEN = ("docs", "examples", "bench", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+#: Files and folders that the pages include or name.
+SOURCES = ("docs", "examples", "bench", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 
-#: How light the paper is, from 0 to 1, and of each piece of text how it contrasts with it, as WCAG 2 defines that.
+#: The brightness of the paper, from 0 to 1, and the contrast of each piece of text with it, as WCAG 2 defines them.
 COLOURS = """(() => {
     const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number)
     const light = ([r, g, b]) => [r, g, b].map(each => each / 255)
@@ -55,7 +55,7 @@ COLOURS = """(() => {
 
 
 def build(tree: Path) -> str:
-    """Build the site of a copy of the tree; return what Sphinx says, which is nothing if all is well."""
+    """Build the site of a copy of the tree; return the warnings of Sphinx."""
     strict = ("--nitpicky", "--fail-on-warning", "--keep-going", "--quiet")
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", *strict, "docs", "build"],
@@ -74,7 +74,7 @@ def build(tree: Path) -> str:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the tree with its site built."""
     copy = tmp_path_factory.mktemp("site")
-    for name in TAKEN:
+    for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".venvs"))
         else:
@@ -83,8 +83,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def described(tree: Path) -> set[tuple[str, str]]:
-    """Return what the site has entries for, by the ends of the names: class and attribute, module and name."""
+def described_names(tree: Path) -> set[tuple[str, str]]:
+    """Return the ends of all names in the site's reference: class and attribute, or module and name."""
     data = zlib.decompress((tree / "build" / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     entries = [line.split(" ")[:2] for line in data.splitlines()]
     return {last_two(name) for name, kind in entries if kind.startswith("py:")}
@@ -95,24 +95,24 @@ def last_two(name: str) -> tuple[str, str]:
     return owner, last
 
 
-def recorded() -> list[str]:
-    """Return the public names, without other names of what has one, and without the methods behind operators."""
+def recorded_names() -> list[str]:
+    """Return the recorded public names, except aliases and the methods behind operators."""
     lines = [line for line in RECORD.read_text().splitlines() if not re.match(r"[\w.]+ = ", line)]
     names = [re.sub(r"(?<=.)\(.*", "", line.replace("(", "", 1).replace(")", "", 1) if line[0] == "(" else line)
              for line in lines]  # fmt: skip
     return [name for name in names if name.rpartition(".")[2] not in OPERATORS]
 
 
-def places(name: str) -> set[tuple[str, str]]:
-    """Return where a name may be described: where it is, in `aiocoll`, or with a class that its own inherits from."""
+def possible_names(name: str) -> set[tuple[str, str]]:
+    """Return the names under which the reference may describe `name`: its own, `aiocoll`, or a base class."""
     owner, _, last = name.rpartition(".")
-    found = resolved(owner) or resolved(f"aiocoll.plugins.{owner}")
+    found = resolve_or_none(owner) or resolve_or_none(f"aiocoll.plugins.{owner}")
     bases = found.__mro__ if inspect.isclass(found) else ()
-    same = resolved(name) is not None and resolved(name) is resolved(f"aiocoll.{last}")
+    same = resolve_or_none(name) is not None and resolve_or_none(name) is resolve_or_none(f"aiocoll.{last}")
     return {last_two(name), *((base.__name__, last) for base in bases), *([("aiocoll", last)] if same else [])}
 
 
-def resolved(name: str) -> Any:
+def resolve_or_none(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
@@ -120,11 +120,11 @@ def resolved(name: str) -> Any:
 
 
 def test_reference_has_every_public_name(tree: Path) -> None:
-    there = described(tree)
-    names = recorded()
+    described = described_names(tree)
+    names = recorded_names()
     assert len(names) > 500
-    assert [name for name in names if not places(name) & there] == []
-    assert [name for name in ("aiocoll.nothing", "aiocoll.Work.nothing") if places(name) & there] == []
+    assert [name for name in names if not possible_names(name) & described] == []
+    assert [name for name in ("aiocoll.nothing", "aiocoll.Work.nothing") if possible_names(name) & described] == []
 
 
 def test_reference_of_a_call_has_arguments_and_cost(tree: Path) -> None:
@@ -137,21 +137,23 @@ def test_reference_of_a_call_has_arguments_and_cost(tree: Path) -> None:
 
 
 def test_site_links_have_targets(tree: Path) -> None:
-    """In the built pages: to files, and to places on pages; those to elsewhere are looked at, and not followed.
+    """Check the links of the built pages to files and anchors. External links are checked by form, and not followed.
 
-    Sources are left out: the links back that Sphinx writes there miss what the reference has by another name.
+    Pages of source code are left out: Sphinx links from there to names that the reference describes under an alias.
     """
     site = tree / "build"
-    places = {path: set(re.findall(r'\bid="([^"]+)"', path.read_text())) for path in site.rglob("*.html")}
+    possible_names = {path: set(re.findall(r'\bid="([^"]+)"', path.read_text())) for path in site.rglob("*.html")}
     seen, wrong = 0, []
-    for path in (each for each in places if "_modules" not in each.parts):
+    for path in (each for each in possible_names if "_modules" not in each.parts):
         for link in re.findall(r'<a [^>]*\bhref="([^"]*)"', path.read_text()):
             target, _, anchor = html.unescape(link).partition("#")
             if re.match(r"\w+:", target):
                 good = re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[\w./%()-]*)?", target) is not None
             else:
                 there = (path.parent / unquote(target)).resolve() if target else path
-                good = there.is_file() and (not anchor or there not in places or unquote(anchor) in places[there])
+                good = there.is_file() and (
+                    not anchor or there not in possible_names or unquote(anchor) in possible_names[there]
+                )
             seen += 1
             wrong += [] if good else [f"{path.relative_to(site)}: {link}"]
     assert seen > 5000
@@ -167,7 +169,7 @@ def test_page_names_are_links(tree: Path) -> None:
 @pytest.mark.skipif(executable() is None, reason=MISSING)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_pages_fit_the_browser_and_load_nothing_external(tree: Path, tmp_path: Path, width: int) -> None:
-    """Each fits the window, says nothing, and loads nothing from elsewhere; light and dark they are readable."""
+    """Check that pages fit the window and load nothing external, and that two of them are readable in both schemes."""
     site = tree / "build"
     pages = [path for path in site.rglob("*.html") if "_modules" not in path.parts]
     assert len(pages) > 40
@@ -176,9 +178,9 @@ def test_pages_fit_the_browser_and_load_nothing_external(tree: Path, tmp_path: P
         with opened.page(width) as page:
             for path in pages:
                 page.open(path.as_uri())
-                assert page.outside("article") == [], path.name
-            assert page.said() == []
-            assert [each for each in page.asked() if not each.startswith(("file:", "data:"))] == []
+                assert page.hidden_elements("article") == [], path.name
+            assert page.console_messages() == []
+            assert [each for each in page.loaded_urls() if not each.startswith(("file:", "data:"))] == []
         for scheme in SCHEMES:
             with opened.page(width, scheme) as page:
                 for name in ("guide.html", "reference/group.html"):
@@ -195,12 +197,12 @@ def test_pages_fit_the_browser_and_load_nothing_external(tree: Path, tmp_path: P
 def test_page_outside_of_the_tree_fails_the_build(tree: Path) -> None:
     page = tree / "docs" / "orphan.md"
     page.write_text("# A page\n\n[One that is not there](nothing.md), [no heading](guide.md#nothing)\n")
-    said = build(tree)
+    warnings = build(tree)
     page.unlink()
     (tree / "build/orphan.html").unlink()
-    assert "orphan.md: WARNING: document isn't included in any toctree" in said
-    assert "'nothing.md'" in said
-    assert "guide" in said
+    assert "orphan.md: WARNING: document isn't included in any toctree" in warnings
+    assert "'nothing.md'" in warnings
+    assert "guide" in warnings
     assert build(tree) == ""
 
 
@@ -208,14 +210,14 @@ def test_reference_to_a_missing_name_fails_the_build(tree: Path) -> None:
     page = tree / "docs" / "reference" / "works.rst"
     text = page.read_text()
     page.write_text(f"{text}\n`ProcessGroup.allreduce`, `ProcessGroup.nothing`\n")
-    said = build(tree)
+    warnings = build(tree)
     page.write_text(text)
-    assert "ProcessGroup.nothing" in said
-    assert "ProcessGroup.allreduce" not in said
+    assert "ProcessGroup.nothing" in warnings
+    assert "ProcessGroup.allreduce" not in warnings
 
 
 def test_site_has_no_untested_code() -> None:
-    """What pages and docstrings show, other tests run."""
+    """Check that pages of the site have only code that other tests run: code of pages and docstrings."""
     known = {
         "autoclass",
         "autoexception",

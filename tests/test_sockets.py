@@ -1,4 +1,4 @@
-"""What TCP connections are told, and what the kernel knows of them; tests/hosts shows what comes of it."""
+"""Options and states of TCP connections in the kernel; tests/hosts tests their effects."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from aiocoll.store import address
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="these are options of Linux")
 
-#: <linux/tcp.h>
+#: Numbers from <linux/tcp.h>.
 TCP_RTO_MAX_MS = 44
-#: <asm-generic/socket.h>, and the number that stands for no limit.
+#: Numbers from <asm-generic/socket.h>; the second one means no limit.
 SO_MAX_PACING_RATE, UNLIMITED = 47, (1 << 64) - 1
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Return both ends of a loopback connection."""
+    """Yield both ends of a loopback connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as here,
@@ -102,28 +102,29 @@ def test_loopback_peer_is_on_this_host(pair: tuple[socket.socket, socket.socket]
 
 
 @pytest.mark.parametrize(
-    ("sent_again", "asked", "since_data", "since_answer", "expected"),
+    ("sent_again", "probes", "since_data", "since_answer", "expected"),
     [
-        (0, 0, 60_000, 60_000, 0.0),  # idle, and nothing was asked
+        (0, 0, 60_000, 60_000, 0.0),  # idle: no probe is unanswered
         (4, 0, 60_000, 5_300, 5.3),
-        (0, 5, 5_300, 60_000, 5.3),  # data is an answer, too
-        (2, 1, 60_000, 60_000, 0.0),  # time has passed, as for a host that was paused
+        (0, 5, 5_300, 60_000, 5.3),  # data is an answer too
+        (2, 1, 60_000, 60_000, 0.0),  # no probe was sent for a while, as after a pause of this host
     ],
 )
 def test_silence_is_the_time_with_unanswered_probes(
     pair: tuple[socket.socket, socket.socket],
     monkeypatch: pytest.MonkeyPatch,
     sent_again: int,
-    asked: int,
+    probes: int,
     since_data: int,
     since_answer: int,
     expected: float,
 ) -> None:
     class Known:
         def getsockopt(self, level: int, name: int, size: int) -> bytes:
-            # struct tcp_info: 8 bytes; rto, ato, two sizes, five counts of segments; last data and ack sent, received.
-            told = struct.pack("=8B13I", 1, 0, sent_again, asked, 0, 0, 0, 0, *range(11), since_data, since_answer)
-            return told[:size]
+            # struct tcp_info: 8 bytes; rto, ato, two sizes, five counts of segments; times since the last data and ack
+            # sent, and the last data and ack received.
+            packed = struct.pack("=8B13I", 1, 0, sent_again, probes, 0, 0, 0, 0, *range(11), since_data, since_answer)
+            return packed[:size]
 
     known: socket.socket = Known()  # type: ignore[assignment]
     assert silence(known) == expected
@@ -148,7 +149,7 @@ def test_bursty_connection_does_not_use_bbr() -> None:
 
 
 def test_paced_connection_has_an_unreachable_rate_limit() -> None:
-    """On older kernels, too, which take 32 bits of it: all of them set is no limit there."""
+    """Check the lower 32 bits too: older kernels use only these, and take all ones for no limit."""
     with socket.socket() as sock:
         assert pacing_rate(sock) == UNLIMITED
         send_evenly(sock)
@@ -163,12 +164,12 @@ def pacing_rate(sock: socket.socket) -> int:
 def test_send_window_is_limited_by_the_buffer(pair: tuple[socket.socket, socket.socket]) -> None:
     here, _ = pair
     before = window(here)
-    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # as little as the kernel permits
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel raises it to its minimum
     assert window(here) == here.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 4 < before
 
 
 def test_congestion_window_is_read_from_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Ten packets at first (RFC 6928), of at least the bytes that every network carries."""
+    """Expect 10 packets at first (RFC 6928), of at least the size that every network carries."""
     before = window(pair[0])
     assert 10 * 536 <= before <= 10 * (1 << 16)
     here, there = socket.socketpair()
@@ -198,8 +199,8 @@ def test_socket_is_ready_to_write_when_it_is_connected() -> None:
                 full.send(bytes(1 << 16))
         assert not is_ready(full.fileno(), to_write=True)
     with socket.socket() as refused, socket.create_server(("127.0.0.1", 0)) as listener:
-        where = listener.getsockname()
+        address_of_listener = listener.getsockname()
         listener.close()
         refused.setblocking(False)
-        refused.connect_ex(where)
-        assert is_ready(refused.fileno(), to_write=True), "refused, which is an answer, too"
+        refused.connect_ex(address_of_listener)
+        assert is_ready(refused.fileno(), to_write=True), "a refused connection is not ready"

@@ -1,7 +1,7 @@
-"""Stores that stop answering, as of a process that got SIGSTOP: every call with a timeout ends soon after it, by name.
+"""Stores that stop answering, as a process after SIGSTOP: every call with a timeout fails soon after it, with a reason.
 
-A script finds the public calls that have a timeout. Each is made again and again: the store stops at the first of its
-requests, at the second one, and so on, until the call succeeds. Most of it happens on a virtual clock.
+A scenario repeats the public calls that have a timeout: the store stops at the first request, at the second one, and so
+on, until the call succeeds. Most scenarios run on a virtual clock.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from aiocoll.testing import VirtualLoop, run_ranks
 from .public_names import public_names
 from .store.minimal_store import MinimalStore
 
-#: Timeout of the calls, and how much later they may end, in seconds.
+#: Timeout of the calls, and the time by which they may exceed it, in seconds.
 TIMEOUT, SOON = 5.0, 1.0
-#: The same where time is real.
+#: Timeout in tests on the real clock.
 SHORT = 0.4
 
 Call = Callable[[], Awaitable[Any]]
@@ -57,13 +57,13 @@ class StoppingStore(HashStore):
     """A store that many ranks share and that stops answering at one of its requests.
 
     Args:
-        carried_out: whether that request is carried out, and only its answer is missing.
+        carried_out: whether that request is carried out without an answer.
 
     Attributes:
-        requests: how many there were since `stop_at`.
+        requests: the number of requests since `stop_at`.
     """
 
-    _may_stop = True  # as one in another process
+    _may_stop = True  # like a store in another process
 
     def __init__(self, carried_out: bool = False) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class StoppingStore(HashStore):
         self._carried_out = carried_out
 
     def stop_at(self, number: float) -> None:
-        """Answer so many further requests."""
+        """Stop after `number` more requests."""
         self.requests = 0
         self._last = number
 
@@ -94,14 +94,14 @@ class StoppingStore(HashStore):
 
 
 class Timed:
-    """Calls of the ranks of one run: how long each took, and what it raised."""
+    """A check of the calls of one run: each must end in time, and its error is recorded."""
 
     def __init__(self, limit: float) -> None:
         self.failures: list[BaseException] = []
         self._limit = limit
 
     async def __call__(self, call: Awaitable[Any]) -> Any:
-        """Return the result of `call`; None if it fails as it should."""
+        """Return the result of `call`; None if it fails with an error of aiocoll."""
         time = asyncio.get_running_loop().time
         began = time()
         try:
@@ -111,15 +111,15 @@ class Timed:
             return None
         finally:
             took = time() - began
-            assert took <= self._limit + SOON, f"it took {took:.2f} s"
-            assert all(map(str, self.failures)), f"no text: {self.failures}"
+            assert took <= self._limit + SOON, f"the call took {took:.2f} s"
+            assert all(map(str, self.failures)), f"an error has no text: {self.failures}"
 
 
 Scenario = Callable[[StoppingStore, Callable[[], None], Timed], Awaitable[None]]
 
 
 def at_each_request(scenario: Scenario, carried_out: bool) -> list[list[BaseException]]:
-    """Run `scenario` once for each request at which its store can stop; return what the calls raised."""
+    """Run `scenario` once for each request at which its store can stop; return the errors of each run."""
     found = []
     for last in itertools.count():
 
@@ -140,13 +140,13 @@ def at_each_request(scenario: Scenario, carried_out: bool) -> list[list[BaseExce
             return found
 
 
-async def all_of(*calls: Awaitable[Any]) -> list[Any]:
+async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
     async with asyncio.timeout(20 * TIMEOUT):
         return await asyncio.gather(*calls)
 
 
-async def end(group: ProcessGroup | None) -> None:
-    """Close a group, which takes no time even if the store has stopped."""
+async def close_group(group: ProcessGroup | None) -> None:
+    """Close a group, which takes no time even with a stopped store."""
     if group is not None:
         await Timed(0.0)(group.shutdown())
 
@@ -155,15 +155,17 @@ def _meet(size: int, assigned: bool) -> Scenario:
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
         async def rank(number: int) -> None:
             given = None if assigned else number
-            await end(await timed(_opened(new_group(store=store, rank=given, world_size=size, timeout=TIMEOUT))))
+            await close_group(
+                await timed(_open_group(new_group(store=store, rank=given, world_size=size, timeout=TIMEOUT)))
+            )
 
         stop()
-        await all_of(*map(rank, range(size)))
+        await gather_all(*map(rank, range(size)))
 
     return scenario
 
 
-async def _opened(made: new_group) -> ProcessGroup:
+async def _open_group(made: new_group) -> ProcessGroup:
     return await made
 
 
@@ -174,60 +176,62 @@ async def init_process_group(store: StoppingStore, stop: Callable[[], None], tim
             await Timed(0.0)(dist.destroy_process_group())
 
     stop()
-    await all_of(*(asyncio.create_task(rank(number)) for number in range(2)))
+    await gather_all(*(asyncio.create_task(rank(number)) for number in range(2)))
 
 
 async def second_group(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
-    """Let a call wait while an earlier call with a longer timeout meets the other ranks."""
+    """Make a group while an earlier call with a longer timeout still waits for other ranks."""
 
     async def rank(number: int) -> None:
-        first = asyncio.create_task(_opened(new_group(store=store, rank=number, world_size=2, timeout=3 * TIMEOUT)))
+        first = asyncio.create_task(_open_group(new_group(store=store, rank=number, world_size=2, timeout=3 * TIMEOUT)))
         await asyncio.sleep(0)
-        await end(await timed(_opened(new_group(store=store, rank=number, world_size=2, timeout=TIMEOUT))))
+        await close_group(await timed(_open_group(new_group(store=store, rank=number, world_size=2, timeout=TIMEOUT))))
         with suppress(AiocollError):
-            await end(await first)
+            await close_group(await first)
 
     stop()
-    await all_of(*map(rank, range(2)))
+    await gather_all(*map(rank, range(2)))
 
 
 @asynccontextmanager
-async def formed(store: Store, size: int, **given: Any) -> AsyncIterator[list[ProcessGroup]]:
-    groups = await all_of(
-        *(_opened(new_group(store=store, rank=rank, world_size=size, **given)) for rank in range(size))
+async def open_groups(store: Store, size: int, **given: Any) -> AsyncIterator[list[ProcessGroup]]:
+    groups = await gather_all(
+        *(_open_group(new_group(store=store, rank=rank, world_size=size, **given)) for rank in range(size))
     )
     yield groups
-    await all_of(*map(end, groups))
+    await gather_all(*map(close_group, groups))
 
 
-def _grow(size: int, newcomers: int, asked: int, least: int) -> Scenario:
+def _grow(size: int, newcomers: int, count: int, least: int) -> Scenario:
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
-        async with formed(store, size) as groups:
+        async with open_groups(store, size) as groups:
             stop()
-            # Those that have come meet when the time for others is over.
-            limit = TIMEOUT if asked == newcomers else 2 * TIMEOUT
-            limited = Timed(limit)
+            # If fewer newcomers come, the group grows when the time for them ends.
+            limit = TIMEOUT if count == newcomers else 2 * TIMEOUT
+            try_limited_lock = Timed(limit)
             joining = [
-                asyncio.create_task(limited(_opened(new_group(store=store, join=True, timeout=limit))))
+                asyncio.create_task(try_limited_lock(_open_group(new_group(store=store, join=True, timeout=limit))))
                 for _ in range(newcomers)
             ]
             await asyncio.sleep(0.01)
-            grown = await all_of(*(limited(group.grow(asked, TIMEOUT, at_least=least)) for group in groups))
-            await all_of(*map(end, [*grown, *await all_of(*joining)]))
-            timed.failures += limited.failures
+            grown = await gather_all(
+                *(try_limited_lock(group.grow(count, TIMEOUT, at_least=least)) for group in groups)
+            )
+            await gather_all(*map(close_group, [*grown, *await gather_all(*joining)]))
+            timed.failures += try_limited_lock.failures
 
     return scenario
 
 
 async def merge(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
-    async with formed(HashStore(), 2) as some, formed(HashStore(), 1) as others:
+    async with open_groups(HashStore(), 2) as some, open_groups(HashStore(), 1) as others:
         stop()
-        merged = await all_of(*(timed(group.merge_remote_group(store, 3, TIMEOUT)) for group in [*some, *others]))
-        await all_of(*map(end, merged))
+        merged = await gather_all(*(timed(group.merge_remote_group(store, 3, TIMEOUT)) for group in [*some, *others]))
+        await gather_all(*map(close_group, merged))
 
 
-def _mend(size: int, replaced: bool, wait: float) -> Scenario:
-    """Close the last rank; the others continue, with or without a newcomer."""
+def _lose_rank(size: int, replaced: bool, wait: float) -> Scenario:
+    """Return a scenario in which the last rank leaves, and the others continue with or without a newcomer."""
 
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
         begun, running = asyncio.Barrier(size), asyncio.Event()
@@ -242,19 +246,19 @@ def _mend(size: int, replaced: bool, wait: float) -> Scenario:
                                 running.set()
                             if leaves:
                                 return
-                            await pg.allreduce(1.0)  # fails with the loss
+                            await pg.allreduce(1.0)  # fails when the last rank leaves
                         else:
                             await pg.allreduce(1.0)
 
         def start(**where: Any) -> AsyncGenerator[ProcessGroup, None]:
             return elastic(store=store, timeout=TIMEOUT, mend_timeout=TIMEOUT, wait=wait, state={"n": 0}, **where)
 
-        async def come_in() -> None:
+        async def run_newcomer() -> None:
             await running.wait()
             await process(start(join=True))
 
         ranks = [process(start(rank=rank, world_size=size), rank == size - 1) for rank in range(size)]
-        await all_of(*ranks, *([come_in()] if replaced else []))
+        await gather_all(*ranks, *([run_newcomer()] if replaced else []))
 
     return scenario
 
@@ -264,18 +268,18 @@ SCENARIOS: dict[str, Scenario] = {
     "new_group of 2 without ranks": _meet(2, True),
     "second new_group": second_group,
     "init_process_group": init_process_group,
-    "grow by nobody": _grow(2, 0, 1, 1),
+    "grow without newcomers": _grow(2, 0, 1, 1),
     "grow by 1": _grow(2, 1, 1, 1),
     "grow of 1 by 2": _grow(1, 2, 2, 2),
     "grow by 1 of 2": _grow(2, 1, 2, 1),
     "merge_remote_group": merge,
-    "elastic without newcomers": _mend(2, False, 1.0),
-    "elastic with a newcomer": _mend(3, True, 1.0),
-    "elastic that waits too long": _mend(2, False, 60.0),
+    "elastic without newcomers": _lose_rank(2, False, 1.0),
+    "elastic with a newcomer": _lose_rank(3, True, 1.0),
+    "elastic that waits too long": _lose_rank(2, False, 60.0),
 }
-#: What is missing where the call fails although the store answers.
+#: The error of calls that fail although the store answers: newcomers are missing.
 MISSING = {
-    "grow by nobody": "0 of 1 newcomers came within 5 s",
+    "grow without newcomers": "0 of 1 newcomers came within 5 s",
     "elastic that waits too long": "no new group within mend_timeout=5 s, waiting for 1 newcomer(s)",
 }
 
@@ -286,15 +290,15 @@ def test_call_ends_wherever_its_store_stops(name: str, carried_out: bool) -> Non
     *stopped, answered = at_each_request(SCENARIOS[name], carried_out)
     assert len(stopped) > 4
     if name == "elastic without newcomers":
-        assert not any(stopped), "it goes on with the ranks that there are"
+        assert not any(stopped), "elastic did not continue with the remaining ranks"
     else:
-        assert stopped[0], "the first request made no difference"
+        assert stopped[0], "no call failed when the store stopped at the first request"
     assert bool(answered) == (name in MISSING)
     for error in answered:
         assert MISSING[name] in str(error)
 
 
-# -- calls of groups, which need no store
+# -- calls of groups, which use no store
 
 
 def _ones() -> np.ndarray:
@@ -307,7 +311,7 @@ async def _halo(pg: ProcessGroup) -> None:
     await grid.halo(np.zeros(4), timeout=TIMEOUT)
 
 
-#: A call of each method of a group that has a timeout, by both of two ranks.
+#: A call of each method with a timeout, on both of two ranks.
 GROUP_CALLS: dict[str, Callable[[ProcessGroup], Awaitable[Any]]] = {
     "allgather": lambda pg: pg.allgather([_ones(), _ones()], _ones(), timeout=TIMEOUT),
     "allgather_into_tensor": lambda pg: pg.allgather_into_tensor(np.ones(4), _ones(), timeout=TIMEOUT),
@@ -450,7 +454,7 @@ def test_call_ends_if_a_users_store_stops(call: str, prefixed: bool) -> None:
 
 
 class StoppedServer:
-    """Sessions of servers that stop: established ones answer no request, new ones no handshake."""
+    """Servers that stop: open sessions answer no request, and new ones no handshake."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: dict[int, float] = {}
@@ -485,7 +489,7 @@ def stopped_server(monkeypatch: pytest.MonkeyPatch) -> StoppedServer:
 
 @pytest.mark.parametrize("call", WAITS)
 async def test_call_ends_if_a_tcp_store_stops(call: str, stopped_server: StoppedServer) -> None:
-    """The server stops before the client has connected, or at its request."""
+    """Stop the server before the client has connected, or at its request."""
 
     async def store_stops(last: int, opened: bool) -> None:
         async with TCPStore("127.0.0.1", 0, is_master=True) as master:
@@ -518,7 +522,7 @@ async def test_tcp_store_that_stops_ends_the_opening_in_time(stopped_server: Sto
 
 
 async def test_ranks_of_a_stopped_meeting_end_in_time(stopped_server: StoppedServer) -> None:
-    """Wherever it stops: ranks and a newcomer end in time."""
+    """Stop the store at many of its requests, with two ranks and a newcomer."""
 
     async def meeting_stops(last: int) -> None:
         async with Meeting(2) as meeting:
@@ -526,9 +530,9 @@ async def test_ranks_of_a_stopped_meeting_end_in_time(stopped_server: StoppedSer
             port = meeting.ticket().port
             stopped_server.left[port] = last
             tickets = [meeting.ticket(0), meeting.ticket(1), meeting.newcomer()]
-            groups = await asyncio.gather(*(timed(_opened(each.join(timeout=3 * SHORT))) for each in tickets))
-            await asyncio.gather(*map(end, groups))
-            assert groups[2] is None, "no group has grown"
+            groups = await asyncio.gather(*(timed(_open_group(each.join(timeout=3 * SHORT))) for each in tickets))
+            await asyncio.gather(*map(close_group, groups))
+            assert groups[2] is None, "the newcomer has joined a group"
             assert last > 9 or groups == [None] * 3
             assert last < 99 or None not in groups[:2]
             stopped_server.left[port] = inf
@@ -538,15 +542,15 @@ async def test_ranks_of_a_stopped_meeting_end_in_time(stopped_server: StoppedSer
 
 @pytest.fixture
 def locked_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """By path, how often the lock of a file can still be taken before another process holds it for ever."""
+    """Return a dictionary of limits by path: how often a file can be locked before another process holds the lock."""
     left: dict[str, float] = {}
     try_lock = LogFile.try_lock
 
-    def limited(log: LogFile) -> bool:
+    def try_limited_lock(log: LogFile) -> bool:
         left[log.path] = left.get(log.path, inf) - 1
         return left[log.path] >= 0 and try_lock(log)
 
-    monkeypatch.setattr(LogFile, "try_lock", limited)
+    monkeypatch.setattr(LogFile, "try_lock", try_limited_lock)
     return left
 
 
@@ -560,12 +564,12 @@ async def test_call_ends_if_the_lock_of_a_file_store_is_held(
     locked_files[path] = 0
     timed = Timed(SHORT)
     await timed(WAITS[call](store, SHORT))
-    assert bool(timed.failures) == (call in ("queue_pop", "set"))  # the others take no lock
+    assert bool(timed.failures) == (call in ("queue_pop", "set"))  # other calls take no lock
     await Timed(0.0)(store.aclose())
 
 
 async def test_rendezvous_ends_if_the_lock_of_its_file_is_held(tmp_path: Path, locked_files: dict[str, float]) -> None:
-    """Wherever it is taken: both ranks end in time."""
+    """Let another process hold the lock after any number of calls."""
 
     async def lock_is_held(last: int) -> list[BaseException]:
         path = str(tmp_path / str(last))
@@ -574,7 +578,7 @@ async def test_rendezvous_ends_if_the_lock_of_its_file_is_held(tmp_path: Path, l
 
         async def rank(number: int) -> None:
             made = new_group(init_method=f"file://{path}", rank=number, world_size=2, timeout=2 * SHORT)
-            await end(await timed(_opened(made)))
+            await close_group(await timed(_open_group(made)))
 
         await asyncio.gather(*map(rank, range(2)))
         return timed.failures
@@ -602,13 +606,13 @@ def test_blocking_group_ends_if_its_store_stops(last: int) -> None:
         BlockingGroup(store=store, rank=0, world_size=1, timeout=SHORT)
 
 
-# -- all of them
+# -- all calls
 
 
-#: Calls that do not wait for a store beyond what other calls here do, and why.
+#: Calls that no scenario covers, with the reason.
 _ELSEWHERE = {
     "(Work).wait": "it waits for a collective, from another thread",
-    "aiocoll.HashStore": "it is in the process of its users, and cannot stop",
+    "aiocoll.HashStore": "it is in the process of its users, so it cannot stop",
     "aiocoll.Store": "the base of all others",
     "aiocoll.loops.Started": "it waits for a call on a loop in another thread, which has a timeout of its own",
     "aiocoll.testing.run_processes": "its store is in this process; TimeoutError, with the stacks of all ranks",
@@ -642,10 +646,10 @@ def test_every_public_call_with_a_timeout_is_exercised() -> None:
     assert len(found) > 100
     for name in found:
         home, _, call = name.rpartition(".")
-        if home == "aiocoll.BlockingGroup":  # each waits for the call of the group
+        if home == "aiocoll.BlockingGroup":  # waits for the call of the group
             assert getattr(BlockingGroup, call).__wrapped__ is getattr(ProcessGroup, call)
             name = f"(ProcessGroup).{call}"
-        assert name in _EXERCISED or name in _ELSEWHERE or home in _ELSEWHERE, f"nothing here stops the store of {name}"
+        assert name in _EXERCISED or name in _ELSEWHERE or home in _ELSEWHERE, f"no test stops the store of {name}"
 
 
 @pytest.mark.parametrize("last", [0, 4])

@@ -1,4 +1,4 @@
-"""A group is driven from its loop; other threads wait for its works and call it through the loop."""
+"""Groups used from several threads: other threads wait for works, and make calls through the loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .ranks import LINKS, in_a_fork, options, over
 
 
 class Loop:
-    """An event loop in a thread of its own; `tidy`: it ends as `asyncio.run` ends it."""
+    """An event loop in a thread; with `tidy`, it ends as in `asyncio.run`."""
 
     def __init__(self, *, tidy: bool = True) -> None:
         self.loop = asyncio.new_event_loop()
@@ -63,19 +63,19 @@ class Loop:
         return self.call(coro).result(30)
 
     def stop(self) -> None:
-        """Stop it, and close it once it has stopped."""
+        """Stop the loop and wait until it is closed."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
 
 
-async def calling(call: Callable[..., Work[Any]], *args: Any, **kwargs: Any) -> Work[Any]:
-    """Call in the loop; the work is for another thread."""
+async def make_call(call: Callable[..., Work[Any]], *args: Any, **kwargs: Any) -> Work[Any]:
+    """Make a call in the loop; return its work for another thread."""
     return call(*args, **kwargs)
 
 
-async def added(pg: ProcessGroup) -> int:
-    """Take part in an allreduce of ones."""
+async def add_one(pg: ProcessGroup) -> int:
+    """Return the sum of an allreduce of ones."""
     return await pg.allreduce(1)
 
 
@@ -106,7 +106,7 @@ async def test_many_threads_can_wait_for_one_work(pg: ProcessGroup) -> None:
         else:
             assert await asyncio.gather(*waiting) == ["all of you"] * 4
             await pg.allreduce(np.zeros(5, int))
-        # It has ended: nobody waits any more.
+        # The work has ended, so the thread need not wait.
         assert await loop.run_in_executor(threads, work.wait, 0) is work.result()
 
 
@@ -119,7 +119,7 @@ async def test_threads_can_call_through_the_loop(pg: ProcessGroup) -> None:
     def train(key: str) -> list[float]:
         sums = []
         for number in range(rounds):
-            step = asyncio.run_coroutine_threadsafe(calling(pg.allreduce, number, key=key), loop)
+            step = asyncio.run_coroutine_threadsafe(make_call(pg.allreduce, number, key=key), loop)
             sums.append(step.result(30).wait(30))
         return sums
 
@@ -135,7 +135,7 @@ async def test_waiting_thread_gets_the_failure(pg: ProcessGroup) -> None:
     if work is not None:
         with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE"):
             await loop.run_in_executor(None, work.wait)
-        # It has been seen: no word of it in the log.
+        # The failure counts as retrieved, so it is not logged.
         assert isinstance(await loop.run_in_executor(None, work.exception), CollectiveTimeoutError)
     else:
         await pg.wait_revoked()
@@ -149,9 +149,9 @@ async def test_failure_retrieved_by_a_thread_is_not_logged(caplog: pytest.LogCap
     waiting = loop.run_in_executor(None, work.wait)
     while callbacks_of(work) is None:  # noqa: ASYNC110 - until the thread waits
         await asyncio.sleep(0)
-    second.abort("it is over")
+    second.abort("the test ends")
     await close([first, second])
-    with pytest.raises(GroupError, match="it is over"):
+    with pytest.raises(GroupError, match="the test ends"):
         await waiting
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     await store.aclose()
@@ -176,15 +176,15 @@ async def test_thread_that_gave_up_leaves_no_record(pg: ProcessGroup) -> None:
 @pytest.mark.filterwarnings("ignore:group 'world.0' was not shut down:ResourceWarning")
 @pytest.mark.parametrize("tidy", [False, True])
 def test_closed_loop_ends_the_wait_of_threads(tidy: bool) -> None:
-    """By the end of the group, if the loop could close it."""
+    """End the wait by the end of the group, or of the loop if it does not close the group."""
     error = GroupClosedError if tidy else RuntimeError
     text = "was closed by this rank" if tidy else "has not ended, and its event loop was closed"
     with Loop(tidy=tidy) as elsewhere:
         groups = elsewhere.run(pair())
-        work = elsewhere.run(calling(groups[0].recv, np.zeros(1), 1))
+        work = elsewhere.run(make_call(groups[0].recv, np.zeros(1), 1))
         with ThreadPoolExecutor(2) as threads:
             waiting = [threads.submit(work.wait, limit) for limit in (None, 30)]
-            elsewhere.run(calling_back(work))
+            elsewhere.run(wait_for_waiters(work))
             elsewhere.stop()
             for each in waiting:
                 with pytest.raises(error, match=text):
@@ -195,8 +195,8 @@ def test_closed_loop_ends_the_wait_of_threads(tidy: bool) -> None:
     gc.collect()
 
 
-async def calling_back(work: Work[Any]) -> None:
-    """Return when both threads wait."""
+async def wait_for_waiters(work: Work[Any]) -> None:
+    """Return as soon as two threads wait."""
     while len(callbacks_of(work) or ()) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -204,8 +204,8 @@ async def calling_back(work: Work[Any]) -> None:
 def test_finished_work_can_be_read_after_the_loop() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
-        works = [elsewhere.run(calling(pg.allreduce, 2.5)) for pg in groups]
-        failed = elsewhere.run(calling(groups[0].recv, np.zeros(1), 1))
+        works = [elsewhere.run(make_call(pg.allreduce, 2.5)) for pg in groups]
+        failed = elsewhere.run(make_call(groups[0].recv, np.zeros(1), 1))
         assert [work.wait(30) for work in works] == [5, 5]
         elsewhere.run(close(groups))
     assert [work.wait(0) for work in works] == [5, 5]
@@ -216,13 +216,13 @@ def test_finished_work_can_be_read_after_the_loop() -> None:
 def test_stopped_loop_may_continue() -> None:
     loop = asyncio.new_event_loop()
     groups = loop.run_until_complete(pair())
-    work = loop.run_until_complete(calling(groups[0].allreduce, 1))
-    # Nobody else would run it.
+    work = loop.run_until_complete(make_call(groups[0].allreduce, 1))
+    # The loop of this thread cannot run during the wait.
     with pytest.raises(RuntimeError, match="its event loop belongs to this thread and does not run"):
         work.wait()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(work.wait)
-        assert loop.run_until_complete(added(groups[1])) == 2
+        assert loop.run_until_complete(add_one(groups[1])) == 2
         loop.run_until_complete(close(groups))
         assert waiting.result(30) == 2
     assert work.wait() == 2
@@ -232,17 +232,17 @@ def test_stopped_loop_may_continue() -> None:
 def test_forked_child_does_not_wait() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
-        work = elsewhere.run(calling(groups[0].allreduce, 1))
+        work = elsewhere.run(make_call(groups[0].allreduce, 1))
         assert "belongs to the parent process" in in_a_fork(work.wait)
-        assert elsewhere.run(added(groups[1])) == work.wait(30) == 2
+        assert elsewhere.run(add_one(groups[1])) == work.wait(30) == 2
         elsewhere.run(close(groups))
 
 
 def test_interrupt_ends_only_the_wait() -> None:
-    """Only the main thread gets it."""
+    """Interrupt the main thread, which alone receives signals."""
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
-        work = elsewhere.run(calling(groups[0].allreduce, 1))
+        work = elsewhere.run(make_call(groups[0].allreduce, 1))
 
         async def interrupt() -> None:
             while callbacks_of(work) is None:  # noqa: ASYNC110
@@ -253,12 +253,12 @@ def test_interrupt_ends_only_the_wait() -> None:
         with pytest.raises(KeyboardInterrupt):
             work.wait(30)
         interrupting.result(30)
-        assert elsewhere.run(added(groups[1])) == work.wait(30) == 2
+        assert elsewhere.run(add_one(groups[1])) == work.wait(30) == 2
         assert callbacks_of(work) is None
         elsewhere.run(close(groups))
 
 
-# -- loops that are others
+# -- other loops
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -271,8 +271,8 @@ def test_call_from_another_thread_is_refused_with_a_remedy(inside: bool) -> None
 
         with pytest.raises(RuntimeError, match=r"belongs to another event loop .*run_coroutine_threadsafe"):
             asyncio.run(call()) if inside else groups[0].allreduce(1)
-        # A loop may wait for another one: it stands still, but that does not hold up the other.
-        works = [elsewhere.run(calling(pg.allreduce, 1)) for pg in groups]
+        # A blocked loop may wait for a work of another loop.
+        works = [elsewhere.run(make_call(pg.allreduce, 1)) for pg in groups]
         assert [work.wait(30) for work in works] == [2, 2]
         elsewhere.run(close(groups))
 
@@ -308,14 +308,14 @@ def test_two_loops_in_two_threads_can_be_two_ranks(transport: str) -> None:
 
 
 def code_in(error: BaseException) -> list[str]:
-    """Return what an error message tells to write."""
+    """Return the code in an error message."""
     return re.findall("`([^`]+)`", str(error))
 
 
 def test_remedy_for_a_call_from_another_thread_works() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
-        other = elsewhere.run(calling(groups[1].allreduce, 2.0))
+        other = elsewhere.run(make_call(groups[1].allreduce, 2.0))
         with pytest.raises(RuntimeError, match="'world:0' belongs to another event loop") as raised:
             groups[0].allreduce(1.0)
         define, call = code_in(raised.value)
@@ -331,10 +331,10 @@ def test_remedy_for_an_await_in_another_loop_works() -> None:
 
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
-        works = [elsewhere.run(calling(pg.recv_object, 1 - pg.rank())) for pg in groups]
+        works = [elsewhere.run(make_call(pg.recv_object, 1 - pg.rank())) for pg in groups]
         with pytest.raises(RuntimeError, match="belongs to another event loop") as raised:
             asyncio.run(waits(works[0]))
-        sends = [elsewhere.run(calling(pg.send_object, number, 1 - number)) for number, pg in enumerate(groups)]
+        sends = [elsewhere.run(make_call(pg.send_object, number, 1 - number)) for number, pg in enumerate(groups)]
         for line in code_in(raised.value):
             names = {"asyncio": asyncio, "work": works[0], "loop": elsewhere.loop}
             assert eval(line, names) == 1
@@ -347,7 +347,7 @@ def test_remedy_for_an_await_in_another_loop_works() -> None:
 
 
 def _by_hand(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    """Run a coroutine as a library with a loop of its own would."""
+    """Run a coroutine without asyncio, as another library does."""
     main().send(None)
 
 
@@ -356,12 +356,12 @@ def _by_trio(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "told"),
+    ("run", "message"),
     [(_by_hand, r"no asyncio event loop is running; .* asyncio\.run\(main\(\)\)"), (_by_trio, "trio is running, but")],
 )
 @pytest.mark.parametrize("what", ["group", "hash", "tcp", "file"])
 def test_loop_of_another_library_is_refused_by_name(
-    what: str, run: Callable[[Any], None], told: str, tmp_path: Path
+    what: str, run: Callable[[Any], None], message: str, tmp_path: Path
 ) -> None:
     async def main() -> None:
         if what == "group":
@@ -373,5 +373,5 @@ def test_loop_of_another_library_is_refused_by_name(
         }[what]()
         await store.get("key", timeout=0)
 
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         run(main)

@@ -1,4 +1,4 @@
-"""Encryption: what it is, what the handshake binds of it, and what it needs."""
+"""TLS: when connections are encrypted, the binding of the handshake to the certificate, and its requirements."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_binding_is_the_hash_of_the_certificate() -> None:
 
 
 async def test_socket_of_a_lost_peer_is_closed() -> None:
-    """Before it is secured, when only `wrap_socket` has it."""
+    """Reset the connection before the handshake, when only `wrap_socket` holds the socket."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with socket.create_connection(listener.getsockname()) as client:
             sock, _ = listener.accept()
@@ -61,7 +61,7 @@ async def test_socket_of_a_lost_peer_is_closed() -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with pytest.raises(ConnectionResetError):
             await open_tls(of_this_process(), asyncio.get_running_loop(), sock, dialled=False)
-        gc.collect()  # a socket that was not closed complains
+        gc.collect()  # an open socket would lead to a ResourceWarning
 
 
 def test_private_key_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +69,11 @@ def test_private_key_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
     load = ssl.SSLContext.load_cert_chain
 
-    def spy(context: ssl.SSLContext, certfile: str) -> None:
+    def record_file(context: ssl.SSLContext, certfile: str) -> None:
         loaded.append((certfile, os.stat(certfile).st_mode & 0o777))
         load(context, certfile)
 
-    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", spy, raising=False)
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", record_file, raising=False)
     another_process()
     monkeypatch.delattr(os, "memfd_create")
     another_process()
@@ -90,45 +90,45 @@ def test_missing_cryptography_is_reported_with_a_remedy(monkeypatch: pytest.Monk
 
 
 @asynccontextmanager
-async def connected(server: Tls, client: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
+async def connected_streams(server: Tls, client: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
     loop = asyncio.get_running_loop()
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
-    streams = await asyncio.gather(
+    stream_types = await asyncio.gather(
         open_tls(server, loop, ends[0], dialled=False), open_tls(client, loop, ends[1], dialled=True)
     )
     try:
-        yield streams[0], streams[1]
+        yield stream_types[0], stream_types[1]
     finally:
-        for stream in streams:
+        for stream in stream_types:
             stream.close()
 
 
 async def test_both_ends_are_bound_to_the_listeners_certificate() -> None:
     server, client = another_process(), another_process()
-    async with connected(server, client) as (dialled, dialling):
+    async with connected_streams(server, client) as (dialled, dialling):
         assert dialled.bound == dialling.bound == binding(server.certificate)
         assert isinstance(dialled.sock, ssl.SSLSocket)
         assert dialled.sock.version() == "TLSv1.3"
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"aioc" + bytes(36), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff", b"\xff" * 99]
+    "received", [b"", b"aioc" + bytes(36), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff", b"\xff" * 99]
 )
 @pytest.mark.parametrize("dialled", [False, True])
-async def test_client_without_tls_is_refused(said: bytes, dialled: bool) -> None:
+async def test_client_without_tls_is_refused(received: bytes, dialled: bool) -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
     with far:
-        far.sendall(said)
+        far.sendall(received)
         far.shutdown(socket.SHUT_WR)
         with pytest.raises(ConnectionResetError, match="TLS: "):
             await open_tls(of_this_process(), asyncio.get_running_loop(), near, dialled=dialled)
         far.settimeout(5)
         with suppress(ConnectionResetError):
             while far.recv(4096):
-                pass  # an alert; then it is closed
+                pass  # the end sends an alert, then closes the connection
 
 
 async def test_cancelled_handshake_closes_the_socket() -> None:
@@ -146,7 +146,7 @@ async def test_cancelled_handshake_closes_the_socket() -> None:
 
 
 async def test_old_tls_version_is_refused() -> None:
-    """With what a client of another program offers at most."""
+    """Offer at most TLS 1.2."""
     near, far = socket.socketpair()
     near.setblocking(False)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -159,9 +159,9 @@ async def test_old_tls_version_is_refused() -> None:
 
 
 async def test_man_in_the_middle_of_a_store_connection_is_detected() -> None:
-    """It has a certificate of its own, as everybody has, and passes on what both say."""
+    """Forward all messages between client and server, with a certificate of a third process."""
     between = another_process()
-    passing: set[asyncio.Task[None]] = set()
+    pumps: set[asyncio.Task[None]] = set()
     async with TCPStore("127.0.0.1", 0, is_master=True, key=KEY, encryption="tls") as store:
 
         async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -175,7 +175,7 @@ async def test_man_in_the_middle_of_a_store_connection_is_detected() -> None:
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             there, back = await asyncio.open_connection("127.0.0.1", store.port, ssl=between.client, server_hostname="")
-            passing.update({asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(there, writer))})
+            pumps.update({asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(there, writer))})
 
         server = await asyncio.start_server(relay, "127.0.0.1", 0, ssl=between.server)
         async with server:
@@ -183,24 +183,24 @@ async def test_man_in_the_middle_of_a_store_connection_is_detected() -> None:
             client = TCPStore("127.0.0.1", port, key=KEY, encryption="tls", timeout=5)
             with pytest.raises(AuthenticationError, match="did not prove that it holds this job's key"):
                 await client.open()
-        if passing:
-            await asyncio.wait(passing)
+        if pumps:
+            await asyncio.wait(pumps)
 
 
-def streams(pg: ProcessGroup) -> set[type]:
-    """Return of what kind the connections of a rank are."""
+def stream_types(pg: ProcessGroup) -> set[type]:
+    """Return the types of a rank's connections."""
     endpoint = comm_of(pg).endpoint
     links = [*endpoint.control._links.values(), *(channel.link for channel in comm_of(pg).channels if channel.link)]
     return {type(link._stream) for link in links}  # type: ignore[attr-defined]
 
 
 def over_tcp(encryption: str, host: str) -> GroupOptions:
-    """Return the options of a rank that pretends to be on `host`."""
+    """Return the options of a rank that counts as on `host`."""
     return GroupOptions(transport="tcp", job_key=KEY, encryption=encryption, host_id=host, bind="127.0.0.1")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("said", "hosts", "expected"),
+    ("encryption", "hosts", "expected"),
     [
         (("auto", "auto"), "ab", TlsStream),
         (("auto", "auto"), "aa", PlainStream),
@@ -210,16 +210,16 @@ def over_tcp(encryption: str, host: str) -> GroupOptions:
         (("none", "none"), "aa", PlainStream),
     ],
 )
-async def test_ranks_encrypt_connections_between_hosts(said: tuple[str, str], hosts: str, expected: type) -> None:
+async def test_ranks_encrypt_connections_between_hosts(encryption: tuple[str, str], hosts: str, expected: type) -> None:
     store = HashStore()
 
     async def rank(rank: int) -> set[type]:
-        options = over_tcp(said[rank], hosts[rank])
+        options = over_tcp(encryption[rank], hosts[rank])
         async with new_group(store=store, rank=rank, world_size=2, options=options) as pg:
             total = await pg.allreduce(np.full(1_000_000, rank + 1.0))
             assert (total == 3).all()
             assert await pg.allgather_object(rank) == [0, 1]
-            return streams(pg)
+            return stream_types(pg)
 
     assert await asyncio.gather(rank(0), rank(1)) == [{expected}] * 2
     await store.aclose()
@@ -227,33 +227,33 @@ async def test_ranks_encrypt_connections_between_hosts(said: tuple[str, str], ho
 
 @pytest.mark.parametrize(("encryption", "expected"), [("auto", TlsStream), ("none", PlainStream)])
 async def test_ranks_claiming_one_host_encrypt_non_loopback_connections(encryption: Any, expected: type) -> None:
-    """They may be on copies of one machine; only the loopback shows that they are not."""
+    """Use one host id, as copies of a machine do: only the loopback proves that ranks are on one host."""
     store = HashStore()
     options = GroupOptions(transport="tcp", job_key=KEY, encryption=encryption, bind="any")
 
     async def rank(rank: int) -> set[type]:
         async with new_group(store=store, rank=rank, world_size=2, options=options) as pg:
             assert await pg.allgather_object(rank) == [0, 1]
-            return streams(pg)
+            return stream_types(pg)
 
     assert await asyncio.gather(rank(0), rank(1)) == [{expected}] * 2
     await store.aclose()
 
 
-@pytest.mark.parametrize(("encryption", "said"), [("auto", "tls"), ("none", "none"), ("tls", "tls")])
-def test_connections_to_an_unknown_address_are_encrypted(encryption: Any, said: str) -> None:
+@pytest.mark.parametrize(("encryption", "expected"), [("auto", "tls"), ("none", "none"), ("tls", "tls")])
+def test_connections_to_an_unknown_address_are_encrypted(encryption: Any, expected: str) -> None:
     options = GroupOptions.resolve(GroupOptions(encryption=encryption, interface="no such interface"), {})
-    assert encryption_at(0, "", options) == said
+    assert encryption_at(0, "", options) == expected
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])
 @pytest.mark.parametrize("other", ["auto", "tls"])
 async def test_different_encryption_options_are_reported(hosts: str, other: str) -> None:
     store = HashStore()
-    said = (other, "none", other)
+    encryption = (other, "none", other)
 
     async def rank(rank: int) -> None:
-        options = over_tcp(said[rank], hosts[rank])
+        options = over_tcp(encryption[rank], hosts[rank])
         await new_group(store=store, rank=rank, world_size=3, options=options)
 
     for error in await asyncio.gather(*map(rank, range(3)), return_exceptions=True):
@@ -263,7 +263,7 @@ async def test_different_encryption_options_are_reported(hosts: str, other: str)
 
 
 async def test_rank_without_cryptography_is_reported_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others do not wait for it."""
+    """Check that the other rank fails too, instead of waiting."""
     store = HashStore()
     replaced(monkeypatch, certificate_made=another_process)
     monkeypatch.setitem(sys.modules, "cryptography", None)

@@ -1,4 +1,4 @@
-"""The file of `aiocoll bench --tune`: what it says, what is done about one that says something else, who hears it."""
+"""The tuning file of `aiocoll bench --tune`: its contents, errors of wrong files, and its use by all ranks."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
 
 from .internals import comm_of, plans_of, replaced
 
-#: So much time to start a message that everything is sent at once, whatever its size.
+#: A message that costs so much to start that all data are sent at once, whatever the size.
 DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
 CHEAP = Machine(1e-6, 1e-6, 1e-9, 1e-10)
 LARGE = 1 << 20
@@ -57,7 +57,7 @@ def test_tuning_round_trips_through_its_file(path: Path) -> None:
 def test_single_copy_sizes_are_read(single_copy: SingleCopy, path: Path) -> None:
     path.write_text(dumps({}, "2026-01-01", single_copy))
     assert load(str(path), {}) == Tuning(single_copy=single_copy)
-    json.loads(path.read_text(), parse_constant=pytest.fail)  # no number that JSON does not have
+    json.loads(path.read_text(), parse_constant=pytest.fail)  # only constants that JSON has
     told = to_wire(Tuning(single_copy=single_copy), 4)
     assert from_wire(told, "shm", 2) == Tuning(medium="shm", single_copy=single_copy)
 
@@ -218,18 +218,18 @@ async def group(store: HashStore, rank: int, world_size: int, **options: Any) ->
 
 @pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
 async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any) -> None:
-    """The others' own would have them choose differently, and wait for each other."""
-    theirs = write(path.with_name("theirs.json"), media={"tcp": CHEAP._asdict(), "unix": CHEAP._asdict()})
-    mine = write(path)
+    """Give rank 1 another file, with which it would choose another algorithm and wait forever."""
+    other = write(path.with_name("other.json"), media={"tcp": CHEAP._asdict(), "unix": CHEAP._asdict()})
+    own = write(path)
     assert choose("allreduce", LARGE, 2) != choose("allreduce", LARGE, 2, tuning=Tuning(tcp=DEAR))
     store = HashStore()
     groups = await asyncio.gather(
-        *(group(store, rank, 2, transport=transport, tuning=theirs if rank else mine) for rank in range(2))
+        *(group(store, rank, 2, transport=transport, tuning=other if rank else own) for rank in range(2))
     )
     for pg in groups:
         assert comm_of(pg).tuning._replace(crowd=1.0) == Tuning(**machines(), medium=transport)
     arrays = [np.full(LARGE // 4, rank + 1, np.float32) for rank in range(2)]
-    # A factor, since shared memory has its own way of summing whatever the tuning.
+    # A scaled sum, since plain sums in shared memory do not depend on the tuning.
     await asyncio.gather(
         *(pg.allreduce(array, ReduceOp.PREMUL_SUM(2)) for pg, array in zip(groups, arrays, strict=True))
     )
@@ -240,7 +240,7 @@ async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any)
 
 
 async def test_medium_of_rank_0_is_used_by_all_ranks() -> None:
-    """Ranks of one host meet even where one wants no shared memory."""
+    """Let ranks of one host meet although rank 1 excludes shared memory."""
     store = HashStore()
     groups = await asyncio.gather(*(group(store, rank, 2, transport=("shm", "unix")[rank]) for rank in range(2)))
     assert [comm_of(pg).tuning.medium for pg in groups] == ["shm", "shm"]

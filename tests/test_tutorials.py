@@ -1,4 +1,4 @@
-"""The programs of the tutorials print what their pages show, and go on where these say so."""
+"""The programs of the tutorials: the output on their pages, and the continuation after losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pages import code, commands, execute, files, shell, write
 
 TRAINING = "docs/training.md"
 SERVER = "docs/parameter-server.md"
-#: The 50th time that it is this one's turn, it is killed, once.
+#: A function that kills its process, once, at the 50th call with a true argument.
 DEATH = """
 import os
 
@@ -36,12 +36,12 @@ def test_ranks_train_a_model(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     write(files(TRAINING), tmp_path)
     script, _ = commands(TRAINING)
-    said = shell(script, tmp_path)
-    lines = sorted(said.splitlines())
-    told = [re.fullmatch(r"(.*) \(([0-9a-f]{8})\), error (0\.0\d+)", line) for line in lines]
+    output = shell(script, tmp_path)
+    lines = sorted(output.splitlines())
+    found = [re.fullmatch(r"(.*) \(([0-9a-f]{8})\), error (0\.0\d+)", line) for line in lines]
     shown = code(TRAINING, "The program", language="text").splitlines()
-    assert [found and found[1] for found in told] == [line.split(" (")[0] for line in shown], said
-    assert len({(found[2], found[3]) for found in told if found}) == 1, said
+    assert [match and match[1] for match in found] == [line.split(" (")[0] for line in shown], output
+    assert len({(match[2], match[3]) for match in found if match}) == 1, output
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_workers_train_with_a_parameter_server(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [None, "work", "serve"])
 def test_workers_can_join_a_running_server(tmp_path: Path, port: int, victim: str | None) -> None:
-    """The victim is killed after 50 gradients: a worker beyond the two that have to be done, or the server."""
+    """Kill a process after 50 gradients: the server, or a worker in addition to the two that the page starts."""
     script = commands(SERVER)[2]
     program = files(SERVER)["joining.py"].replace("29500", str(port))
     place = "    x = random.normal"
@@ -73,31 +73,31 @@ def test_workers_can_join_a_running_server(tmp_path: Path, port: int, victim: st
         death = f"{' ' * (len(line) - len(line.lstrip()))}die({condition})\n"
         program = f"import os\nfrom death import die\n{before}{death}{line}{after}"
     write({"joining.py": program, "death.py": DEATH}, tmp_path)
-    said = shell(script, tmp_path)
+    output = shell(script, tmp_path)
     shown = code(SERVER, "Workers that come later", language="text")
-    assert ("the server is gone\n" if victim == "serve" else shown) in said, said
+    assert ("the server is gone\n" if victim == "serve" else shown) in output, output
     assert (tmp_path / "killed").exists() == (victim is not None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_other_processes_continue_after_a_server_or_worker_is_killed(tmp_path: Path, victim: int) -> None:
-    """In the middle of its first steps; the launcher starts another process in its place."""
+    """Kill the process during its first steps; the launcher starts another one in its place."""
     programs = files(SERVER)
     file, line = ("lasting.py", "            state[") if victim == 0 else ("server.py", "        x = random")
     before, after = programs[file].split(line, 1)
     death = " " * (len(line) - len(line.lstrip())) + f"die(pg.rank() == {victim})\n"
     programs[file] = f"from death import die\n{before}{death}{line}{after}"
     write(programs | {"death.py": DEATH}, tmp_path)
-    said = shell(commands(SERVER)[1], tmp_path)
+    output = shell(commands(SERVER)[1], tmp_path)
     assert (tmp_path / "killed").exists()
     shown = code(SERVER, "A worker that dies", language="text")
-    assert (shown if victim else shown.replace("[0]", "[1]")) in said, said
+    assert (shown if victim else shown.replace("[0]", "[1]")) in output, output
 
 
 @pytest.mark.ranks(3)
 async def test_workers_exchange_parts_with_several_servers(pg: ProcessGroup) -> None:
-    """Rank 0 and 1 serve; both answer with what they have been sent, doubled."""
+    """Let ranks 0 and 1 serve: each returns its part, doubled."""
     names = await execute(code(SERVER, "Several servers"), aiocoll=aiocoll, np=np, WEIGHTS=1)
     if pg.rank() == 2:
         weights = np.zeros(5)

@@ -1,4 +1,4 @@
-"""On a loop in debug mode, a work that is dropped without being awaited leads to a warning."""
+"""Warnings about works that a program drops without awaiting them, on a loop in debug mode."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def forget(pg: ProcessGroup) -> None:
     pg.allreduce(np.ones(3))
 
 
-#: Where `forget` calls.
+#: The line of the call in `forget`.
 LINE = inspect.getsourcelines(forget)[1] + 1
 
 
-def warned(rank: Callable[[ProcessGroup], Awaitable[Any]], *, debug: bool = True) -> list[str]:
-    """Run two ranks on a loop of their own; return the warnings about works that were not awaited."""
+def warnings_of(rank: Callable[[ProcessGroup], Awaitable[Any]], *, debug: bool = True) -> list[str]:
+    """Run two ranks on a new loop; return the warnings about works that were not awaited."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         asyncio.run(run_ranks(2, rank, allow_unretrieved=True), debug=debug)
@@ -39,7 +39,7 @@ def warned(rank: Callable[[ProcessGroup], Awaitable[Any]], *, debug: bool = True
     return sorted(str(each.message) for each in found)
 
 
-def text(rank: int, times: str = "") -> str:
+def warning(rank: int, times: str = "") -> str:
     return f"group 'world:0', rank {rank}: ALLREDUCE (sequence 1) called at {__file__}:{LINE} was never awaited{times}"
 
 
@@ -53,12 +53,12 @@ async def forget_at_the_end(pg: ProcessGroup) -> None:
 
 
 async def forget_before_distributed_barrier(pg: ProcessGroup) -> None:
-    """Run a barrier, which waits for earlier collectives but cannot correct values that were read before."""
+    """Run a barrier, which waits for earlier collectives, but too late for values that the program has read."""
     forget(pg)
     await dist.barrier()
 
 
-async def ask_too_early(pg: ProcessGroup) -> None:
+async def query_pending_work(pg: ProcessGroup) -> None:
     forget(pg)
     (work,) = pg.pending()
     assert not work.done()
@@ -67,10 +67,10 @@ async def ask_too_early(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    "rank", [forget_and_go_on, forget_at_the_end, forget_before_distributed_barrier, ask_too_early]
+    "rank", [forget_and_go_on, forget_at_the_end, forget_before_distributed_barrier, query_pending_work]
 )
 def test_dropped_work_is_reported_with_its_line(rank: Callable[[ProcessGroup], Awaitable[Any]]) -> None:
-    assert warned(rank) == [text(0), text(1)]
+    assert warnings_of(rank) == [warning(0), warning(1)]
 
 
 def test_dropped_works_of_one_line_are_counted() -> None:
@@ -79,7 +79,7 @@ def test_dropped_works_of_one_line_are_counted() -> None:
             forget(pg)
         await pg.barrier()
 
-    assert warned(rank) == [text(0, ", 3 times"), text(1, ", 3 times")]
+    assert warnings_of(rank) == [warning(0, ", 3 times"), warning(1, ", 3 times")]
 
 
 def test_work_dropped_after_its_group_was_closed_is_reported() -> None:
@@ -94,11 +94,11 @@ def test_work_dropped_after_its_group_was_closed_is_reported() -> None:
         asyncio.run(run_ranks(2, rank), debug=True)
     with pytest.warns(RuntimeWarning, match="was never awaited") as caught:
         kept.clear()
-    assert sorted(str(each.message) for each in caught) == [text(0), text(1)]
+    assert sorted(str(each.message) for each in caught) == [warning(0), warning(1)]
 
 
 def test_dropped_list_call_is_reported_once() -> None:
-    """Not once for each of its tensors."""
+    """Expect one warning for all tensors."""
 
     async def rank(pg: ProcessGroup) -> None:
         pg.allreduce_coalesced([np.ones(2), np.ones(3)])
@@ -114,26 +114,26 @@ def test_failed_list_call_is_not_reported() -> None:
         with pytest.raises(CollectiveMismatchError):
             await pg.allreduce_coalesced([np.ones(2), np.ones(3 + pg.rank())])
 
-    assert warned(rank) == []
+    assert warnings_of(rank) == []
 
 
 def test_debug_mode_may_start_after_calls_of_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, watching=False)
-    assert warned(forget_and_go_on, debug=False) == []
-    assert warned(forget_and_go_on) == [text(0), text(1)]
+    assert warnings_of(forget_and_go_on, debug=False) == []
+    assert warnings_of(forget_and_go_on) == [warning(0), warning(1)]
 
 
 def test_dropped_work_is_not_reported_without_debug_mode() -> None:
-    assert warned(forget_and_go_on, debug=False) == []
+    assert warnings_of(forget_and_go_on, debug=False) == []
 
 
 def test_failed_work_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pg.recv(np.zeros(1), 1 - pg.rank(), timeout=0.01)
-        with pytest.raises(GroupError):  # of the other cause that comes first: the other rank has left
+        with pytest.raises(GroupError):  # the reason may also be that the other rank has left
             await pg.recv(np.zeros(1), 1 - pg.rank(), tag=1, timeout=0.05)
 
-    assert warned(rank) == []
+    assert warnings_of(rank) == []
     assert sum("was never retrieved" in record.getMessage() for record in caplog.records) == 2
 
 
@@ -158,7 +158,7 @@ async def _call_back(work: Work[Any]) -> None:
 
 
 async def _give_up(work: Work[Any]) -> None:
-    """Cancel the wait, not the collective."""
+    """Cancel the wait; the collective continues."""
     waiting = asyncio.ensure_future(work)
     await asyncio.sleep(0)
     waiting.cancel()
@@ -180,7 +180,7 @@ async def _drain(pg: ProcessGroup) -> None:
 
 async def _drain_later(pg: ProcessGroup) -> None:
     forget(pg)
-    await pg.barrier()  # the work has ended, and is gone
+    await pg.barrier()  # the work has ended and is deleted
     await pg.drain()
 
 
@@ -257,4 +257,4 @@ def test_awaited_work_is_not_reported(how: str) -> None:
         await wait_for(pg, how)
         await pg.barrier()
 
-    assert warned(rank) == []
+    assert warnings_of(rank) == []

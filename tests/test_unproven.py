@@ -1,4 +1,4 @@
-"""Places for connections that have proven nothing."""
+"""Slots for connections that have not proven the job key."""
 
 from __future__ import annotations
 

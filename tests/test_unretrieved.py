@@ -1,4 +1,4 @@
-"""Failures that nobody looks at are logged once, with the line of the call; all others never."""
+"""The log of failures that the program never retrieves: one record per failure, with the line of the call."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from aiocoll.work import completion_of
 
 from .ranks import run_ranks, until
 
-#: Seconds after which a receive that nobody serves fails.
+#: Seconds after which a receive without a sender fails.
 SOON = 0.01
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[logging.LogRecord]]]:
-    """Call it for what has been logged about failures by now."""
+def unretrieved_records(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[logging.LogRecord]]]:
+    """Return a function that returns the records of unretrieved failures so far."""
     caplog.set_level(logging.WARNING, "aiocoll")
 
     def records() -> list[logging.LogRecord]:
@@ -35,24 +35,26 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[logging
     return records
 
 
-def failing(pg: ProcessGroup) -> Work[Any]:
+def failing_receive(pg: ProcessGroup) -> Work[Any]:
     return pg.recv(np.zeros(1), 1 - pg.rank(), tag=3, timeout=SOON)
 
 
-async def test_unretrieved_failure_is_logged_once_with_its_call(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_unretrieved_failure_is_logged_once_with_its_call(
+    unretrieved_records: Callable[[], list[logging.LogRecord]],
+) -> None:
     async def rank(pg: ProcessGroup) -> str:
         if pg.rank() == 0:
-            work = failing(pg)
+            work = failing_receive(pg)
             await until(work.done)
-            assert not told(), "it can still be retrieved"
+            assert not unretrieved_records(), "logged while the failure can still be retrieved"
             del work
-            assert len(told()) == 1
+            assert len(unretrieved_records()) == 1
         await pg.barrier()
         return pg.group_name
 
     name = (await run_ranks(2, rank, allow_unretrieved=True))[0]
-    (record,) = told()
-    line = inspect.getsourcelines(failing)[1] + 1
+    (record,) = unretrieved_records()
+    line = inspect.getsourcelines(failing_receive)[1] + 1
     assert record.getMessage() == (
         f"group {name!r}, rank 0: exception of RECV called at {__file__}:{line} was never retrieved: "
         f"CollectiveTimeoutError: rank 0 of group {name!r} received no message with tag 3 from rank 1 within 0.01 s"
@@ -61,7 +63,7 @@ async def test_unretrieved_failure_is_logged_once_with_its_call(told: Callable[[
 
 
 async def retrieve(work: Work[Any], how: str) -> None:
-    """Learn of the failure in one way."""
+    """Retrieve the failure in one way."""
     match how:
         case "await":
             with pytest.raises(CollectiveTimeoutError):
@@ -107,28 +109,30 @@ WAYS = ["await", "late await", "join", "gather", "future", "late future", "callb
 
 
 @pytest.mark.parametrize("how", [*WAYS, "exception", "wait", "drain"])
-async def test_retrieved_failure_is_not_logged(how: str, told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_retrieved_failure_is_not_logged(
+    how: str, unretrieved_records: Callable[[], list[logging.LogRecord]]
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        await retrieve(failing(pg), how)
+        await retrieve(failing_receive(pg), how)
         await pg.barrier()
 
     await run_ranks(2, rank)
-    assert not told()
+    assert not unretrieved_records()
 
 
-async def test_drain_retrieves_all_failures(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_drain_retrieves_all_failures(unretrieved_records: Callable[[], list[logging.LogRecord]]) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        works = [failing(pg) for _ in range(3)]
+        works = [failing_receive(pg) for _ in range(3)]
         with pytest.raises(CollectiveTimeoutError):
             await pg.drain()
         assert all(work.done() for work in works)
         await pg.barrier()
 
     await run_ranks(2, rank)
-    assert not told()
+    assert not unretrieved_records()
 
 
-async def test_cancelled_await_does_not_retrieve(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_cancelled_await_does_not_retrieve(unretrieved_records: Callable[[], list[logging.LogRecord]]) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(2)
         if pg.rank() == 0:
@@ -145,14 +149,16 @@ async def test_cancelled_await_does_not_retrieve(told: Callable[[], list[logging
             pg.abort("for a test")
 
     await run_ranks(2, rank, allow_unretrieved=True)
-    (record,) = told()
+    (record,) = unretrieved_records()
     assert "exception of ALLREDUCE (sequence 1) called at " in record.getMessage()
     assert "GroupError: group " in record.getMessage()
 
 
 @pytest.mark.parametrize("looks", [False, True])
-async def test_failures_of_one_cause_share_one_line(told: Callable[[], list[logging.LogRecord]], looks: bool) -> None:
-    """Unless somebody looks at one of them, and so knows of the cause."""
+async def test_failures_of_one_cause_share_one_line(
+    unretrieved_records: Callable[[], list[logging.LogRecord]], looks: bool
+) -> None:
+    """Retrieve one of the failures, which shows the common cause, or none."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():
@@ -171,9 +177,9 @@ async def test_failures_of_one_cause_share_one_line(told: Callable[[], list[logg
 
     await run_ranks(2, rank, allow_unretrieved=not looks)
     if looks:
-        assert told() == []
+        assert unretrieved_records() == []
         return
-    (record,) = told()
+    (record,) = unretrieved_records()
     message = record.getMessage()
     assert message.startswith("group ")
     assert ", rank 1: exception of ALLREDUCE (sequence 1) called at " in message
@@ -182,19 +188,21 @@ async def test_failures_of_one_cause_share_one_line(told: Callable[[], list[logg
 
 
 async def test_unretrieved_failures_of_held_works_are_logged_at_the_end(
-    told: Callable[[], list[logging.LogRecord]],
+    unretrieved_records: Callable[[], list[logging.LogRecord]],
 ) -> None:
     store = HashStore()
     async with new_group(store=store, rank=0, world_size=1) as pg:
         work = pg.recv_anysource(np.ones(1), timeout=SOON)
         await until(work.done)
-    assert len(told()) == 1
+    assert len(unretrieved_records()) == 1
     del work
-    assert len(told()) == 1
+    assert len(unretrieved_records()) == 1
     await store.aclose()
 
 
-async def test_failure_by_the_programs_own_abort_is_not_logged(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_failure_by_the_programs_own_abort_is_not_logged(
+    unretrieved_records: Callable[[], list[logging.LogRecord]],
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         works = [pg.barrier() if pg.rank() else pg.recv(np.ones(1), 1) for _ in range(3)]
         waiting = asyncio.ensure_future(pg.recv_object().join())
@@ -212,16 +220,18 @@ async def test_failure_by_the_programs_own_abort_is_not_logged(told: Callable[[]
             works[0].abort()
 
     await run_ranks(2, rank)
-    assert not told()
+    assert not unretrieved_records()
 
 
-async def test_unretrieved_failure_keeps_no_frames_or_cycles(told: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_unretrieved_failure_keeps_no_frames_or_cycles(
+    unretrieved_records: Callable[[], list[logging.LogRecord]],
+) -> None:
     class Local:
         pass
 
     def call(pg: ProcessGroup) -> tuple[Work[Any], Any]:
         local = Local()
-        return failing(pg), weakref.ref(local)
+        return failing_receive(pg), weakref.ref(local)
 
     async def rank(pg: ProcessGroup) -> None:
         work, local = call(pg)
@@ -236,7 +246,7 @@ async def test_unretrieved_failure_keeps_no_frames_or_cycles(told: Callable[[], 
             gc.enable()
 
     await run_ranks(2, rank, allow_unretrieved=True)
-    assert len(told()) == 2
+    assert len(unretrieved_records()) == 2
 
 
 CALLS: dict[str, Callable[[ProcessGroup], Work[Any]]] = {

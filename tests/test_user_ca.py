@@ -1,4 +1,4 @@
-"""TLS with certificates of the user's own CA: which are taken, which are refused, and what both ends say then."""
+"""TLS with certificates of the user's own CA: accepted and refused certificates, and the errors at both ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def in_file(files: TlsFiles) -> bytes:
+def certificate_in(files: TlsFiles) -> bytes:
     return ssl.PEM_cert_to_DER_cert(Path(files.certificate).read_text())
 
 
@@ -111,7 +111,7 @@ def test_job_id_unfit_for_a_certificate_is_refused(authority: Authority, job: st
 
 @pytest.mark.parametrize("job", ["train", "10.0.0.1:29500", "fd77::1:29500", "run_7.B-2"])
 def test_job_ids_fit_for_a_certificate_are_accepted(authority: Authority, job: str) -> None:
-    """That of `aiocoll run` on several hosts is where they meet."""
+    """Check the job ids of `aiocoll run`, which on several hosts are addresses."""
     assert prepare(authority.make(rank_name(job, 0)), job, rank_name(job, 0)).job == job
 
 
@@ -124,15 +124,15 @@ def test_certificate_files_are_read(authority: Authority) -> None:
     assert tls.own is not None
     assert (tls.own.path, tls.own.names) == (files.certificate, (ANY, STORE))
     assert tls.own.ends - tls.own.begins == 13 * 86400
-    assert tls.certificate == in_file(files)
+    assert tls.certificate == certificate_in(files)
     for context in (tls.server, tls.client):
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
-        assert len(context.get_ca_certs()) == 1, "the system's are not among them"
+        assert len(context.get_ca_certs()) == 1, "the CAs of the system are trusted too"
 
 
 def test_certificates_and_key_may_be_in_one_file_with_other_text(authority: Authority) -> None:
-    """So that one rename replaces them."""
+    """Write certificates and key to one file, so that one rename replaces all of them."""
     files = authority.make(ANY)
     key = Path(files.key)
     key.write_bytes("Rang für alle\n".encode() + key.read_bytes() + Path(files.certificate).read_bytes())
@@ -167,7 +167,7 @@ def test_certificate_without_files_is_that_of_the_process() -> None:
 Change = Callable[[TlsFiles], TlsFiles | None]
 
 
-def wrong(name: str, text: bytes, mode: int = 0o600) -> Change:
+def with_text(name: str, text: bytes, mode: int = 0o600) -> Change:
     def change(files: TlsFiles) -> TlsFiles:
         path = Path(getattr(files, name)).with_name("wrong")
         path.touch(mode=mode)
@@ -177,13 +177,13 @@ def wrong(name: str, text: bytes, mode: int = 0o600) -> Change:
     return change
 
 
-def linked(files: TlsFiles) -> TlsFiles:
+def with_symbolic_link(files: TlsFiles) -> TlsFiles:
     link = Path(files.key).with_name("link")
     link.symlink_to(files.key)
     return files._replace(key=str(link))
 
 
-def of_another(files: TlsFiles) -> TlsFiles:
+def with_other_key(files: TlsFiles) -> TlsFiles:
     other = Authority(Path(files.ca).parent, "other")
     return files._replace(key=other.make(file="other").key)
 
@@ -199,25 +199,28 @@ def with_passphrase(files: TlsFiles) -> None:
     ("change", "message"),
     [
         (lambda files: files._replace(ca="/no/ca"), "tls_ca='/no/ca': cannot be read (No such file or directory)"),
-        (wrong("ca", b"\x30\x82"), "wrong' contains no certificate; convert it to PEM (openssl x509 -inform DER"),
+        (with_text("ca", b"\x30\x82"), "wrong' contains no certificate; convert it to PEM (openssl x509 -inform DER"),
         (
-            wrong("ca", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
+            with_text("ca", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
             "wrong': OpenSSL cannot read a certificate in it",
         ),
         (lambda files: files._replace(certificate="/no/c"), "tls_certificate='/no/c': cannot be read (No such file"),
         (lambda files: files._replace(certificate="/"), "tls_certificate='/': cannot be read (Is a directory)"),
-        (wrong("certificate", b"hello"), "tls_certificate='"),
-        (wrong("certificate", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"), "cannot"),
+        (with_text("certificate", b"hello"), "tls_certificate='"),
+        (with_text("certificate", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"), "cannot"),
         (lambda files: files._replace(key="/no/key"), "tls_key='/no/key': cannot be opened (No such file"),
-        (wrong("key", b"hello"), "wrong' contains no private key; convert it to PEM (openssl pkey -inform DER"),
+        (with_text("key", b"hello"), "wrong' contains no private key; convert it to PEM (openssl pkey -inform DER"),
         (
-            wrong("key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"),
+            with_text("key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"),
             "OpenSSL cannot use them",
         ),
-        (wrong("key", b"hello", 0o640), "wrong': other users may access it; chmod 600 it"),
-        (linked, "link': cannot be opened (Too many levels of symbolic links); symbolic links are not followed"),
+        (with_text("key", b"hello", 0o640), "wrong': other users may access it; chmod 600 it"),
+        (
+            with_symbolic_link,
+            "link': cannot be opened (Too many levels of symbolic links); symbolic links are not followed",
+        ),
         (lambda files: os.chmod(files.key, 0o604), "own.key': other users may access it; chmod 600 it"),
-        (of_another, "does not match tls_certificate='"),
+        (with_other_key, "does not match tls_certificate='"),
         (with_passphrase, "own.key' has a passphrase; remove it (openssl pkey -in OLD -out NEW)"),
     ],
 )
@@ -301,8 +304,8 @@ def test_file_options_are_read_from_the_environment(authority: Authority) -> Non
 
 
 @asynccontextmanager
-async def connected(dialled: Tls, dialling: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
-    """Yield the streams of both ends of a TCP connection; if one cannot be opened, its error is raised as told."""
+async def connected_streams(dialled: Tls, dialling: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
+    """Yield the streams of both ends of a TCP connection; raise `RefusedError` if one cannot be opened."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
@@ -314,19 +317,19 @@ async def connected(dialled: Tls, dialling: Tls) -> AsyncIterator[tuple[TlsStrea
     try:
         for stream in streams:
             if isinstance(stream, BaseException):
-                raise Refused([await end_of(stream) for stream in streams])
+                raise RefusedError([await error_of(stream) for stream in streams])
         yield opened[0], opened[1]
     finally:
         for stream in opened:
             stream.close()
 
 
-class Refused(Exception):
-    """What both ends have raised, the one that dialled first."""
+class RefusedError(Exception):
+    """The errors of both ends; that of the dialling end is first."""
 
 
-async def end_of(stream: TlsStream | BaseException) -> BaseException:
-    """Return what ends a stream."""
+async def error_of(stream: TlsStream | BaseException) -> BaseException:
+    """Return the error that ends a stream."""
     if isinstance(stream, BaseException):
         return stream
     with suppress(OSError):
@@ -335,13 +338,13 @@ async def end_of(stream: TlsStream | BaseException) -> BaseException:
         await receive_message(stream, 1)
     except OSError as error:
         return error
-    raise AssertionError("it has not ended")
+    raise AssertionError("the stream has not ended")
 
 
-async def refused(dialled: Tls, dialling: Tls) -> list[str]:
-    """Return what both ends say, the one that dials first."""
-    with pytest.raises(Refused) as caught:
-        async with connected(dialled, dialling):
+async def errors_at_both_ends(dialled: Tls, dialling: Tls) -> list[str]:
+    """Return the error texts of both ends; that of the dialling end is first."""
+    with pytest.raises(RefusedError) as caught:
+        async with connected_streams(dialled, dialling):
             pass
     return [f"{type(error).__name__}: {error}" for error in caught.value.args[0]]
 
@@ -349,7 +352,7 @@ async def refused(dialled: Tls, dialling: Tls) -> list[str]:
 async def test_both_ends_are_verified_and_the_handshake_is_bound_as_before(authority: Authority) -> None:
     first = prepare(authority.make(rank_name("train", 0), file="0"), "train", rank_name("train", 0))
     second = prepare(authority.make(rank_name("train", 1), file="1"), "train", rank_name("train", 1))
-    async with connected(first, second) as (dialling, dialled):
+    async with connected_streams(first, second) as (dialling, dialled):
         assert dialling.bound == dialled.bound == binding(first.certificate)
         dialling.check_rank(0)
         dialled.check_rank(1)
@@ -359,8 +362,8 @@ async def test_both_ends_are_verified_and_the_handshake_is_bound_as_before(autho
                 stream.check_rank(other)
 
 
-def unchecked(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> Tls:
-    """Use a certificate in spite of everything, as a malicious process or one with another clock does."""
+def unchecked_tls(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> Tls:
+    """Use a certificate without checks, as a malicious process or one with another clock does."""
     with monkeypatch.context() as patch:
         replaced(patch, certificate_refused=lambda *_: None, certificate_clock=lambda: Authority.middle(files))
         return read(files)._replace(job="train")
@@ -388,20 +391,20 @@ async def test_different_clocks_are_reported_at_both_ends(
     by_dialling: bool,
 ) -> None:
     good = prepare(authority.make(ANY, file="good"), "train", RANK0)
-    bad = unchecked(authority.make(ANY, days=days), monkeypatch)
-    said = await refused(*((good, bad) if by_dialling else (bad, good)))
-    theirs, ours = said if by_dialling else said[::-1]
-    assert ours.startswith(verdict)
-    assert theirs.startswith(alert)
-    assert "own.pem' is valid from 20" in theirs
-    assert "the clock of this host shows 20" in theirs
+    bad = unchecked_tls(authority.make(ANY, days=days), monkeypatch)
+    errors = await errors_at_both_ends(*((good, bad) if by_dialling else (bad, good)))
+    refused, refusing = errors if by_dialling else errors[::-1]
+    assert refusing.startswith(verdict)
+    assert refused.startswith(alert)
+    assert "own.pem' is valid from 20" in refused
+    assert "the clock of this host shows 20" in refused
 
 
 @pytest.mark.parametrize("by_dialling", [False, True])
 async def test_another_ca_is_reported_at_both_ends(tmp_path: Path, authority: Authority, by_dialling: bool) -> None:
     good = prepare(authority.make(ANY, file="good"), "train", RANK0)
     other = prepare(Authority(tmp_path, "other").make(ANY), "train", RANK0)
-    dialling, dialled = await refused(*((good, other) if by_dialling else (other, good)))
+    dialling, dialled = await errors_at_both_ends(*((good, other) if by_dialling else (other, good)))
     assert dialling.startswith(
         f"{CERTIFICATE} is not signed by the CA in tls_ca of this process: every rank and the store need"
     )
@@ -409,13 +412,13 @@ async def test_another_ca_is_reported_at_both_ends(tmp_path: Path, authority: Au
 
 
 async def test_end_without_files_is_refused_by_an_end_with_files(authority: Authority) -> None:
-    ours = prepare(authority.make(ANY), "train", RANK0)
-    dialling, dialled = await refused(ours, of_this_process())
+    verifying = prepare(authority.make(ANY), "train", RANK0)
+    dialling, dialled = await errors_at_both_ends(verifying, of_this_process())
     assert dialling.startswith(
         "WrongCertificateError: 127.0.0.1 accepts only certificates of a CA: give this process the files "
     )
     assert dialled.startswith("WrongCertificateError: 127.0.0.1 presented no certificate: give it the files tls_")
-    dialling, dialled = await refused(of_this_process(), ours)
+    dialling, dialled = await errors_at_both_ends(of_this_process(), verifying)
     assert dialling.startswith(f"{CERTIFICATE} is not signed by the CA in tls_ca of this process")
     assert "ALERT_UNKNOWN_CA" in dialled
 
@@ -423,8 +426,8 @@ async def test_end_without_files_is_refused_by_an_end_with_files(authority: Auth
 async def test_certificate_without_names_is_refused_at_both_ends(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nobody = unchecked(authority.make(file="nobody"), monkeypatch)
-    async with connected(nobody, nobody) as ends:
+    nameless = unchecked_tls(authority.make(file="nobody"), monkeypatch)
+    async with connected_streams(nameless, nameless) as ends:
         for stream in ends:
             with pytest.raises(
                 WrongCertificateError, match=r"has no URI of the form aiocoll://JOB/\.\.\. as a name, but"
@@ -434,18 +437,18 @@ async def test_certificate_without_names_is_refused_at_both_ends(
 
 async def test_refusal_reason_reaches_an_end_that_cannot_send(authority: Authority, limits: Limits) -> None:
     limits(dial_doubt=0.02)
-    ours = prepare(authority.make(ANY), "train", RANK0)
-    refused = asyncio.Event()
+    verifying = prepare(authority.make(ANY), "train", RANK0)
+    is_refused = asyncio.Event()
 
     async def opened(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> TlsStream:
-        refused.clear()
+        is_refused.clear()
         try:
-            stream = await open_tls(of_this_process() if dialled else ours, loop, sock, dialled=dialled)
+            stream = await open_tls(of_this_process() if dialled else verifying, loop, sock, dialled=dialled)
         except OSError:
-            refused.set()
+            is_refused.set()
             raise
         if dialled:
-            await refused.wait()
+            await is_refused.wait()
         return stream
 
     async with started(2, "tcp", open_stream=opened, connect_timeout=2.0) as (dialling, dialled):
@@ -464,7 +467,7 @@ def options(files: TlsFiles, rank: int = 0, job: str = "train", encryption: str 
 
 
 async def total(pg: ProcessGroup, certificates: list[bytes] | None = None) -> float:
-    """Return a sum that all ranks contribute to."""
+    """Return the last element of a sum over all ranks, after checking that all connections are encrypted."""
     result = await pg.allreduce(np.full(100_000, pg.rank() + 1.0))
     assert await pg.alltoall_object([pg.rank()] * pg.size()) == list(range(pg.size()))
     streams = [link._stream for link in comm_of(pg).endpoint.control._links.values()]  # type: ignore[attr-defined]
@@ -476,7 +479,7 @@ async def total(pg: ProcessGroup, certificates: list[bytes] | None = None) -> fl
 
 
 async def meet(each: Sequence[GroupOptions], timeout: float = 20) -> list[Any]:
-    """Return what ranks with these options get, a sum or an error."""
+    """Let ranks with these options meet; return the sum or the error of each."""
     store = HashStore()
 
     async def rank(rank: int) -> float:
@@ -490,7 +493,7 @@ async def meet(each: Sequence[GroupOptions], timeout: float = 20) -> list[Any]:
 
 
 async def failure(each: Sequence[GroupOptions]) -> BaseException | None:
-    """Return the error of the last rank; the others are not waited for."""
+    """Return the error of the last rank, without waiting for the others."""
     store = HashStore()
     groups = [new_group(store=store, rank=rank, world_size=len(each), options=each[rank]) for rank in range(len(each))]
 
@@ -509,7 +512,7 @@ async def failure(each: Sequence[GroupOptions]) -> BaseException | None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("names", ["rank", "any", "all"])
 async def test_ranks_with_certificates_meet(authority: Authority, world_size: int, names: str) -> None:
-    """With one each, or one for all that names any rank or every one; nothing of `cryptography` is needed."""
+    """Use one certificate per rank, or one for all ranks, with a wildcard or with all names."""
     every = [rank_name("train", rank) for rank in range(world_size)]
     has = {"rank": [[name] for name in every], "any": [[ANY]] * world_size, "all": [every] * world_size}[names]
     files = [authority.make(*has[rank], file=str(rank)) for rank in range(world_size)]
@@ -519,14 +522,14 @@ async def test_ranks_with_certificates_meet(authority: Authority, world_size: in
 async def test_auto_encryption_between_hosts_uses_the_files(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And `cryptography` is not needed."""
+    """Fail if a certificate is made, for which `cryptography` would be needed."""
     replaced(monkeypatch, certificate_made=lambda: pytest.fail("made a certificate"))
     each = [options(authority.make(ANY), encryption="auto", host_id=host) for host in "ab"]
     assert await meet(each) == [3.0, 3.0]
 
 
 async def test_ranks_meet_at_a_store_by_address(authority: Authority, port: int) -> None:
-    """Rank 0 serves it with its own certificate; all comes from the options."""
+    """Let rank 0 serve the store with its own certificate, configured by its options."""
     files = [authority.make(RANK0, STORE, file="0"), authority.make(rank_name("train", 1), file="1")]
 
     async def rank(rank: int) -> float:
@@ -551,8 +554,8 @@ async def test_rank_with_unusable_files_is_reported_to_all(authority: Authority)
         assert re.search(f"rank 1 could not join: .*{message}", str(other))
 
 
-def careless(files: TlsFiles, job: str, name: str) -> Tls:
-    """Do not look at one's own names, as a malicious rank."""
+def skip_own_check(files: TlsFiles, job: str, name: str) -> Tls:
+    """Read the files without checking the names, as a malicious rank does."""
     return read(files)._replace(job=job)
 
 
@@ -560,13 +563,13 @@ def careless(files: TlsFiles, job: str, name: str) -> Tls:
 async def test_certificate_without_the_rank_is_refused_at_both_ends(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, names: list[str]
 ) -> None:
-    """Rank 1 uses it all the same, and dials rank 0."""
+    """Let rank 1 use such a certificate, and dial rank 0."""
     good, bad = authority.make(ANY), authority.make(*names, file="bad")
 
-    replaced(monkeypatch, rank_secured=careless)
-    told = await failure([options(good), options(bad)])
-    assert isinstance(told, AuthenticationError)
-    assert "rank 0 refused the connection: the certificate of this process does not name it" in str(told)
+    replaced(monkeypatch, rank_secured=skip_own_check)
+    error = await failure([options(good), options(bad)])
+    assert isinstance(error, AuthenticationError)
+    assert "rank 0 refused the connection: the certificate of this process does not name it" in str(error)
     (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     shown = ", ".join(names) or "no URI"
     assert record.getMessage().startswith("rank 0 refused a connection: the certificate of 127.0.0.1 ")
@@ -577,18 +580,18 @@ async def test_certificate_without_the_rank_is_refused_at_both_ends(
 async def test_rank_with_a_foreign_certificate_is_not_dialled_for_long(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    """Rank 0, which others dial, has it."""
+    """Let rank 0 use the certificate, which is dialled by rank 1."""
     files = [authority.make(rank_name("train", 7), file="bad"), authority.make(ANY)]
 
-    replaced(monkeypatch, rank_secured=careless)
+    replaced(monkeypatch, rank_secured=skip_own_check)
     limits(dial_doubt=0.05)
-    told = await failure([options(each) for each in files])
-    assert isinstance(told, AuthenticationError)
+    error = await failure([options(each) for each in files])
+    assert isinstance(error, AuthenticationError)
     message = (
         r"expected rank 0 at 127.0.0.1 port \d+, but the certificate of 127.0.0.1 names aiocoll://train/rank/7, but "
         "aiocoll://train/rank/0 was expected"
     )
-    assert re.search(message, str(told)), told
+    assert re.search(message, str(error)), error
 
 
 @pytest.mark.parametrize("outdated", [0, 1])
@@ -599,11 +602,11 @@ async def test_rank_with_an_expired_certificate_is_named_with_its_address(
     limits: Limits,
     outdated: int,
 ) -> None:
-    """Or whose clock is wrong; rank 1 dials rank 0, and both say what they know."""
+    """Let rank 1 dial rank 0, with the certificate of one of them expired, or with a wrong clock."""
     limits(dial_doubt=0.05)
     files = [authority.make(ANY, file="0"), authority.make(ANY, file="1")]
     files[outdated] = authority.make(ANY, file="old", days=(-9, -2))
-    old = unchecked(files[outdated], monkeypatch)
+    old = unchecked_tls(files[outdated], monkeypatch)
     replaced(monkeypatch, rank_secured=lambda given, *more: old if "old" in given.key else prepare(given, *more))
     dialling = str(await failure([options(each) for each in files]))
     (accepting, *_) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -633,37 +636,37 @@ async def test_rank_without_files_is_refused_with_a_remedy(
 
 
 async def test_new_files_are_used_by_the_next_group_only(authority: Authority) -> None:
-    """Also by those that share the connections of the old one, for connections to come."""
+    """Replace the files while a group is open. A second group shares its connections, and uses new files for more."""
     store = HashStore()
     both = [asyncio.Barrier(2) for _ in range(4)]
 
     async def rank(rank: int) -> list[list[bytes]]:
         seen: list[list[bytes]] = [[], [], []]
 
-        def made() -> new_group:
+        def make_group() -> new_group:
             return new_group(store=store, rank=rank, world_size=2, options=options(TlsFiles(*files)))
 
-        async with made() as old:
+        async with make_group() as old:
             assert await total(old, seen[0]) == 3
             await both[0].wait()
             if rank == 0:
                 authority.make(ANY)
             await both[1].wait()
-            async with made() as sharing:
+            async with make_group() as sharing:
                 assert await total(sharing, seen[1]) == 3
                 shared = comm_of(sharing).endpoint.context.transport._open_stream.tls  # type: ignore[attr-defined]
-                assert shared.certificate == in_file(files)
+                assert shared.certificate == certificate_in(files)
             assert await total(old) == 3
             await both[2].wait()
         await both[3].wait()
-        async with made() as new:
+        async with make_group() as new:
             assert await total(new, seen[2]) == 3
         return seen
 
     files = authority.make(ANY)
-    before = in_file(files)
+    before = certificate_in(files)
     for seen in await asyncio.gather(rank(0), rank(1)):
-        after = in_file(files)
+        after = certificate_in(files)
         assert seen == [[before], [before], [after]]
     await store.aclose()
 
@@ -682,7 +685,7 @@ async def test_grown_group_uses_new_files(authority: Authority) -> None:
         async with await pg.grow(1) as grown:
             certificates: list[bytes] = []
             assert [await total(grown, certificates), await joining] == [3, 3]
-    assert certificates == [in_file(files)]
+    assert certificates == [certificate_in(files)]
     await store.aclose()
 
 
@@ -702,7 +705,7 @@ async def test_store_and_clients_present_certificates(authority: Authority) -> N
 
 
 async def refused_by_store(server: dict[str, Any], client: dict[str, Any]) -> str:
-    """Return what a client says, at once or, where it tries again, meanwhile."""
+    """Return the error of a client, or the trouble that it reports while it retries."""
     running = StoreServer("127.0.0.1", 0, **server)
     running.start()
     store = TCPStore("127.0.0.1", running.port, timeout=20, **client)
@@ -731,7 +734,7 @@ async def test_client_refuses_a_foreign_store(
         said = await refused_by_store(server, client)
         assert said.startswith("StoreAuthenticationError: cannot use the store at 127.0.0.1")
         assert f": the certificate of the server {message}" in said
-    rank = unchecked(authority.make(ANY, file="rank"), monkeypatch)
+    rank = unchecked_tls(authority.make(ANY, file="rank"), monkeypatch)
     replaced(monkeypatch, server_secured=lambda *_: rank)
     said = await refused_by_store(good, good)
     assert "the certificate of the server names aiocoll://train/rank/*, but aiocoll://train/store was expected" in said
@@ -765,9 +768,9 @@ async def test_store_refuses_invalid_clients(
     logged: str,
     told: str | None,
 ) -> None:
-    """Those that would not have noticed before: malicious, or with another clock."""
+    """Let the client skip its own checks, as a malicious one or one with another clock does."""
     good = stores(authority.make(STORE, file="store"))
-    bad = unchecked(authority.make(*names, days=days), monkeypatch)
+    bad = unchecked_tls(authority.make(*names, days=days), monkeypatch)
     replaced(monkeypatch, client_secured=lambda *_: bad)
     said = await refused_by_store(good, good)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -794,7 +797,7 @@ def test_server_with_bad_files_does_not_start(authority: Authority) -> None:
     with pytest.raises(ValueError, match=r"job_id='': certificates of your own CA name the job"):
         StoreServer("127.0.0.1", 0, **stores(files, "")).start()
     server = StoreServer("127.0.0.1", 0, **stores(files, encryption="auto"))
-    server.start()  # where it uses none
+    server.start()  # this server encrypts nothing on the loopback
     server.close()
 
 
@@ -803,18 +806,18 @@ async def test_running_store_uses_new_files(authority: Authority, caplog: pytest
     server = StoreServer("127.0.0.1", 0, **stores(files))
     server.start()
 
-    async def shown() -> bytes:
+    async def presented_certificate() -> bytes:
         async with TCPStore("127.0.0.1", server.port, timeout=5, **stores(files)) as store:
             assert store._link is not None
             certificate: bytes = store._link.transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
             return certificate
 
     async with TCPStore("127.0.0.1", server.port, timeout=5, **stores(files)) as old:
-        before = await shown()
+        before = await presented_certificate()
         authority.make(STORE)
-        after = await shown()
+        after = await presented_certificate()
         assert before != after
-        assert await shown() == after
+        assert await presented_certificate() == after
         await old.set("key", b"value")
     await server.aclose()
 

@@ -1,4 +1,4 @@
-"""User code that raises what is no `Exception`: the operation fails by name, and the group and the loop go on."""
+"""User code that raises a `BaseException`: the operation fails with its name, while the group and the loop continue."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .store.minimal_store import MinimalStore
 
 
 class Silent(Exception):
-    """An exception without a text."""
+    """An exception whose text cannot be read."""
 
     def __str__(self) -> str:
         raise asyncio.CancelledError("no text")
 
 
-#: Exceptions that control a task, a generator or the process; and one whose text cannot be read.
+#: Exceptions that control a task, a generator or the process, and one whose text cannot be read.
 CONTROL = (asyncio.CancelledError, GeneratorExit, StopIteration, BaseException, Silent)
 FATAL = (KeyboardInterrupt, SystemExit)
 
 
-def raising(error: type[BaseException]) -> Callable[..., Any]:
+def function_raising(error: type[BaseException]) -> Callable[..., Any]:
     def call(*_: Any) -> Any:
         raise error("for a test")
 
@@ -55,10 +55,10 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
 async def test_raising_reduce_function_fails_its_operation_on_every_rank(
     world_size: int, transport: str, error: type[BaseException]
 ) -> None:
-    """By every executor."""
+    """Run the reduction in every executor."""
 
     async def rank(pg: ProcessGroup, kind: str, count: int) -> None:
-        op = ReduceOp.custom(raising(error), name="f")
+        op = ReduceOp.custom(function_raising(error), name="f")
         raised = await failure(CALLS[kind](pg, op, count))
         assert f"its reduce function raised {error.__name__}" in str(raised)
         if raised.ranks == (pg.rank(),):
@@ -71,10 +71,10 @@ async def test_raising_reduce_function_fails_its_operation_on_every_rank(
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_raising_reduce_function_fails_its_operation_at_once(culprit: int) -> None:
-    """Not at its timeout: the virtual clock does not advance."""
+    """Use a virtual clock, which shows that the failure does not wait for the timeout."""
 
     async def rank(pg: ProcessGroup) -> float:
-        op = ReduceOp.custom(raising(asyncio.CancelledError) if pg.rank() == culprit else np.add, name="f")
+        op = ReduceOp.custom(function_raising(asyncio.CancelledError) if pg.rank() == culprit else np.add, name="f")
         start = asyncio.get_running_loop().time()
         await failure(pg.allreduce(np.ones(4), op, timeout=100))
         return asyncio.get_running_loop().time() - start
@@ -86,7 +86,7 @@ def test_raising_reduce_function_fails_its_operation_at_once(culprit: int) -> No
 
 
 class Hook:
-    """Raises at one of the calls."""
+    """A hook that raises at one of its calls."""
 
     def __init__(self, when: str, error: type[BaseException]) -> None:
         self.calls = 0
@@ -105,8 +105,8 @@ class Hook:
             raise self._error("for a test")
 
 
-class Property:
-    """Has methods that cannot be read for the second time."""
+class HookWithProperties:
+    """A hook whose methods cannot be read a second time."""
 
     def __init__(self, when: str, error: type[BaseException]) -> None:
         self.calls = 0
@@ -132,7 +132,7 @@ class Property:
 
 @pytest.mark.parametrize("when", ["on_start", "on_end"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", [Hook, Property])
+@pytest.mark.parametrize("kind", [Hook, HookWithProperties])
 async def test_raising_hook_is_removed_and_logged(
     kind: Any, size: int, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,14 +157,16 @@ async def test_raising_hook_is_removed_and_logged(
 
 
 FATAL_PLACES: dict[str, Callable[[ProcessGroup, type[BaseException]], Awaitable[Any]]] = {
-    "reduce function": lambda pg, error: pg.allreduce(np.ones(4), ReduceOp.custom(raising(error), name="f")),
-    "large reduction": lambda pg, error: pg.allreduce(np.ones(400_003), ReduceOp.custom(raising(error), name="f")),
-    "on_start": lambda pg, error: hooked(pg, "on_start", error),
-    "on_end": lambda pg, error: hooked(pg, "on_end", error),
+    "reduce function": lambda pg, error: pg.allreduce(np.ones(4), ReduceOp.custom(function_raising(error), name="f")),
+    "large reduction": lambda pg, error: pg.allreduce(
+        np.ones(400_003), ReduceOp.custom(function_raising(error), name="f")
+    ),
+    "on_start": lambda pg, error: allreduce_with_hook(pg, "on_start", error),
+    "on_end": lambda pg, error: allreduce_with_hook(pg, "on_end", error),
 }
 
 
-def hooked(pg: ProcessGroup, when: str, error: type[BaseException]) -> Awaitable[Any]:
+def allreduce_with_hook(pg: ProcessGroup, when: str, error: type[BaseException]) -> Awaitable[Any]:
     pg.add_hook(Hook(when, error))
     return pg.allreduce(np.ones(4))
 
@@ -175,7 +177,7 @@ def hooked(pg: ProcessGroup, when: str, error: type[BaseException]) -> Awaitable
 def test_exit_in_user_code_ends_the_loop_and_fails_the_operation(
     place: str, transport: str, fatal: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The exception leaves the loop once; the groups are closed while the tasks are cancelled."""
+    """Check that the exception leaves the loop once, after the cancelled tasks have closed their groups."""
     works: list[Any] = []
     store = HashStore()
 
@@ -197,7 +199,7 @@ def test_exit_in_user_code_ends_the_loop_and_fails_the_operation(
 
     with pytest.raises(fatal, match="for a test"):
         asyncio.run(main())
-    caplog.clear()  # a traceback keeps the memory of its frames
+    caplog.clear()  # the traceback in a record keeps the memory of its frames
     assert works[0].done()
     if "reduc" in place:
         assert f"its reduce function raised {fatal.__name__}: for a test" in str(works[0].exception())
@@ -207,9 +209,9 @@ def test_exit_in_user_code_ends_the_loop_and_fails_the_operation(
 def test_exit_in_user_code_of_a_thread_reaches_the_loop(fatal: type[BaseException]) -> None:
     async def main() -> None:
         with pytest.raises(UserCodeError) as caught:
-            await asyncio.to_thread(_contained, fatal)
+            await asyncio.to_thread(raise_contained, fatal)
         contain(caught.value)
-        contain(caught.value)  # hands it on once
+        contain(caught.value)  # the second time, nothing is handed to the loop
         await asyncio.Event().wait()
 
     with pytest.raises(fatal):
@@ -226,7 +228,7 @@ def test_loop_raises_one_exit_at_a_time_and_each_once() -> None:
 
         with pytest.raises(SystemExit, match="first"):
             runner.run(fail(SystemExit("first"), SystemExit("second")))
-        runner.run(asyncio.sleep(0))  # the second one is not raised later
+        runner.run(asyncio.sleep(0))  # the second exception is not raised later
         with pytest.raises(KeyboardInterrupt, match="third"):
             runner.run(fail(KeyboardInterrupt("third")))
 
@@ -238,7 +240,7 @@ def test_loop_raises_one_exit_at_a_time_and_each_once() -> None:
         runner.run(fail_again())
 
 
-def _contained(error: type[BaseException]) -> None:
+def raise_contained(error: type[BaseException]) -> None:
     try:
         raise error("for a test")
     except BaseException as raised:
@@ -255,21 +257,21 @@ def test_exit_in_user_code_without_a_loop_is_raised(fatal: type[BaseException]) 
 
 
 class Unreadable:
-    """Raises where it is unpickled."""
+    """An object that raises when it is unpickled."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.error,)
+        return raise_error, (self.error,)
 
 
-def _made(error: type[BaseException]) -> Any:
+def raise_error(error: type[BaseException]) -> Any:
     raise error("for a test")
 
 
 class Unwritable:
-    """Raises where it is pickled."""
+    """An object that raises when it is pickled."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -279,7 +281,7 @@ class Unwritable:
 
 
 @pytest.mark.parametrize("error", CONTROL)
-@pytest.mark.parametrize("padding", [0, 100_000])  # decoded at once, and in steps
+@pytest.mark.parametrize("padding", [0, 100_000])  # decoded at once, or in steps
 async def test_object_that_cannot_be_unpickled_fails_its_own_call(error: type[BaseException], padding: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
         work = pg.broadcast_object([bytes(padding), Unreadable(error)] if pg.rank() == 0 else None, 0, timeout=5)
@@ -309,7 +311,7 @@ async def test_object_that_cannot_be_pickled_is_refused_at_the_call(error: type[
 @pytest.mark.parametrize("error", [*CONTROL, ValueError])
 @pytest.mark.ranks(1, 2)
 async def test_raising_result_function_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
-    work = map_result(pg.allreduce(1), raising(error))
+    work = map_result(pg.allreduce(1), function_raising(error))
     with pytest.raises(error if issubclass(error, Exception) and error is not StopIteration else UserCodeError):
         await work
     assert await pg.allreduce(1) == pg.size()
@@ -318,11 +320,11 @@ async def test_raising_result_function_fails_its_work(pg: ProcessGroup, error: t
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.ranks(2, 3)
 async def test_result_that_cannot_be_handed_over_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
-    """Such as an array of a foreign library into which nothing can be written back."""
-    work = pg.allreduce(np.ones(6)[::2])  # not contiguous: through a copy
+    """Fail to write the result back, as to an array of a foreign library."""
+    work = pg.allreduce(np.ones(6)[::2])  # not contiguous, so the result is copied back
     completion = completion_of(work)
     assert completion.unwrap is not None
-    completion.unwrap = raising(error)
+    completion.unwrap = function_raising(error)
     with pytest.raises(error if issubclass(error, Silent) else UserCodeError):
         await work
     assert await pg.allreduce(1) == pg.size()
@@ -338,14 +340,14 @@ async def test_raising_done_callback_goes_to_the_loops_exception_handler(
     work = pg.allreduce(1)
     if pg.rank() == 0:
         loop.set_exception_handler(lambda _, context: raised.append(type(context["exception"])))
-        work.add_done_callback(raising(error))
+        work.add_done_callback(function_raising(error))
     assert await work == 2
-    assert await pg.allreduce(1) == 2  # which takes another turn of the loop
+    assert await pg.allreduce(1) == 2  # takes another loop iteration
     assert raised == ([error] if pg.rank() == 0 else [])
 
 
 class Handler(logging.Handler):
-    """Raises at every record."""
+    """A log handler that raises at every record."""
 
     def __init__(self, error: type[BaseException]) -> None:
         super().__init__()
@@ -361,7 +363,7 @@ async def test_raising_log_handler_disturbs_no_operation(
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pg.add_hook(Hook("on_end", ArithmeticError))
-        assert await pg.allreduce(1, timeout=5) == 2  # which logs that the hook is removed
+        assert await pg.allreduce(1, timeout=5) == 2  # the removal of the hook is logged
         assert await pg.allreduce(1, timeout=5) == 2
 
     handler = Handler(error)
@@ -375,7 +377,7 @@ async def test_raising_log_handler_disturbs_no_operation(
 
 
 class Cancelling(MinimalStore):
-    """Raises what the future of a lost connection would, at one of its calls."""
+    """A store that raises `CancelledError` at one of its reads, as the future of a lost connection does."""
 
     left = 0
 

@@ -1,4 +1,4 @@
-"""Owners of files and of the other ends of unix sockets, also where several users have one number."""
+"""Owners of files and peers of unix sockets, also where several users share one user id."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from aiocoll.users import owner_trouble, peer_trouble, peer_uid
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and SO_PEERCRED")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
 
-#: One user is `OWN`, the other `FOREIGN`; neither has a number in the namespaces of these tests.
+#: Ids of two users, without an id in the user namespaces of these tests.
 OWN, FOREIGN = 12345, 23456
 
-#: Becomes another user, perhaps in a user namespace without numbers. Nothing can be imported then, and nothing of the
-#: package before: a process with threads, as NumPy has them, cannot make a namespace.
+#: The process becomes another user, possibly in a user namespace without ids. It can import nothing afterwards, and
+#: nothing of the package before: with threads, as NumPy starts them, a process cannot make a user namespace.
 BECOME = f"""
 import ctypes, encodings.idna, fcntl, os, runpy, signal, socket, sys
 module = runpy.run_path({users.__file__!r})
@@ -37,7 +37,7 @@ CLONE_NEWUSER = 0x10000000
 if inside == "True" and ctypes.CDLL(None).unshare(CLONE_NEWUSER):
     sys.exit("no user namespaces")
 """
-#: Runs as `OWN` in a user namespace: prints what it finds of files, and of the processes that connect.
+#: A process of `OWN` in a user namespace, which prints its findings on files and on the processes that connect.
 OBSERVER = f"""{BECOME}
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(f"\\0{{name}}")
@@ -55,7 +55,7 @@ own = socket.socket(socket.AF_UNIX)
 own.connect(f"\\0{{name}}")
 print(peer_trouble(own), flush=True)
 """
-#: Connects, and stays until it has been looked at.
+#: A process that connects, and stays until the observer has checked it.
 PEER = f"""{BECOME}
 peer = socket.socket(socket.AF_UNIX)
 peer.connect(f"\\0{{name}}")
@@ -64,8 +64,8 @@ peer.recv(1)
 
 
 @pytest.fixture
-def unnumbered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Return a function that makes this user the overflow user, of a namespace with some numbers."""
+def share_user_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Return a function that makes this user the overflow user of a namespace with some ids."""
 
     def make(uid_map: str | None = "", overflow: str | None = f"{os.geteuid()}\n") -> None:
         for name, content in (("_UID_MAP", uid_map), ("_OVERFLOW_UID", overflow)):
@@ -79,16 +79,16 @@ def unnumbered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
 
 @linux_only
 def test_own_files_and_sockets_are_accepted(tmp_path: Path) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    near, far = socket.socketpair(socket.AF_UNIX)
     fd = os.open(tmp_path, os.O_RDONLY)
-    with ours, theirs:
-        assert peer_uid(ours) == os.geteuid()
-        assert (peer_trouble(ours), owner_trouble(fd)) == (None, None)
+    with near, far:
+        assert peer_uid(near) == os.geteuid()
+        assert (peer_trouble(near), owner_trouble(fd)) == (None, None)
     os.close(fd)
 
 
 def test_another_user_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Root, too: it would not accept this user's process."""
+    """Refuse root too, since root would not accept a process of this user."""
     own = os.geteuid()
     for other in (0, 1, 65534, own + 1):
         if other == own:
@@ -99,7 +99,9 @@ def test_another_user_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             assert peer_trouble(sock) == expected
     monkeypatch.setattr(users, "peer_uid", lambda _: None)
     with socket.socket() as sock:
-        assert peer_trouble(sock) is None, "the directory of the socket has kept others out"
+        assert peer_trouble(sock) is None, (
+            "a socket without peer credentials is refused, although its directory excludes other users"
+        )
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     fd = os.open(tmp_path, os.O_RDONLY)
     assert owner_trouble(fd) == f"belongs to user {own}, not to this user ({own + 1})"
@@ -112,12 +114,12 @@ def test_another_user_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_shared_user_id_needs_a_permission_check(
     uid_map: str | None,
     failing: int | None,
-    unnumbered: Callable[..., None],
+    share_user_id: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """A failure of the check, whatever it is, is no proof."""
-    unnumbered(uid_map)
+    """Check that any failure of the permission check is no proof."""
+    share_user_id(uid_map)
     real = fcntl.fcntl
 
     def refuse(*_: object) -> None:
@@ -134,9 +136,9 @@ def test_shared_user_id_needs_a_permission_check(
     before = os.listdir("/proc/self/fd")
     fd = os.open(tmp_path, os.O_RDONLY)
     flags = real(fd, fcntl.F_GETFL)
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with ours, theirs:
-        found = peer_trouble(ours), owner_trouble(fd)
+    near, far = socket.socketpair(socket.AF_UNIX)
+    with near, far:
+        found = peer_trouble(near), owner_trouble(fd)
     assert real(fd, fcntl.F_GETFL) == flags
     os.close(fd)
     assert os.listdir("/proc/self/fd") == before
@@ -154,21 +156,21 @@ def test_shared_user_id_needs_a_permission_check(
 @pytest.mark.parametrize(
     ("uid_map", "overflow"),
     [
-        ("0 0 4294967295\n", f"{os.geteuid()}\n"),  # all users have numbers here
+        ("0 0 4294967295\n", f"{os.geteuid()}\n"),  # all users have ids in this namespace
         ("0 0 1000\n1000 1000 4294966295\n", f"{os.geteuid()}\n"),
-        ("0 1000 1\n", f"{os.geteuid() + 1}\n"),  # this user has one
+        ("0 1000 1\n", f"{os.geteuid() + 1}\n"),  # this user has an id in this namespace
         ("", None),
     ],
 )
 def test_unique_user_id_needs_no_permission_check(
-    uid_map: str, overflow: str | None, unnumbered: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    uid_map: str, overflow: str | None, share_user_id: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unnumbered(uid_map, overflow)
+    share_user_id(uid_map, overflow)
     monkeypatch.setattr(users, "_NOBODY", os.geteuid() + 1)
     monkeypatch.setattr(signal, "pidfd_send_signal", None)
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with ours, theirs:
-        assert peer_trouble(ours) is None
+    near, far = socket.socketpair(socket.AF_UNIX)
+    with near, far:
+        assert peer_trouble(near) is None
 
 
 def may_unshare() -> bool:
@@ -184,9 +186,9 @@ def python(program: str, *args: object) -> list[str]:
 @root_only
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in another namespace"])
 def test_users_without_an_id_are_distinguished(inside: bool, tmp_path: Path) -> None:
-    """All numbers are 65534 to the observer: its own, those of the files, and those of both peers."""
+    """Let the observer see 65534 for its own id, those of the files, and those of both peers."""
     if not may_unshare():
-        pytest.skip("users may make no user namespaces here")
+        pytest.skip("needs permission to make user namespaces")
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents:
         if parent.stat().st_mode & 0o001 == 0:
@@ -206,7 +208,7 @@ def test_users_without_an_id_are_distinguished(inside: bool, tmp_path: Path) -> 
         refused = "belongs to user 65534, which may be any user without a number in this user namespace: run as a user"
         assert all(line.startswith(f"65534;{refused}") for line in lines[2:]), lines
         for uid, trouble in ((FOREIGN, refused), (OWN, "None")):
-            # The own one is of the observer's user, but of another namespace.
+            # The second peer is the observer's user, in another namespace.
             subprocess.run(python(PEER, name, uid, inside), timeout=60, check=True)
             assert observer.stdout.readline().startswith(trouble)
         assert observer.stdout.readline() == "None\n"

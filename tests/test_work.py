@@ -1,4 +1,4 @@
-"""The handle of an operation: awaited in every way, by anybody, at any time."""
+"""Works: handles of operations, awaited in every way, by any task or thread, at any time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_keyed_works_match_in_any_order(pg: ProcessGroup) -> None:
         works.append((work, int(key[5:]) * 10 + count))
     for work, value in works:
         assert (await work == 3 * value).all()
-    # They have taken no ordered number.
+    # The keyed calls have taken no sequence number.
     assert pg.barrier().seq == 1
     await pg.drain()
 
@@ -68,16 +68,16 @@ async def test_awaiting_a_finished_work_does_not_suspend(pg: ProcessGroup) -> No
     work = pg.allreduce(np.ones(2))
     await work
     await asyncio.sleep(0)
-    await work  # yields, perhaps: the last turn may be long ago
+    await work  # the first await may yield to the loop
     turns = 0
 
-    def turn() -> None:
+    def count_turn() -> None:
         nonlocal turns
         turns += 1
 
     suspended = 0
     for _ in range(5):
-        asyncio.get_running_loop().call_soon(turn)
+        asyncio.get_running_loop().call_soon(count_turn)
         turns = 0
         await work
         suspended += turns
@@ -203,7 +203,7 @@ async def test_work_supports_futures_coroutines_and_callbacks(pg: ProcessGroup) 
     done, _ = await asyncio.wait([future])
     assert done.pop().result() is tensor
     work.add_done_callback(called.append)
-    assert len(called) < 2, "callbacks run in a turn of their own"
+    assert len(called) < 2, "the callback ran before the next loop iteration"
     await asyncio.sleep(0)
     assert called == [work, work]
     failing = pg.recv(tensor, 1 - pg.rank(), timeout=0.01)
@@ -222,19 +222,19 @@ async def test_other_threads_can_wait_for_a_work(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
-    def tell(call: Callable[[], Any]) -> None:
+    def report(call: Callable[[], Any]) -> None:
         try:
             outcome = call()
         except Exception as error:
             outcome = error
         loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
 
-    def other() -> None:
-        tell(lambda: work.wait(timedelta(seconds=0.01)))
-        tell(work.wait)
-        tell(failed.wait)
+    def wait_in_thread() -> None:
+        report(lambda: work.wait(timedelta(seconds=0.01)))
+        report(work.wait)
+        report(failed.wait)
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=wait_in_thread)
     thread.start()
     early = await outcomes.get()
     assert isinstance(early, TimeoutError)
@@ -249,7 +249,7 @@ async def test_other_threads_can_wait_for_a_work(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 async def test_callback_from_another_thread_runs_on_the_loop(pg: ProcessGroup) -> None:
-    asyncio.get_running_loop().set_debug(True)  # in which `call_soon` refuses other threads
+    asyncio.get_running_loop().set_debug(True)  # in debug mode, `call_soon` refuses other threads
     work = pg.recv(np.zeros(2), 1 - pg.rank())
     called: asyncio.Queue[int] = asyncio.Queue()
     await asyncio.to_thread(work.add_done_callback, lambda _: called.put_nowait(threading.get_ident()))
@@ -287,15 +287,15 @@ async def test_abort_ends_a_pending_work(pg: ProcessGroup) -> None:
 async def test_finished_operation_releases_its_memory(pg: ProcessGroup, timeout: float | None) -> None:
     kept = []
     for count in (1, 10_000, 1_000_000):
-        tensor, other = np.ones(count), np.ones(count)
-        kept += [weakref.ref(tensor), weakref.ref(other)]
+        tensor, wait_in_thread = np.ones(count), np.ones(count)
+        kept += [weakref.ref(tensor), weakref.ref(wait_in_thread)]
         await pg.allreduce(tensor, timeout=timeout)
         await pg.broadcast(tensor, 1, timeout=timeout)
         if pg.rank() == 0:
             await pg.send(tensor, 1, timeout=timeout)
         else:
-            await pg.recv(other, 0, timeout=timeout)
-        del tensor, other
+            await pg.recv(wait_in_thread, 0, timeout=timeout)
+        del tensor, wait_in_thread
     await pg.barrier()
     gc.collect()
     assert [each() for each in kept] == [None] * 6

@@ -1,4 +1,4 @@
-"""The benchmark against other libraries: statistics, tables, failures, load and the calls of peers."""
+"""The benchmark against other libraries: statistics, tables, failures, load, and calls of the peers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL, LARGE = Case("allreduce", 64), Case("allreduce", 16 << 20)
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
-    """Return the modules of the folder, which are programs and no package."""
+    """Yield the modules of bench/, which is a folder of programs and no package."""
     before = set(sys.modules)
     sys.path.insert(0, str(FOLDER))
     try:
@@ -59,20 +59,22 @@ def load(others: float) -> MachineLoad:
     return MachineLoad(others, 0.0, None, inf)
 
 
-def launched(bench: Any, case: Case, micros: float, failure: str | None = None, load: MachineLoad | None = None) -> Any:
+def make_launch(
+    bench: Any, case: Case, micros: float, failure: str | None = None, load: MachineLoad | None = None
+) -> Any:
     found = {} if failure else {case: Timing([int(micros * 1000)] * 4, cpu=1e-6, wrong=0)}
     return bench.launch.Launch(found, failure, 1.0, load)
 
 
-def rounds(bench: Any, case: Case, *times: Mapping[str, float]) -> Any:
-    """Return results whose rounds have taken so many microseconds, by system."""
+def make_results(bench: Any, case: Case, *times: Mapping[str, float]) -> Any:
+    """Return results from rounds with these microseconds, by system."""
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking", "mpich blocking", "open mpi blocking"])
-    results.rounds += [{name: launched(bench, case, value) for name, value in each.items()} for each in times]
+    results.rounds += [{name: make_launch(bench, case, value) for name, value in each.items()} for each in times]
     return results
 
 
 def test_ratio_is_the_median_of_the_rounds(bench: Any) -> None:
-    results = rounds(
+    results = make_results(
         bench,
         SMALL,
         {"aiocoll auto": 1, "gloo blocking": 10},
@@ -83,7 +85,7 @@ def test_ratio_is_the_median_of_the_rounds(bench: Any) -> None:
 
 
 def test_faster_peer_is_chosen_in_each_round(bench: Any) -> None:
-    results = rounds(
+    results = make_results(
         bench,
         SMALL,
         {"aiocoll auto": 1, "mpich blocking": 4, "open mpi blocking": 8},
@@ -96,7 +98,7 @@ def test_faster_peer_is_chosen_in_each_round(bench: Any) -> None:
 
 
 def test_summary_covers_the_launches(bench: Any) -> None:
-    results = rounds(bench, LARGE, *({"gloo blocking": value} for value in (1000, 5000, 2000)))
+    results = make_results(bench, LARGE, *({"gloo blocking": value} for value in (1000, 5000, 2000)))
     summary = results.summary("gloo blocking", LARGE)
     assert (summary.launches, summary.iterations, summary.wrong) == (3, 12, 0)
     assert summary.figures.p50 == pytest.approx(2e-3)
@@ -106,14 +108,14 @@ def test_summary_covers_the_launches(bench: Any) -> None:
 
 def test_time_of_calls_in_flight_is_per_call(bench: Any) -> None:
     many = Case("allreduce", 4096, 64)
-    summary = rounds(bench, many, {"gloo blocking": 6400}).summary("gloo blocking", many)
+    summary = make_results(bench, many, {"gloo blocking": 6400}).summary("gloo blocking", many)
     assert summary.figures.p50 == pytest.approx(100e-6)
     assert summary.cpu == pytest.approx(1e-6 / 64)
 
 
 @pytest.mark.parametrize(("gloo", "met"), [(100.1, True), (99.9, False), (None, None)])
 def test_limit_is_met_missed_or_not_measured(bench: Any, gloo: float | None, met: bool | None) -> None:
-    results = rounds(bench, SMALL, {"aiocoll auto": 1.0, **({} if gloo is None else {"gloo blocking": gloo})})
+    results = make_results(bench, SMALL, {"aiocoll auto": 1.0, **({} if gloo is None else {"gloo blocking": gloo})})
     (verdict,) = [each for each in bench.limits.verdicts([results]) if each.what.endswith("against blocking Gloo")]
     assert verdict.met is met
 
@@ -138,8 +140,8 @@ def test_cell_has_one_limit_per_kind_of_peer(bench: Any) -> None:
         "2 ranks, against blocking Gloo": all_cells - len(sizes),  # it has no scan
         "4 ranks, against blocking Gloo": all_cells - len(sizes),
     }
-    for against, count in counts.items():
-        assert sum(verdict.what.endswith(against) for verdict in verdicts) == count
+    for against, count_iterations in counts.items():
+        assert sum(verdict.what.endswith(against) for verdict in verdicts) == count_iterations
     limits = {verdict.what.removeprefix("aiocoll auto, "): verdict.limit for verdict in verdicts}
     awaited = [limits[f"scan {size}, 2 ranks, against awaited peers"] for size in map(bench.markdown.size_of, sizes)]
     assert awaited == ["≥ 5×", "≥ 4×", "≥ 2×", "≥ 2×", "≥ 1.5×", "≥ 1.2×"]
@@ -160,7 +162,7 @@ def test_awaited_and_blocking_peers_have_separate_tables(bench: Any) -> None:
     names = ["aiocoll auto", "gloo future", "mpich test", "mpich blocking", "open mpi blocking", "gloo blocking"]
     results = bench.results.Results(2, names)
     times = (10, 400, 20, 2, 5, 1)
-    results.rounds.append({name: launched(bench, SMALL, each) for name, each in zip(names, times, strict=True)})
+    results.rounds.append({name: make_launch(bench, SMALL, each) for name, each in zip(names, times, strict=True)})
     head, _, row = bench.tables.awaited_table(results, "aiocoll auto").splitlines()[-3:]
     assert head == (
         "| collective | size | aiocoll auto µs | gloo future µs | mpich test µs | × fastest awaited peer | #wrong |"
@@ -176,7 +178,7 @@ def test_awaited_and_blocking_peers_have_separate_tables(bench: Any) -> None:
 
 def test_table_without_a_peer_is_left_out(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking"])
-    results.rounds.append({name: launched(bench, SMALL, 1) for name in results.systems})
+    results.rounds.append({name: make_launch(bench, SMALL, 1) for name in results.systems})
     assert bench.tables.awaited_table(results, "aiocoll auto") is None
     assert bench.tables.blocking_table(results, "aiocoll auto") is not None
 
@@ -186,10 +188,13 @@ def test_rows_are_marked_by_the_load_of_their_launches(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto", "mpich blocking"])
     quiet, loud = load(0.3), load(0.31)
     results.rounds += [
-        {"aiocoll auto": launched(bench, SMALL, 1, load=quiet), "mpich blocking": launched(bench, SMALL, 1, load=loud)},
         {
-            "aiocoll auto": launched(bench, other, 1, load=quiet),
-            "mpich blocking": launched(bench, other, 1, load=quiet),
+            "aiocoll auto": make_launch(bench, SMALL, 1, load=quiet),
+            "mpich blocking": make_launch(bench, SMALL, 1, load=loud),
+        },
+        {
+            "aiocoll auto": make_launch(bench, other, 1, load=quiet),
+            "mpich blocking": make_launch(bench, other, 1, load=quiet),
         },
     ]
     assert results.is_disturbed(SMALL, ["aiocoll auto", "mpich blocking"])
@@ -200,7 +205,7 @@ def test_rows_are_marked_by_the_load_of_their_launches(bench: Any) -> None:
 
 
 class Meter:
-    """A meter whose laps have the given loads; those between launches do not count."""
+    """A meter whose measured laps have the given loads; laps between launches have a high load."""
 
     def __init__(self, *loads: float) -> None:
         self.loads = [load(each) for each in loads]
@@ -225,7 +230,7 @@ def test_launch_is_repeated_while_the_load_is_high(
     meter, done = Meter(*loads), []
 
     def start() -> Any:
-        done.append(launched(bench, SMALL, len(done) + 1))
+        done.append(make_launch(bench, SMALL, len(done) + 1))
         return done[-1]
 
     best = bench.launch.launch_until_quiet(start, meter, 5)
@@ -235,14 +240,14 @@ def test_launch_is_repeated_while_the_load_is_high(
 
 
 def test_failed_launch_is_not_repeated(bench: Any) -> None:
-    results = iter([launched(bench, SMALL, 1), launched(bench, SMALL, 0, "exit code 1")])
+    results = iter([make_launch(bench, SMALL, 1), make_launch(bench, SMALL, 0, "exit code 1")])
     best = bench.launch.launch_until_quiet(lambda: next(results), Meter(0.5, 0.4), 5)
     assert (best.failure, best.load) == (None, load(0.5))
 
 
 def test_report_has_the_load_of_the_launches(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto"])
-    results.rounds += [{"aiocoll auto": launched(bench, SMALL, 1, load=load(each))} for each in (0.0, 0.1, 0.7)]
+    results.rounds += [{"aiocoll auto": make_launch(bench, SMALL, 1, load=load(each))} for each in (0.0, 0.1, 0.7)]
     results.rounds[2]["aiocoll auto"] = replace(results.rounds[2]["aiocoll auto"], repeats=5)
     report = bench.report.Report([bench.systems.make_aiocoll("auto")], {}, load(0.02), [results], seconds=90)
     lines = report.text().splitlines()
@@ -255,8 +260,8 @@ def test_report_has_the_load_of_the_launches(bench: Any) -> None:
 
 
 def test_report_lists_missing_and_wrong_results(bench: Any, tmp_path: Path) -> None:
-    results = rounds(bench, SMALL, {"aiocoll auto": 1, "gloo blocking": 30})
-    results.rounds[0]["mpich blocking"] = launched(bench, SMALL, 0, "exit code 1: no fabric")
+    results = make_results(bench, SMALL, {"aiocoll auto": 1, "gloo blocking": 30})
+    results.rounds[0]["mpich blocking"] = make_launch(bench, SMALL, 0, "exit code 1: no fabric")
     results.rounds[0]["gloo blocking"].timings[SMALL] = Timing([30_000], 0.0, 17)
     systems = [
         bench.systems.make_aiocoll("auto"),
@@ -296,7 +301,7 @@ def test_busy_processes_run_only_during_the_measurement(bench: Any) -> None:
 
 
 async def test_busy_process_ends_with_its_parent() -> None:
-    """Of which it has the standard output, too: that is at its end when both are gone."""
+    """Wait for the end of the standard output, which the busy process shares with its parent."""
     program = "import busy, os\nwith busy.busy(1): os.kill(os.getpid(), 9)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=FOLDER, stdout=subprocess.PIPE)
     async with asyncio.timeout(20):
@@ -361,13 +366,13 @@ def test_library_name_selects_all_its_modes(bench: Any) -> None:
 
 def test_only_awaited_systems_have_calls_in_flight(bench: Any) -> None:
     many = Case("allreduce", 64, inflight=4)
-    able = {name for name, system in bench.systems.PEERS.items() if system.can_run(many)}
-    assert able == {name for name in bench.systems.PEERS if not name.endswith("blocking")}
-    assert {bench.systems.PEERS[name].name for name in able} == set(bench.systems.AWAITED)
+    awaited = {name for name, system in bench.systems.PEERS.items() if system.can_run(many)}
+    assert awaited == {name for name in bench.systems.PEERS if not name.endswith("blocking")}
+    assert {bench.systems.PEERS[name].name for name in awaited} == set(bench.systems.AWAITED)
 
 
 class Request:
-    """An MPI request that is complete when it has been tested so many times."""
+    """An MPI request that is complete after some number of tests."""
 
     def __init__(self, tests: int) -> None:
         self.left = tests
@@ -383,14 +388,14 @@ async def test_request_is_tested_once_per_loop_iteration_after_spinning(
 ) -> None:
     passed = 0
 
-    async def count() -> None:
+    async def count_iterations() -> None:
         nonlocal passed
         while True:
             await asyncio.sleep(0)
             passed += 1
 
-    counting = asyncio.create_task(count())
-    await asyncio.sleep(0)  # it has begun
+    counting = asyncio.create_task(count_iterations())
+    await asyncio.sleep(0)  # the task has started
     request = Request(tests)
     await bench.libraries._poll_request(request, spin)
     counting.cancel()
@@ -398,7 +403,7 @@ async def test_request_is_tested_once_per_loop_iteration_after_spinning(
 
 
 class Comm:
-    """An MPI communicator that records the calls."""
+    """An MPI communicator that records its calls."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

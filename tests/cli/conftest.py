@@ -1,4 +1,4 @@
-"""Runs the launcher the way a shell would."""
+"""The fixture `launch`, which runs `aiocoll run` as a shell does."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-#: Seconds after which a launcher that has not ended has failed; none takes a tenth of it.
+#: Seconds within which a launcher must end. It usually takes less than a tenth of that.
 LIMIT = 60
 
 
 class Job:
-    """A launcher that was started."""
+    """A started launcher."""
 
     def __init__(self, process: subprocess.Popen[Any]) -> None:
         self.process = process
         self.seen = ""
 
     def read(self, *lines: str) -> None:
-        """Read its standard output until all of `lines` have come."""
+        """Read standard output until all of `lines` have been printed."""
         missing = set(lines)
         while missing:
             line = self.process.stdout.readline()
@@ -35,13 +35,13 @@ class Job:
             missing.discard(line.rstrip("\n"))
 
     def finish(self) -> subprocess.CompletedProcess[Any]:
-        """Wait for its end; `stdout` has what `read` has not."""
+        """Wait for the end of the launcher; `stdout` has the lines that `read` has not returned."""
         out, err = self.process.communicate(timeout=LIMIT)
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, out, err)
 
 
 class Launch:
-    """Call it to run `aiocoll run` with a script in `path`."""
+    """A callable that runs `aiocoll run` with a script in the directory `path`."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Launch:
         **popen: Any,
     ) -> Job:
         program = [self.write(script), *args] if script is not None else []
-        # Debug mode reports slow callbacks, and these tests say what is printed.
+        # Debug mode reports slow callbacks, and these tests compare the printed lines.
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
         process = subprocess.Popen(
             [*before, sys.executable, "-m", "aiocoll", "run", *map(str, [*options, *program])],
@@ -73,7 +73,7 @@ class Launch:
             text=text,
             cwd=self.path,
             env={**kept, "PYTHONPATH": str(Path(__file__).parents[2]), **(env or {})},
-            # Under nohup, it would be told to live on when its terminal is gone.
+            # Under nohup, the launcher would inherit an ignored SIGHUP and survive its terminal.
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             **popen,
         )

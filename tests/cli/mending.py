@@ -1,4 +1,4 @@
-"""Programs for tests of restarts: one that mends its group by itself, as elastic ones do, and what it says."""
+"""Programs for tests of restarts, whose group repairs itself after a loss, and the output of their ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ELASTIC", "MENDS", "Ranks", "enough", "states"]
 
-#: Ranks add up, each time 2 ** 0 + ... + 2 ** (WORLD_SIZE - 1), until there is the file of the first argument. They
-#: leave others beside it, with their rank, or "new", and their process.
+#: Ranks repeat allreduces with the sum 2 ** 0 + ... + 2 ** (WORLD_SIZE - 1), until the file named by the first argument
+#: exists. Each process creates a file in the same directory, named by its rank, or "new", and its pid.
 MENDS = """
     import asyncio, json, os, sys, time
     from pathlib import Path
@@ -69,7 +69,7 @@ MENDS = """
     asyncio.run(main())
 """
 
-#: The same by `aiocoll.elastic`.
+#: The same program with `aiocoll.elastic`.
 ELASTIC = """
     import asyncio, json, os, sys, time
     from pathlib import Path
@@ -103,15 +103,15 @@ ELASTIC = """
 
 
 def enough(folder: Path) -> Path:
-    """Return the file with which ranks that add up have done so often enough."""
+    """Return the file whose creation ends the allreduces of the ranks."""
     return folder / "enough"
 
 
 class Ranks:
-    """What the ranks of a launcher's job say, by their numbers there.
+    """The output of a launcher's ranks, by rank.
 
     Attributes:
-        pids: the latest process of each.
+        pids: the latest process of each rank.
         started: the environment of each start, in order.
     """
 
@@ -122,14 +122,14 @@ class Ranks:
         self.lines: list[tuple[int, str]] = []
 
     def read(self, pattern: str, times: int) -> list[str]:
-        """Read their output until lines that match have come so many times; return the first group of each."""
+        """Read the output until `times` lines match the pattern; return the first group of each match."""
         found: list[str] = []
         while len(found) < times:
             line = self.job.process.stdout.readline()
             assert line, (self.lines, self.job.process.stderr.read())
-            rank, said = self._heard(line.rstrip("\n"))
-            self.lines.append((rank, said))
-            if match := re.fullmatch(pattern, said):
+            rank, text = self._parse_line(line.rstrip("\n"))
+            self.lines.append((rank, text))
+            if match := re.fullmatch(pattern, text):
                 found.append(match[1])
         return found
 
@@ -137,17 +137,17 @@ class Ranks:
         for rank in ranks:
             os.kill(self.pids[rank], signal.SIGKILL)
 
-    def _heard(self, line: str) -> tuple[int, str]:
+    def _parse_line(self, line: str) -> tuple[int, str]:
         match = re.fullmatch(r"\[(\d+)\] (.*)", line)
         assert match, line
-        rank, said = int(match[1]), match[2]
-        if said.startswith("started "):
-            pid, *environment = json.loads(said.removeprefix("started "))
+        rank, text = int(match[1]), match[2]
+        if text.startswith("started "):
+            pid, *environment = json.loads(text.removeprefix("started "))
             self.pids[rank] = pid
             self.started.append((rank, environment))
-        return rank, said
+        return rank, text
 
 
 def states(text: str) -> list[Any]:
-    """Return the states with which ranks were done."""
+    """Return the final states that the ranks have printed."""
     return [json.loads(each) for each in re.findall(r"^\[\d+\] done (.*)$", text, re.MULTILINE)]

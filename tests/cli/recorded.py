@@ -1,4 +1,4 @@
-"""What the ranks of `test_trace` run: a process has to import it."""
+"""Functions that the ranks of `test_trace` run, in a module that their processes can import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiocoll.dump.files import file_name
 
 
 async def train(pg: ProcessGroup, steps: int) -> None:
-    """Do what a training does, unevenly."""
+    """Make the calls of a training, with a different delay on each rank."""
     weights = np.zeros(3000)
     await pg.broadcast(weights, 0)
     for step in range(steps):
@@ -27,7 +27,7 @@ async def train(pg: ProcessGroup, steps: int) -> None:
 
 
 async def hang(pg: ProcessGroup, steps: int, absent: int) -> int:
-    """All but one rank enter a barrier; return the line where they do, and where that one last was."""
+    """Let all ranks but one enter a barrier; return the line of the barrier, or of the last call of the absent rank."""
     await train(pg, steps)
     await pg.allgather_object(pg.rank())
     if pg.rank() == absent:
@@ -37,7 +37,7 @@ async def hang(pg: ProcessGroup, steps: int, absent: int) -> int:
         await pg.wait_revoked()
         assert pending.exception() is not None
         return line
-    if pg.rank() == 0:  # its time is up when all are where they are to be
+    if pg.rank() == 0:  # rank 0 starts its timeout when all other ranks have made their last calls
         for peer in range(1, pg.size()):
             await pg.recv_object(peer)
     work = pg.barrier(timeout=0.6 if pg.rank() == 0 else 60)
@@ -48,11 +48,11 @@ async def hang(pg: ProcessGroup, steps: int, absent: int) -> int:
         await work
     except CollectiveTimeoutError:
         return line
-    raise AssertionError("the barrier was passed")
+    raise AssertionError("the barrier succeeded without the absent rank")
 
 
-async def differ(pg: ProcessGroup) -> None:
-    """Let the last rank reduce more than the others, after they have called; a later caller learns of the failure."""
+async def reduce_different_sizes(pg: ProcessGroup) -> None:
+    """Let the last rank reduce a larger array than the others, after they have made their calls."""
     await train(pg, 3)
     last = pg.size() - 1
     if pg.rank() == last:
@@ -65,11 +65,11 @@ async def differ(pg: ProcessGroup) -> None:
         await work
     except CollectiveMismatchError:
         return
-    raise AssertionError("the group has not failed")
+    raise AssertionError("the allreduce of different sizes succeeded")
 
 
-async def live(pg: ProcessGroup, directory: str, blocked: bool) -> None:
-    """Each rank is signalled by the one before, while its loop is free or blocked; the group works on."""
+async def signal_each_other(pg: ProcessGroup, directory: str, blocked: bool) -> None:
+    """Let each rank send SIGUSR2 to the next one, whose loop is free or blocked; the group stays usable."""
     await train(pg, 2)
     pids = await pg.allgather_object(os.getpid())
     os.kill(pids[(pg.rank() + 1) % pg.size()], signal.SIGUSR2)

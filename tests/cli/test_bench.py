@@ -1,4 +1,4 @@
-"""`aiocoll bench`: that it measures every collective, finds what is wrong, and prints what nccl-tests would."""
+"""`aiocoll bench`: measurement of every collective, detection of wrong results, and the printed table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case, Workload, bus_factor
 from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_ranks
 
-#: Seconds after which a command that has not ended has failed; none takes a tenth of it.
+#: Seconds within which a command must end. It usually takes less than a tenth of that.
 LIMIT = 60
 FEW = Effort(seconds=0, least=3, most=3)
 
 
-async def measured(pg: ProcessGroup, cases: Sequence[Case], effort: Effort = FEW) -> list[Timing]:
+async def measure_cases(pg: ProcessGroup, cases: Sequence[Case], effort: Effort = FEW) -> list[Timing]:
     found = []
     for case in cases:
         load = Workload(case, pg.rank(), pg.size())
@@ -36,9 +36,9 @@ async def measured(pg: ProcessGroup, cases: Sequence[Case], effort: Effort = FEW
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-async def test_every_collective_is_measured_alike_on_all_ranks_and_right(world_size: int) -> None:
+async def test_measurements_of_every_collective_are_correct_and_equal_on_all_ranks(world_size: int) -> None:
     cases = [Case(kind, nbytes) for kind in KINDS for nbytes in (4, 4 * (113 * world_size + 1), 1 << 16)]
-    ranks = await run_ranks(world_size, measured, cases)
+    ranks = await run_ranks(world_size, measure_cases, cases)
     assert all(rank == ranks[0] for rank in ranks)
     assert [timing.wrong for timing in ranks[0]] == [0] * len(cases)
     assert [len(timing.nanoseconds) for timing in ranks[0]] == [3] * len(cases)
@@ -46,15 +46,15 @@ async def test_every_collective_is_measured_alike_on_all_ranks_and_right(world_s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.ranks(3)
-async def test_every_op_on_every_dtype_is_right(pg: ProcessGroup, dtype: str) -> None:
+async def test_results_of_every_op_on_every_dtype_are_correct(pg: ProcessGroup, dtype: str) -> None:
     ops = [(kind, op) for kind in KINDS if spec_of(kind).reduces for op in OPS if (kind, op) != ("scan", "avg")]
     cases = [Case(kind, 5000, dtype=dtype, op=op) for kind, op in ops]
-    timings = await measured(pg, cases)
+    timings = await measure_cases(pg, cases)
     assert {case: timing.wrong for case, timing in zip(cases, timings, strict=True)} == dict.fromkeys(cases, 0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
-def test_a_collective_that_does_nothing_is_wrong(kind: str) -> None:
+def test_collective_that_does_nothing_has_wrong_results(kind: str) -> None:
     load = Workload(Case(kind, 4096), 0 if kind == "gather" else 1, 2)
     if kind == "reduce":
         load = Workload(Case(kind, 4096), 0, 2)
@@ -65,7 +65,7 @@ def test_a_collective_that_does_nothing_is_wrong(kind: str) -> None:
         assert load.wrong_after(1) > 0
 
 
-def test_a_single_wrong_element_is_found() -> None:
+def test_single_wrong_element_is_found() -> None:
     load = Workload(Case("broadcast", 4 * (113 * 4096 + 500)), 0, 2)
     load.fresh()
     assert load.inplace is not None
@@ -75,7 +75,7 @@ def test_a_single_wrong_element_is_found() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_what_a_rank_finds_wrong_is_counted(pg: ProcessGroup) -> None:
+async def test_wrong_elements_of_all_ranks_are_counted(pg: ProcessGroup) -> None:
     load = Workload(Case("allreduce", 4096), pg.rank(), pg.size())
 
     async def call() -> None:
@@ -85,19 +85,20 @@ async def test_what_a_rank_finds_wrong_is_counted(pg: ProcessGroup) -> None:
             x[17] = -1
 
     timing = await measure(load, times_of(call), combine_of(pg), FEW)
-    # Rank 1 after a first call, twice; and both ranks, to whom it comes, in two blocks: one is to warm up.
+    # Rank 1 after the first call, in a fresh array: 2. Then both ranks, since the sum spreads the error, in the warm-up
+    # block and the measured block: 4.
     assert timing.wrong == 6
 
 
-async def test_it_ends_when_the_time_is_spent_or_the_most_is_reached() -> None:
+async def test_measurement_ends_at_its_seconds_or_its_largest_number_of_calls() -> None:
     efforts = {Effort(0, 1, 1000): 1, Effort(1e9, 1, 131): 131, Effort(0, 100, 1000): 100}
     for effort, count in efforts.items():
-        (timing,) = (await run_ranks(2, measured, [Case("allreduce", 64)], effort))[0]
+        (timing,) = (await run_ranks(2, measure_cases, [Case("allreduce", 64)], effort))[0]
         assert len(timing.nanoseconds) == count
 
 
-async def test_calls_that_become_slow_end_soon() -> None:
-    """Blocks are as long as the calls before them let expect, but at most twice as many calls."""
+async def test_measurement_of_calls_that_become_slow_ends_soon() -> None:
+    """Predict the length of a block from earlier calls, and at most double it."""
     blocks: list[int] = []
 
     async def times(rounds: int) -> list[int]:
@@ -105,16 +106,16 @@ async def test_calls_that_become_slow_end_soon() -> None:
         return [1_000 if len(blocks) <= 3 else 1_000_000_000] * rounds
 
     async def combine(*_: object) -> None:
-        """There is one rank."""
+        """Combine nothing: there is one rank."""
 
     timing = await measure(Workload(Case("barrier", 0), 0, 2), times, combine, Effort(0.5, 5, 1000))
-    # One call on fresh arrays; to warm up; the least number; twice as many; another one on fresh arrays.
+    # One call on fresh arrays, the warm-up, the least number of calls, twice that number, one call on fresh arrays.
     assert blocks == [1, 1 + 1, 1 + 5, 1 + 10, 1]
     assert len(timing.nanoseconds) == 15
 
 
 @pytest.mark.parametrize(("dtype", "world_size"), [("float16", 7), ("float16", 64), ("float32", 3), ("float32", 1024)])
-def test_sums_stay_exact_as_long_as_a_block_lasts(dtype: str, world_size: int) -> None:
+def test_sums_stay_exact_during_a_block(dtype: str, world_size: int) -> None:
     rounds = Workload(Case("allreduce", 64, dtype=dtype), 0, world_size).rounds
     assert rounds >= 2
     x = np.ones(1, dtype)
@@ -124,7 +125,7 @@ def test_sums_stay_exact_as_long_as_a_block_lasts(dtype: str, world_size: int) -
     assert int(x[0]) == world_size**rounds or rounds == 48
 
 
-def test_bandwidths_are_those_of_nccl_tests() -> None:
+def test_bandwidths_match_those_of_nccl_tests() -> None:
     factors = {kind: bus_factor(kind, 4) for kind in KINDS}
     assert factors["allreduce"] == 1.5
     assert {factors[kind] for kind in ("allgather", "reduce_scatter", "alltoall", "gather", "scatter")} == {0.75}
@@ -133,7 +134,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert figures == pytest.approx((1e-3, 1e-3, 1e-3, (1 << 20) * 1e3, (1 << 20) * 1.5e3))
 
 
-def test_what_cannot_be_shared_equally_is_left_out() -> None:
+def test_elements_that_ranks_cannot_share_equally_are_left_out() -> None:
     assert Case("allgather", 4 * 10).size(3) == 36
     assert Case("allgather", 4).size(3) == 12
     assert Case("allreduce", 7).size(3) == 4
@@ -151,7 +152,7 @@ def bench(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_command_prints_and_writes_a_table(tmp_path: Path) -> None:
+def test_command_prints_a_table_and_writes_a_csv_file(tmp_path: Path) -> None:
     done = bench("allgather", "-n", 3, "--min", 48, "--max", "3K", "--transport", "unix", "--csv", tmp_path / "x.csv")
     assert (done.returncode, done.stderr) == (0, "")
     table = done.stdout.splitlines()
@@ -190,13 +191,13 @@ def test_the_command_prints_and_writes_a_table(tmp_path: Path) -> None:
         (("sum",), "invalid choice"),
     ],
 )
-def test_what_makes_no_sense_is_refused(args: Sequence[str], error: str) -> None:
+def test_invalid_arguments_are_refused(args: Sequence[str], error: str) -> None:
     done = bench(*args)
     assert done.returncode == 2
     assert error in done.stderr
 
 
-def test_a_file_that_cannot_be_written_is_named_at_once(tmp_path: Path) -> None:
+def test_unwritable_csv_file_is_refused_at_once(tmp_path: Path) -> None:
     done = bench("barrier", "--csv", tmp_path / "none" / "x.csv")
     assert done.returncode == 2
     assert "--csv" in done.stderr

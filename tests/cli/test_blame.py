@@ -1,4 +1,4 @@
-"""Whom the launcher blames: the first rank that failed by itself, its traceback whole and last; a line for others."""
+"""The failures that the launcher reports: the first cause last, with its traceback, and other ranks in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..internals import Limits
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-#: Ranks meet and go through `before`; rank 1 does `fault`, the others `other`.
+#: Ranks meet. Then rank 1 runs `fault`, and the others run `other`.
 SCRIPT = """
 import asyncio, ctypes, os, signal, sys
 import aiocoll
@@ -43,7 +43,7 @@ BARRIER = "await pg.barrier()"
 
 
 def blocks(err: str) -> list[list[str]]:
-    """Return the parts of standard error that begin with a word of the launcher's."""
+    """Return the parts of standard error that begin with a line of the launcher."""
     found: list[list[str]] = []
     for line in err.splitlines():
         if line.startswith("aiocoll run:") or not found:
@@ -54,7 +54,7 @@ def blocks(err: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 7, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (3, 4))])
-def test_the_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch, ranks: int) -> None:
+def test_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch, ranks: int) -> None:
     script = SCRIPT.format(fault="raise ValueError('no data')", other=BARRIER)
     done = launch("-n", ranks, script=script).finish()
     assert done.returncode == 1
@@ -63,7 +63,9 @@ def test_the_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch
     assert last[-1] == "[1] ValueError: no data"
     assert "[1]     deeper()" in last
     assert all(line.startswith("[1] ") for line in last[1:])
-    assert done.stderr.count("no data") == len([line for line in last if "no data" in line]), "only rank 1 shows it"
+    assert done.stderr.count("no data") == len([line for line in last if "no data" in line]), (
+        "another rank shows the error of rank 1"
+    )
     place = re.escape(f"{launch.path / 'script.py'}:13 in main")
     for (line,) in others:
         ends = rf"failed in consequence: Group(Revoked)?Error \({place}\)|(was|were) ended by the launcher \(SIGTERM\)"
@@ -81,7 +83,7 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_end_without_a_traceback_is_blamed_on_its_rank(launch: Launch, fault: str) -> None:
+def test_end_without_a_traceback_is_blamed_on_its_rank(launch: Launch, fault: str) -> None:
     done = launch("-n", 3, script=SCRIPT.format(fault=fault, other=BARRIER)).finish()
     code, words = FAULTS[fault]
     assert done.returncode == code
@@ -101,7 +103,7 @@ REACTIONS = {
 }
 
 
-#: Rank 1 waits until no other holds the pipe open any more; it may hear of that after they are gone.
+#: Rank 1 ends only when no other rank holds the pipe open, so that the launcher sees the others end first.
 ENDING = """
 import select
 others = os.environ['RANK'] != '1'
@@ -118,10 +120,10 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reaction", REACTIONS)
-def test_what_came_of_the_failure_of_another_is_not_to_blame(
+def test_failure_in_consequence_of_another_is_not_blamed(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], reaction: str
 ) -> None:
-    """Rank 1 takes its time to end: it reports when the others are gone."""
+    """Let rank 1 fail first and end last."""
     limits(run_release=30)
     script = SCRIPT.format(fault="raise ValueError('no data')", other=REACTIONS[reaction])
     script = script.replace("asyncio.run(main())", ENDING)
@@ -135,7 +137,7 @@ def test_what_came_of_the_failure_of_another_is_not_to_blame(
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_before_it_meets_the_others_is_to_blame(launch: Launch, tmp_path: Path) -> None:
+def test_rank_that_fails_before_the_rendezvous_is_blamed(launch: Launch, tmp_path: Path) -> None:
     for source, error in {
         "import absent_module": "[1] ModuleNotFoundError: No module named 'absent_module'",
         "x = = 1": "[1] SyntaxError: invalid syntax",
@@ -151,7 +153,7 @@ def test_a_rank_that_fails_before_it_meets_the_others_is_to_blame(launch: Launch
 
 
 @pytest.mark.slow
-def test_a_script_that_cannot_be_read_is_shown_as_python_shows_it(launch: Launch) -> None:
+def test_script_that_cannot_be_loaded_is_shown_as_by_python(launch: Launch) -> None:
     done = launch("-n", 1, script="x = = 1").finish()
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
@@ -169,8 +171,8 @@ def test_a_script_that_cannot_be_read_is_shown_as_python_shows_it(launch: Launch
 
 
 @pytest.mark.slow
-def test_when_nobody_failed_by_itself_the_first_to_hear_comes_last(launch: Launch) -> None:
-    """Rank 1 ends well while the others need it."""
+def test_first_reporting_rank_comes_last_if_no_rank_failed_by_itself(launch: Launch) -> None:
+    """Let rank 1 exit with code 0 while the others need it."""
     done = launch("-n", 3, script=SCRIPT.format(fault="os._exit(0)", other=BARRIER)).finish()
     assert done.returncode == 1
     *others, last = blocks(done.stderr)
@@ -203,7 +205,7 @@ STUCK = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_rank_that_is_stopped_comes_last_when_others_failed_because_of_it(
+def test_stopped_rank_comes_last_if_others_failed_because_of_it(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_release=0.2, run_grace=0.2)
@@ -220,8 +222,8 @@ def test_rank_that_is_stopped_comes_last_when_others_failed_because_of_it(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the processes as aiocoll top does")
-def test_rank_whose_loop_is_blocked_comes_last_with_its_line(launch: Launch) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="finds unix sockets of the ranks through /proc")
+def test_rank_with_a_blocked_loop_comes_last_with_its_line(launch: Launch) -> None:
     script = SCRIPT.format(fault="import time; time.sleep(600)", other="await pg.barrier(timeout=2)")
     done = launch("-n", 3, script=script).finish()
     assert done.returncode == 1
@@ -233,8 +235,8 @@ def test_rank_whose_loop_is_blocked_comes_last_with_its_line(launch: Launch) -> 
     )
 
 
-def test_signal_that_the_launcher_has_not_sent_came_from_outside(launch: Launch) -> None:
-    """Rank 1 is told to end by SIGTERM, and is killed by another process, here itself."""
+def test_signal_that_the_launcher_has_not_sent_is_a_failure(launch: Launch) -> None:
+    """Let rank 1 handle SIGTERM by killing itself with SIGKILL, as another process might."""
     script = """
         import os, signal, sys, time
         if os.environ["RANK"] == "1":
@@ -254,7 +256,9 @@ def test_signal_that_the_launcher_has_not_sent_came_from_outside(launch: Launch)
 
 
 @pytest.mark.slow
-def test_another_hosts_launcher_names_what_it_knows(launch: Launch, tmp_path: Path, port: int) -> None:
+def test_launcher_of_another_host_names_the_first_report_of_its_ranks(
+    launch: Launch, tmp_path: Path, port: int
+) -> None:
     file = tmp_path / "job.key"
     file.write_text("0123456789abcdef")
     file.chmod(0o600)
@@ -282,10 +286,8 @@ INTERRUPTED = """
 
 
 @pytest.mark.parametrize("options", [(), ("--verbose",)])
-def test_ctrl_c_prints_one_line_for_each_place_and_tracebacks_on_request(
-    launch: Launch, options: tuple[str, ...]
-) -> None:
-    """Ranks 0 and 1 are interrupted in an await, rank 2 in a program without an event loop."""
+def test_ctrl_c_prints_one_line_per_place_and_tracebacks_on_request(launch: Launch, options: tuple[str, ...]) -> None:
+    """Interrupt ranks 0 and 1 in an await, and rank 2 in a program without an event loop."""
     job = launch(*options, "-n", 3, script=INTERRUPTED)
     job.read("[0] ready", "[1] ready", "[2] ready")
     job.process.send_signal(signal.SIGINT)
@@ -304,11 +306,11 @@ def test_ctrl_c_prints_one_line_for_each_place_and_tracebacks_on_request(
         f"[{rank}] KeyboardInterrupt" for rank in range(3) if options
     ]
     assert bool(shown) == bool(options)
-    assert shown == sorted(shown, key=lambda line: line[:3]), "each traceback is in one piece"
+    assert shown == sorted(shown, key=lambda line: line[:3]), "tracebacks of several ranks are mixed"
 
 
 def test_failure_before_ctrl_c_keeps_its_traceback(launch: Launch, tmp_path: Path) -> None:
-    """Rank 0 has failed; its interpreter waits for a thread when the signal comes."""
+    """Send the signal when rank 0 has failed, while its interpreter waits for a thread."""
     script = """
         import sys, threading
         threading.Thread(target=lambda: open(sys.argv[1]).read()).start()
@@ -346,7 +348,7 @@ def test_mismatch_is_printed_once_with_both_calls(launch: Launch) -> None:
     assert done.stderr.count("rank 0 called ALLREDUCE(shape=[10]") == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("aiocoll run:")]
     rank = 0 if "rank 0 was the first" in lines[1] else 1
-    line = 9 if rank == 0 else 11  # the call of the other rank
+    line = 9 if rank == 0 else 11  # the line of the other rank's call
     place = f"{launch.path / 'script.py'}:{line} in main"
     assert lines == [
         f"aiocoll run: rank {1 - rank} failed in consequence: CollectiveMismatchError ({place})",
@@ -369,8 +371,8 @@ def test_same_error_of_all_ranks_is_printed_once(
 
 
 @pytest.mark.slow
-def test_a_traceback_that_a_rank_prints_itself_is_not_mixed_with_others(launch: Launch) -> None:
-    """The ranks print theirs in turns, line by line."""
+def test_traceback_printed_by_a_rank_is_not_mixed_with_others(launch: Launch) -> None:
+    """Let the ranks take turns at each line of their tracebacks."""
     script = """
         import os, sys, traceback
         rank, turns = int(os.environ['RANK']), sys.argv[1:]
@@ -396,8 +398,8 @@ def test_a_traceback_that_a_rank_prints_itself_is_not_mixed_with_others(launch: 
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_failing_may_take_its_time_to_end(launch: Launch) -> None:
-    """What it does at exit is its own affair: it is not told to end."""
+def test_failing_rank_may_take_its_time_to_end(launch: Launch) -> None:
+    """Let rank 1 wait at exit until the launcher has ended rank 0: the launcher sends rank 1 no signal."""
     script = """
         import atexit, os, signal, sys
         print(os.environ['RANK'], end=' ready\\n')
@@ -406,7 +408,7 @@ def test_a_rank_that_is_failing_may_take_its_time_to_end(launch: Launch) -> None
         if os.environ['RANK'] == '1':
             fifo = open(sys.argv[1])
             def on_exit():
-                fifo.read()  # the other has been told to end, and has ended
+                fifo.read()  # until the launcher has ended rank 0
                 tidy()
             atexit.register(on_exit)
             raise ValueError('no data')
@@ -421,8 +423,8 @@ def test_a_rank_that_is_failing_may_take_its_time_to_end(launch: Launch) -> None
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_when_it_is_told_to_is_not_to_blame(launch: Launch) -> None:
-    """Rank 1 never comes; the others know it only by a timeout, and it says nothing until it is told to end."""
+def test_rank_that_exits_when_the_launcher_ends_it_is_not_blamed(launch: Launch) -> None:
+    """Let rank 1 miss a barrier and exit by SIGTERM; the other rank fails first, by its timeout."""
     script = """
 import asyncio, signal, sys, time
 import aiocoll
@@ -447,8 +449,8 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_failed_and_does_not_end_is_told_of(launch: Launch) -> None:
-    """A thread keeps the interpreter; the user sees why, and the job ends when the thread does."""
+def test_rank_that_has_failed_and_does_not_end_is_reported(launch: Launch) -> None:
+    """Let a thread keep the interpreter of a failed rank; the job ends when the thread does."""
     script = """
         import sys, threading
         threading.Thread(target=lambda: open(sys.argv[1]).read()).start()
@@ -456,9 +458,9 @@ def test_a_rank_that_has_failed_and_does_not_end_is_told_of(launch: Launch) -> N
     """
     os.mkfifo(launch.path / "fifo")
     job = launch("-n", 1, script=script, args=[launch.path / "fifo"])
-    said = [job.process.stderr.readline() for _ in range(5)]
-    assert said[0] == "aiocoll run: failed, but still running: rank 0\n"
-    assert said[-1] == "[0] ValueError: no data\n"
+    reported = [job.process.stderr.readline() for _ in range(5)]
+    assert reported[0] == "aiocoll run: failed, but still running: rank 0\n"
+    assert reported[-1] == "[0] ValueError: no data\n"
     (launch.path / "fifo").write_text(".")
     done = job.finish()
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "[0] ValueError: no data")
@@ -479,7 +481,7 @@ def test_processes_that_a_rank_spawns_find_its_program(launch: Launch) -> None:
     assert (done.returncode, done.stdout) == (0, "[0] [1, 4, 9]\n"), done.stderr
 
 
-# -- a program finds what it would find under Python itself
+# -- the program's modules and names are those that Python itself provides
 
 PLACE = """
 import json, sys, __main__
@@ -493,7 +495,7 @@ print(json.dumps([__name__, __file__, sys.argv, sys.path[0], __spec__ and __spec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["script", "relative", "link", "pyc", "archive", "module", "package"])
-def test_a_program_finds_what_python_would_give_it(launch: Launch, tmp_path: Path, form: str) -> None:
+def test_program_has_the_names_that_python_provides(launch: Launch, tmp_path: Path, form: str) -> None:
     (tmp_path / "place.py").write_text(PLACE)
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
@@ -517,7 +519,7 @@ def test_a_program_finds_what_python_would_give_it(launch: Launch, tmp_path: Pat
     assert done.stdout == f"[0] {plain.stdout}", done.stderr
 
 
-def test_a_forked_child_that_fails_is_not_taken_for_its_rank(launch: Launch) -> None:
+def test_forked_child_that_fails_is_not_reported_as_its_rank(launch: Launch) -> None:
     script = """
         import os, sys
         child = os.fork()
@@ -531,7 +533,7 @@ def test_a_forked_child_that_fails_is_not_taken_for_its_rank(launch: Launch) -> 
     assert done.stderr.splitlines()[-1] == "[0] ValueError: of the child"
 
 
-def test_a_programs_own_excepthook_is_called(launch: Launch) -> None:
+def test_excepthook_of_a_program_is_called(launch: Launch) -> None:
     script = (
         "import sys\nsys.excepthook = lambda *a: print('hooked', a[1], file=sys.stderr)\nraise ValueError('no data')"
     )

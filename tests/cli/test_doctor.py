@@ -1,4 +1,4 @@
-"""`aiocoll doctor`: for real, and on hosts that lack something."""
+"""`aiocoll doctor` on this host, and on hosts with simulated defects."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from ..rendezvous.test_launchers import SLURM as OF_SLURM
 
 LIMIT = 120
 VERSION = f"{aiocoll.__version__}, {describe_implementation()}"
-#: What changes the outcome or, on a busy machine, the output, and may be set where the tests run.
+#: Variables that change the outcome, or the output on a busy machine. They may be set where the tests run.
 OURS = ("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE", "PYTHONASYNCIODEBUG")
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_variables_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(OURS)]:
         monkeypatch.delenv(name)
 
@@ -55,25 +55,25 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def report(*arguments: str, **env: str) -> tuple[int, dict[str, Any], dict[str, CheckResult]]:
-    """Return exit code, pairs by their ranks and findings by their names."""
+    """Return the exit code, the pairs by their ranks, and the findings by their names."""
     done = run("--json", *arguments, **env)
     assert done.stderr == ""
-    said = json.loads(done.stdout)
-    findings = [CheckResult(**each) for each in said["findings"]]
-    assert said["fine"] == all(finding.fine for finding in findings)
-    assert done.returncode == (0 if said["fine"] else 1)
-    pairs = {tuple(pair["ranks"]): (pair["transport"], pair["why"]) for pair in said["pairs"]}
+    output = json.loads(done.stdout)
+    findings = [CheckResult(**each) for each in output["findings"]]
+    assert output["fine"] == all(finding.fine for finding in findings)
+    assert done.returncode == (0 if output["fine"] else 1)
+    pairs = {tuple(pair["ranks"]): (pair["transport"], pair["why"]) for pair in output["pairs"]}
     return done.returncode, pairs, {finding.name: finding for finding in findings}
 
 
-def found(name: str, ranks: int = 1) -> CheckResult:
-    """Look at this host; return the only finding of that name."""
+def finding_of(name: str, ranks: int = 1) -> CheckResult:
+    """Check this host; return the only finding of that name."""
     (finding,) = [finding for finding in look(ranks) if finding.name == name]
     return finding
 
 
-def refuse(code: int) -> Callable[..., Any]:
-    """Return a system call that fails."""
+def failing_call(code: int) -> Callable[..., Any]:
+    """Return a system call that fails with an errno."""
 
     def call(*_: object, **__: object) -> Any:
         raise OSError(code, os.strerror(code))
@@ -81,12 +81,12 @@ def refuse(code: int) -> Callable[..., Any]:
     return call
 
 
-# -- for real
+# -- this host
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_meet_and_say_how_they_are_connected(ranks: int) -> None:
+def test_ranks_meet_and_report_their_connections(ranks: int) -> None:
     _, pairs, findings = report("-n", str(ranks))
     assert pairs == {(a, b): ("shm", "both are on this host") for b in range(ranks) for a in range(b)}
     assert findings["meeting"].value == f"{ranks} met, all pairs exchanged data"
@@ -99,7 +99,7 @@ def test_ranks_meet_and_say_how_they_are_connected(ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_its_text_can_be_read() -> None:
+def test_text_has_every_topic() -> None:
     done = run()
     assert done.stderr == ""
     lines = done.stdout.splitlines()
@@ -139,7 +139,7 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
             False,
         ),
         (
-            SLURM | {"AIOCOLL_JOB_KEY": "nobody is to see this"},
+            SLURM | {"AIOCOLL_JOB_KEY": "a key that is not shown"},
             "Slurm (SLURM_STEP_ID): rank 1 of 3, 1 of 2 on this host; the store is at n01:31000; the job key comes "
             "from AIOCOLL_JOB_KEY",
             "",
@@ -170,26 +170,26 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
     ],
     ids=["nothing", "Slurm", "key", "PMI", "half", "half by hand"],
 )
-def test_what_has_started_it_is_named(
+def test_launcher_is_named(
     env: dict[str, str], value: str, advice: str, fine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in env:
         monkeypatch.setenv(name, env[name])
-    assert found("started by") == CheckResult("launcher", "started by", value, advice, fine)
+    assert finding_of("started by") == CheckResult("launcher", "started by", value, advice, fine)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
-def test_another_transport_is_seen_and_explained(transport: str) -> None:
+def test_chosen_transport_is_explained(transport: str) -> None:
     _, pairs, findings = report(AIOCOLL_TRANSPORT=transport)
     used, why = pairs[0, 1]
     assert used == transport
     assert "the options request another transport" in why
-    assert findings["meeting"].fine, "it is what was asked for"
+    assert findings["meeting"].fine, "a chosen transport is no problem"
 
 
 @pytest.mark.slow
-def test_what_the_environment_says_is_checked() -> None:
+def test_options_in_the_environment_are_checked() -> None:
     code, pairs, findings = report(AIOCOLL_TRANSPORT="pigeon")
     assert (code, pairs) == (1, {})
     assert "AIOCOLL_TRANSPORT='pigeon': must be one of 'auto'" in findings["environment"].advice
@@ -198,14 +198,14 @@ def test_what_the_environment_says_is_checked() -> None:
     assert not findings["meeting"].fine
 
 
-def test_nobody_cannot_meet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "-n", "0"])
     assert ended.value.code == 2
     assert "argument -n/--nproc: 0 is not a positive number" in capsys.readouterr().err
 
 
-# -- on hosts that lack something
+# -- hosts with defects
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
@@ -218,35 +218,35 @@ def test_nobody_cannot_meet(capsys: pytest.CaptureFixture[str]) -> None:
         ("unix sockets", address, "open_unix", "AIOCOLL_TRANSPORT=tcp"),
     ],
 )
-def test_a_forbidden_call(
+def test_forbidden_call_is_a_problem_with_advice(
     monkeypatch: pytest.MonkeyPatch, name: str, module: Any, call: str, instead: str, code: int
 ) -> None:
-    assert found(name).fine
-    monkeypatch.setattr(module, call, refuse(code))
-    finding = found(name)
+    assert finding_of(name).fine
+    monkeypatch.setattr(module, call, failing_call(code))
+    finding = finding_of(name)
     assert not finding.fine
     assert os.strerror(code) in finding.value
     assert instead in finding.advice
 
 
-def test_a_call_that_python_was_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_call_of_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    assert not found("shared memory").fine
+    assert not finding_of("shared memory").fine
 
 
-def test_unix_sockets_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unix_sockets_of_another_user_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, peer_uid=lambda sock: os.geteuid() + 1)
-    finding = found("unix sockets")
+    finding = finding_of("unix sockets")
     assert not finding.fine
     assert f"its own unix socket belongs to user {os.geteuid() + 1}, not to this user" in finding.value
 
 
-def test_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_leave_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     list(look(2))
     before = os.listdir("/proc/self/fd")
     list(look(2))
-    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
-    replaced(monkeypatch, peer_uid=refuse(errno.ENOPROTOOPT))
+    monkeypatch.setattr(os, "posix_fallocate", failing_call(errno.ENOSPC))
+    replaced(monkeypatch, peer_uid=failing_call(errno.ENOPROTOOPT))
     list(look(2))
     assert os.listdir("/proc/self/fd") == before
 
@@ -255,9 +255,11 @@ def test_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     ("files", "fine", "value"),
     [(256, False, "256"), (1024, True, "1024"), (resource.RLIM_INFINITY, True, "no limit"), (10, False, "10")],
 )
-def test_open_files(monkeypatch: pytest.MonkeyPatch, files: int, fine: bool, value: str) -> None:
+def test_limit_of_open_files_has_the_number_of_peers(
+    monkeypatch: pytest.MonkeyPatch, files: int, fine: bool, value: str
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
-    finding = found("open files")
+    finding = finding_of("open files")
     assert (finding.fine, finding.value) == (fine, value)
     if not fine:
         assert f"about {max(0, files - 64) // 3} peers" in finding.advice
@@ -265,11 +267,11 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch, files: int, fine: bool, val
 
 
 @pytest.mark.parametrize(("free", "fine"), [(0, False), ((64 << 20) - 4096, False), (64 << 20, True)])
-def test_dev_shm(monkeypatch: pytest.MonkeyPatch, free: int, fine: bool) -> None:
+def test_small_dev_shm_is_a_problem(monkeypatch: pytest.MonkeyPatch, free: int, fine: bool) -> None:
     real = os.statvfs("/")
     shm = os.statvfs_result((4096, 4096, (1 << 30) // 4096, 0, free // 4096, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: shm)
-    finding = found("/dev/shm")
+    finding = finding_of("/dev/shm")
     assert finding.fine is fine
     assert finding.value.endswith(" free of 1 GiB")
     assert ("--shm-size" in finding.advice) is not fine
@@ -285,7 +287,7 @@ def test_dev_shm(monkeypatch: pytest.MonkeyPatch, free: int, fine: bool) -> None
         ("memory/memory.limit_in_bytes", str(512 << 10), "512 KiB"),
     ],
 )
-def test_memory_of_the_cgroup(
+def test_memory_of_the_cgroup_is_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, text: str, value: str
 ) -> None:
     (tmp_path / "self").mkdir()
@@ -293,39 +295,39 @@ def test_memory_of_the_cgroup(
     (tmp_path / path).parent.mkdir(exist_ok=True)
     (tmp_path / path).write_text(f"{text}\n")
     replaced(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path)
-    assert found("memory of the cgroup").value == value
+    assert finding_of("memory of the cgroup").value == value
 
 
 @pytest.mark.parametrize("nbytes", [212_992, LOOPBACK_BUFFER])
-def test_buffers_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nbytes: int) -> None:
+def test_small_socket_buffers_are_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nbytes: int) -> None:
     folder = tmp_path / "sys" / "net" / "core"
     folder.mkdir(parents=True)
     for name in ("rmem_max", "wmem_max"):
         (folder / name).write_text(f"{nbytes}\n")
     replaced(monkeypatch, proc_folder=tmp_path)
     for name in ("rmem_max", "wmem_max"):
-        finding = found(f"net.core.{name}")
-        assert finding.fine, "it is what most systems have"
+        finding = finding_of(f"net.core.{name}")
+        assert finding.fine, "the default of most systems is reported as a problem"
         assert (f"sysctl -w net.core.{name}={LOOPBACK_BUFFER}" in finding.advice) == (nbytes < LOOPBACK_BUFFER)
 
 
-def test_what_cannot_be_read_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreadable_files_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replaced(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path, shm_folder=tmp_path / "none")
     names = {finding.name for finding in look(1)}
     assert "open files" in names
     assert not {"memory of the cgroup", "net.core.rmem_max", str(tmp_path / "none")} & names
 
 
-def test_a_system_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_limits_has_no_topic_of_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resource", None)
     topics = {finding.topic for finding in look(1)}
     assert topics == {"versions", "host", "launcher", "means", "network"}
 
 
-def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_cores_are_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3}, raising=False)
-    assert found("cores usable", ranks=2).advice == ""
-    finding = found("cores usable", ranks=3)
+    assert finding_of("cores usable", ranks=2).advice == ""
+    finding = finding_of("cores usable", ranks=3)
     assert finding.fine
     assert finding.advice.startswith("3 ranks take turns on 2")
 
@@ -351,115 +353,115 @@ def test_load_that_spoils_timings_leads_to_a_hint(
     assert all(finding.fine and finding.topic == "load" for finding in findings)
 
 
-def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"numpy": "2.1", "msgpack": "1.2", "torch": "2.13"}
+def test_missing_package_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"numpy": "2.1", "msgpack": "1.2", "torch": "2.13"}
 
     def version(name: str) -> str:
-        if name not in there:
+        if name not in installed:
             raise PackageNotFoundError(name)
-        return there[name]
+        return installed[name]
 
     monkeypatch.setattr(checks, "version", version)
     versions = {finding.name: finding for finding in look(1) if finding.topic == "versions"}
-    assert versions.keys() == {"python", "aiocoll", *there, "uvloop"}
-    assert all(versions[name].value == value for name, value in there.items())
+    assert versions.keys() == {"python", "aiocoll", *installed, "uvloop"}
+    assert all(versions[name].value == value for name, value in installed.items())
     assert versions["aiocoll"].value == VERSION
     assert not versions["uvloop"].fine
     assert "pip install uvloop" in versions["uvloop"].advice
 
 
-def test_no_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_master_address_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert found("address for peers").value == "127.0.0.1 (the way to MASTER_ADDR=127.0.0.1)"
-    monkeypatch.setattr(socket, "getaddrinfo", refuse(errno.ENOENT))
+    assert finding_of("address for peers").value == "127.0.0.1 (the way to MASTER_ADDR=127.0.0.1)"
+    monkeypatch.setattr(socket, "getaddrinfo", failing_call(errno.ENOENT))
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
-    finding = found("address for peers")
+    finding = finding_of("address for peers")
     assert not finding.fine
     assert "'nowhere.invalid' does not resolve" in finding.advice
 
 
-def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_interface_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_INTERFACE", "lo")
-    assert found("address for peers").value == "127.0.0.1 (interface=lo)"
+    assert finding_of("address for peers").value == "127.0.0.1 (interface=lo)"
     monkeypatch.setenv("AIOCOLL_INTERFACE", "nope0")
-    finding = found("address for peers")
+    finding = finding_of("address for peers")
     assert not finding.fine
     assert "interface='nope0'" in finding.advice
 
 
-def test_ports_and_an_address_that_others_are_told(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def test_ports_and_advertised_address_are_shown(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setenv("AIOCOLL_PORT_RANGE", f"{port}")
-    assert found("ports for peers").value == f"{port} to {port}, 1 of them free"
+    assert finding_of("ports for peers").value == f"{port} to {port}, 1 of them free"
     with socket.create_server(("127.0.0.1", port)):
-        finding = found("ports for peers")
+        finding = finding_of("ports for peers")
     assert finding.value == f"{port} to {port}, 0 of them free"
     assert not finding.fine
     assert "AIOCOLL_PORT_RANGE" in finding.advice
     monkeypatch.setenv("AIOCOLL_ADVERTISE", "203.0.113.5")
-    assert found("address for other hosts").value == "203.0.113.5"
+    assert finding_of("address for other hosts").value == "203.0.113.5"
     monkeypatch.setenv("AIOCOLL_CONNECTIONS", "1")
-    assert found("connections for data").value == "at most 1 to a rank on another host"
+    assert finding_of("connections for data").value == "at most 1 to a rank on another host"
 
 
-def test_encryption_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found("between hosts").value.startswith("TLS 1.3 (cryptography ")
+def test_encryption_between_hosts_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert finding_of("between hosts").value.startswith("TLS 1.3 (cryptography ")
     monkeypatch.setenv("AIOCOLL_ENCRYPTION", "none")
-    assert found("between hosts").value == "nothing is encrypted"
+    assert finding_of("between hosts").value == "nothing is encrypted"
     monkeypatch.delenv("AIOCOLL_ENCRYPTION")
     real = checks.version
 
-    def missing(name: str) -> str:
+    def version_without_cryptography(name: str) -> str:
         if name == "cryptography":
             raise PackageNotFoundError
         return real(name)
 
-    monkeypatch.setattr(checks, "version", missing)
-    assert "pip install aiocoll[tls]" in found("between hosts").advice
+    monkeypatch.setattr(checks, "version", version_without_cryptography)
+    assert "pip install aiocoll[tls]" in finding_of("between hosts").advice
 
 
-def test_a_certificate_of_the_users_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificate_of_the_users_ca_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Authority(tmp_path)
     files = authority.make("aiocoll://train/rank/*", days=(-1, 12))
     for name, value in as_variables(files).items():
         monkeypatch.setenv(name, value)
-    finding = found("between hosts")
+    finding = finding_of("between hosts")
     assert re.fullmatch(
         r"TLS 1.3, certificate .*own.pem for aiocoll://train/rank/\*, valid for (12.0|11.9) days more", finding.value
     )
     assert (finding.fine, finding.advice) == (True, "")
     monkeypatch.setenv("AIOCOLL_JOB_ID", "train")
-    assert found("between hosts").fine
+    assert finding_of("between hosts").fine
     monkeypatch.setenv("AIOCOLL_JOB_ID", "other")
-    assert "no name in it belongs to this job: expected aiocoll://other/..." in found("between hosts").advice
+    assert "no name in it belongs to this job: expected aiocoll://other/..." in finding_of("between hosts").advice
     authority.make("aiocoll://other/rank/*", days=(-1, 1.5))
-    finding = found("between hosts")
+    finding = finding_of("between hosts")
     assert (finding.fine, finding.advice[:29]) == (True, "a group keeps its certificate")
     authority.make("aiocoll://other/rank/*", days=(-2, -1))
-    finding = found("between hosts")
+    finding = finding_of("between hosts")
     assert not finding.fine
     assert "own.pem' has expired: it is valid from" in finding.advice
 
 
-def test_ranks_that_do_not_meet(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_meeting_is_a_problem(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
     limits(doctor_patience=1e-3)
     assert main(["doctor"]) == 1
-    said = capsys.readouterr().out
-    assert "failed (TimeoutError)" in said
-    assert "PROBLEM: no group can be formed here: " in said
-    assert said.endswith("see above\n")
+    output = capsys.readouterr().out
+    assert "failed (TimeoutError)" in output
+    assert "PROBLEM: no group can be formed here: " in output
+    assert output.endswith("see above\n")
 
 
-def test_ranks_that_could_share_memory_and_do_not(
+def test_ranks_that_do_not_share_memory_are_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def met(*_: object, **__: object) -> list[list[tuple[int, str, str]]]:
+    async def fake_meeting(*_: object, **__: object) -> list[list[tuple[int, str, str]]]:
         return [[(1, "unix", "it is forbidden"), (2, "shm", "same host")], [(2, "unix", "it is forbidden")], []]
 
-    monkeypatch.setattr(doctor, "run_processes", met)
+    monkeypatch.setattr(doctor, "run_processes", fake_meeting)
     assert main(["doctor", "-n", "3"]) == 1
-    said = capsys.readouterr().out
-    assert "could share memory, which is faster" in said
-    assert "  0-1 1-2: unix, it is forbidden\n  0-2: shm, same host\n" in said
+    output = capsys.readouterr().out
+    assert "could share memory, which is faster" in output
+    assert "  0-1 1-2: unix, it is forbidden\n  0-2: shm, same host\n" in output
     monkeypatch.setenv("AIOCOLL_TRANSPORT", "unix")
     main(["doctor", "-n", "3"])
     assert "could share memory" not in capsys.readouterr().out
@@ -474,11 +476,13 @@ SCOPES = {
 
 @pytest.mark.parametrize("user", [0, 1000])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_single_copy_under_yama(scope: str, user: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_single_copy_follows_the_scope_of_yama(
+    scope: str, user: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "ptrace_scope").write_text(f"{scope}\n")
     replaced(monkeypatch, yama_scope_file=str(tmp_path / "ptrace_scope"))
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    finding = found("single copy")
+    finding = finding_of("single copy")
     value, remedy = SCOPES["0" if user == 0 else scope]
     assert finding.value == value
     assert remedy in finding.advice
@@ -486,9 +490,9 @@ def test_single_copy_under_yama(scope: str, user: int, monkeypatch: pytest.Monke
     assert finding.fine == (user == 0 or scope != "2")
 
 
-def test_single_copy_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_copy_refused_by_the_kernel_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "can_read", lambda: "it refuses")
-    finding = found("single copy")
+    finding = finding_of("single copy")
     assert (finding.value, finding.fine) == ("it refuses", False)
     assert "--cap-add SYS_PTRACE" in finding.advice
 
@@ -508,13 +512,13 @@ def test_reason_why_small_collectives_run_in_python(
 ) -> None:
     monkeypatch.setattr(checks, "core", checks)
     monkeypatch.setenv(*variable.split("="))
-    finding = found("small collectives")
+    finding = finding_of("small collectives")
     assert (finding.advice, finding.fine) == (advice, True)
     assert finding.value == (f"in Python: {variable}" if advice else "in C where the call allows it (docs/native.md)")
 
 
 def test_missing_accelerator_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "core", None)
-    finding = found("small collectives")
+    finding = finding_of("small collectives")
     assert (finding.value, finding.fine) == ("in Python: the accelerator does not run", True)
     assert "docs/native.md" in finding.advice

@@ -1,4 +1,4 @@
-"""`aiocoll doctor` on several hosts: here all of them are tasks of one process, or processes, that use the loopback."""
+"""`aiocoll doctor` on several hosts, which are tasks of one process, or processes, on the loopback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..ranks import until
 
 KEY = b"of this test and no other"
 LIMIT = 60
-#: A host that nothing is to be learned of but that it has come.
+#: The facts of a host of which only its arrival is known.
 FACTS = ["elsewhere", "1 cores", "auto", "", "", "it has not reported its address; see its output"]
 
 Meet = Callable[..., Awaitable[HostsMet]]
@@ -47,7 +47,7 @@ def options(**given: Any) -> GroupOptions:
 
 @pytest.fixture
 def meet(port: int) -> Meet:
-    """Be one of some hosts."""
+    """Return a function that plays one host."""
 
     def start(
         number: int, nnodes: int, timeout: float = LIMIT, key: bytes = KEY, at: str = "127.0.0.1", **given: Any
@@ -59,8 +59,8 @@ def meet(port: int) -> Meet:
 
 
 @asynccontextmanager
-async def serving(port: int) -> AsyncIterator[None]:
-    """Serve the store in the place of host 0."""
+async def store_server(port: int) -> AsyncIterator[None]:
+    """Serve the store in place of host 0."""
     server = StoreServer("127.0.0.1", port, key=KEY, job="this test")
     server.start()
     yield
@@ -68,8 +68,8 @@ async def serving(port: int) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def elsewhere(port: int) -> AsyncIterator[PrefixStore]:
-    """Open the store as another program would."""
+async def doctor_store(port: int) -> AsyncIterator[PrefixStore]:
+    """Open the store as another program does."""
     store = TCPStore("127.0.0.1", port, timeout=LIMIT, wait_for_workers=False, key=KEY, job="this test")
     async with store:
         yield PrefixStore("doctor", store)
@@ -79,8 +79,8 @@ def advice(met: HostsMet) -> dict[str, str]:
     return {each.name: each.advice for each in findings(met) if each.advice}
 
 
-def told(what: Any) -> bytes:
-    data: bytes = msgpack.packb(what)
+def packed(value: Any) -> bytes:
+    data: bytes = msgpack.packb(value)
     return data
 
 
@@ -89,9 +89,9 @@ def told(what: Any) -> bytes:
 
 @pytest.mark.parametrize("at", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("encryption", ["auto", "none"])
-async def test_all_reach_all(meet: Meet, at: str, encryption: str) -> None:
+async def test_hosts_reach_each_other(meet: Meet, at: str, encryption: str) -> None:
     first, *others = await asyncio.gather(*(meet(each, 3, at=at, encryption=encryption) for each in (0, 1, 2)))
-    assert others == [first] * 2, "all tell the same"
+    assert others == [first] * 2, "the hosts report different results"
     assert advice(first) == {}
     assert {(a, b) for a, row in first.rows.items() for b in row} == {
         (a, b) for a in (0, 1, 2) for b in {0, 1, 2} - {a}
@@ -102,13 +102,13 @@ async def test_all_reach_all(meet: Meet, at: str, encryption: str) -> None:
         assert all(0 < attempt.seconds < LIMIT for attempt in first.rows[number].values())
 
 
-async def test_one_host_alone(meet: Meet) -> None:
+async def test_single_host_has_no_connections(meet: Meet) -> None:
     met = await meet(0, 1)
     assert (met.rows, advice(met)) == ({0: {}}, {})
 
 
-async def test_encryption_that_differs(meet: Meet) -> None:
-    """Stores on the loopback are not encrypted by default, so that both can use this one."""
+async def test_different_encryption_is_reported(meet: Meet) -> None:
+    """Use the loopback, whose store is not encrypted by default, so that both hosts can open it."""
     first, second = await asyncio.gather(meet(0, 2), meet(1, 2, encryption="none"))
     assert first == second
     assert advice(first)["encryption"].startswith(
@@ -116,7 +116,7 @@ async def test_encryption_that_differs(meet: Meet) -> None:
     )
 
 
-async def test_ports_that_are_taken(meet: Meet, port: int) -> None:
+async def test_host_without_a_free_port_is_reported(meet: Meet, port: int) -> None:
     ports = (port, port)
     met, _ = await asyncio.gather(meet(0, 2), meet(1, 2, port_range=ports))
     name = socket.gethostname()
@@ -127,7 +127,7 @@ async def test_ports_that_are_taken(meet: Meet, port: int) -> None:
     assert met.reaches(1, 0)
 
 
-async def test_a_transport_that_leads_to_no_other_host(meet: Meet) -> None:
+async def test_transport_without_a_listener_is_reported(meet: Meet) -> None:
     met, _ = await asyncio.gather(meet(0, 2), meet(1, 2, transport="shm"))
     assert "transport='shm' opens no TCP listener; use transport='auto' or 'tcp'" in advice(met)["host 1"]
     ((target, attempt),) = met.rows[1].items()
@@ -135,27 +135,27 @@ async def test_a_transport_that_leads_to_no_other_host(meet: Meet) -> None:
     assert "transport='shm' on rank 1, but rank 0 is on" in attempt.trouble
 
 
-async def test_a_host_that_does_not_come(meet: Meet) -> None:
+async def test_missing_host_is_reported(meet: Meet) -> None:
     met = await meet(0, 2, timeout=0.5)
     assert "host(s) 1 of 2 did not come within 0.5 s" in advice(met)["missing"]
     assert met.store.startswith("127.0.0.1 port ")
 
 
-async def test_another_key(meet: Meet, port: int) -> None:
-    async with serving(port):
+async def test_store_of_another_key_is_refused(meet: Meet, port: int) -> None:
+    async with store_server(port):
         message = r"cannot use the store at 127\.0\.0\.1:\d+: .* did not prove that it holds this job's key"
         with pytest.raises(StoreUnavailableError, match=message):
             await meet(1, 3, key=b"of another test, or so")
 
 
-async def test_no_store(meet: Meet) -> None:
+async def test_missing_store_is_reported(meet: Meet) -> None:
     with pytest.raises(
         StoreUnavailableError, match=r"no store at 127\.0\.0\.1:\d+: nothing listens .*refused.*tried for"
     ):
         await meet(1, 2, timeout=0.1)
 
 
-async def test_a_port_that_is_taken(meet: Meet, port: int) -> None:
+async def test_store_port_of_another_program_is_reported(meet: Meet, port: int) -> None:
     with (
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(StoreUnavailableError, match=r"the store cannot listen on .*another program uses it"),
@@ -163,17 +163,17 @@ async def test_a_port_that_is_taken(meet: Meet, port: int) -> None:
         await meet(0, 2)
 
 
-async def test_a_store_of_something_else(meet: Meet, limits: Limits, port: int) -> None:
-    """Of a job that runs, for instance."""
+async def test_store_of_another_program_is_reported(meet: Meet, limits: Limits, port: int) -> None:
+    """Use the store as of a running job, in which no host 0 of `aiocoll doctor` takes part."""
     limits(doctor_slack=0.1)
-    async with serving(port):
+    async with store_server(port):
         with pytest.raises(
             RendezvousError, match=r"host 0 has a store, but has not ended the round within 0\.2 s: check that `aiocoll"
         ):
             await meet(1, 2, timeout=0.1)
 
 
-async def test_two_hosts_of_one_number(meet: Meet) -> None:
+async def test_second_host_of_one_number_is_refused(meet: Meet) -> None:
     first, one, other = await asyncio.gather(meet(0, 2), meet(1, 2), meet(1, 2), return_exceptions=True)
     assert isinstance(first, HostsMet)
     assert advice(first) == {}
@@ -182,7 +182,7 @@ async def test_two_hosts_of_one_number(meet: Meet) -> None:
     assert re.match(r"host 1 is .* \(process \d+\) already: give each host its own --node-rank", str(error))
 
 
-async def test_another_number_of_hosts(meet: Meet, limits: Limits) -> None:
+async def test_different_number_of_hosts_is_refused(meet: Meet, limits: Limits) -> None:
     limits(doctor_slack=0.2)
     first, second = await asyncio.gather(meet(0, 2), meet(1, 3), return_exceptions=True)
     assert str(second) == "--nnodes 3: host 0 was given --nnodes 2"
@@ -190,33 +190,33 @@ async def test_another_number_of_hosts(meet: Meet, limits: Limits) -> None:
     assert advice(first)["host 1"].endswith("cannot be dialled: it has not reported its address; see its output")
 
 
-async def test_a_host_that_comes_too_late(meet: Meet, port: int) -> None:
-    async with serving(port), elsewhere(port) as store:
-        await store.set("came", told({0: told({"nnodes": 2})}))
+async def test_late_host_is_refused(meet: Meet, port: int) -> None:
+    async with store_server(port), doctor_store(port) as store:
+        await store.set("came", packed({0: packed({"nnodes": 2})}))
         with pytest.raises(
             RendezvousError, match="host 1 came too late: the other hosts have started without it; run the command"
         ):
             await meet(1, 2)
 
 
-# -- hosts that stop, or tell what is not so
+# -- hosts that stop, or report wrong results
 
 
-async def pretend(port: int, *values: Any) -> None:
-    """Be host 1, and tell at once what it has for as many rounds as there are values; the first comes last."""
-    async with elsewhere(port) as store:
-        told_here = dict(zip(("came/1", "listening/1", "row/1", "left/1"), map(told, values), strict=False))
-        await store.multi_set([*reversed(told_here)], [*reversed(told_here.values())])
+async def publish_as_host_1(port: int, *values: Any) -> None:
+    """Publish the records of host 1 for as many rounds as there are values, the last round first."""
+    async with doctor_store(port) as store:
+        records = dict(zip(("came/1", "listening/1", "row/1", "left/1"), map(packed, values), strict=False))
+        await store.multi_set([*reversed(records)], [*reversed(records.values())])
 
 
 CAME = {"nnodes": 2, "store": "127.0.0.1", "listens": "", "facts": FACTS}
 
 
-#: Of host 1.
+#: The hosts that host 1 reaches.
 REACHED = {0: (0.1, "")}
 
 
-def listening(port: int) -> Any:
+def listening_record(port: int) -> Any:
     return {"host": "elsewhere", "unix": None, "tcp": ["127.0.0.1", port], "process": [0, 0, 0], "piece": 0}, ""
 
 
@@ -227,27 +227,32 @@ def listening(port: int) -> Any:
         (2, "from 1", "host 1 (elsewhere) has not reported which hosts it reaches; see its output"),
     ],
 )
-async def test_a_host_that_stops(meet: Meet, limits: Limits, port: int, rounds: int, name: str, text: str) -> None:
+async def test_host_that_stops_is_reported(
+    meet: Meet, limits: Limits, port: int, rounds: int, name: str, text: str
+) -> None:
     limits(doctor_dial=0.1, doctor_slack=0.3, doctor_ping=0.1)
-    values = [CAME, listening(free_port())][:rounds]
-    met, _ = await asyncio.gather(meet(0, 2), pretend(port, *values))
+    values = [CAME, listening_record(free_port())][:rounds]
+    met, _ = await asyncio.gather(meet(0, 2), publish_as_host_1(port, *values))
     assert advice(met)[name] == text
 
 
-async def test_a_connection_that_is_refused(meet: Meet, limits: Limits, port: int) -> None:
+async def test_refused_connection_is_reported(meet: Meet, limits: Limits, port: int) -> None:
     limits(doctor_dial=0.3)
-    nobody = free_port()
-    met, _ = await asyncio.gather(meet(0, 2), pretend(port, CAME, listening(nobody), REACHED, None))
+    unused_port = free_port()
+    met, _ = await asyncio.gather(
+        meet(0, 2), publish_as_host_1(port, CAME, listening_record(unused_port), REACHED, None)
+    )
     (text,) = advice(met).values()
     assert re.fullmatch(
-        rf"host 0 \(.*\) cannot reach host 1 \(elsewhere\) at 127\.0\.0\.1 port {nobody}, which other hosts cannot "
-        r"reach: Connection refused \(tried for [\d.]+ s\); a job does not need this connection: host 1 dials host 0",
+        rf"host 0 \(.*\) cannot reach host 1 \(elsewhere\) at 127\.0\.0\.1 port {unused_port}, which other hosts "
+        r"cannot reach: Connection refused \(tried for [\d.]+ s\); a job does not need this connection: "
+        r"host 1 dials host 0",
         text,
     )
     assert [each.value for each in findings(met) if each.name == "0 to 1"] == ["refused"]
 
 
-async def test_another_program_listens_there(meet: Meet, limits: Limits, port: int) -> None:
+async def test_another_program_at_the_port_is_reported(meet: Meet, limits: Limits, port: int) -> None:
     limits(doctor_dial=0.3)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -257,20 +262,22 @@ async def test_another_program_listens_there(meet: Meet, limits: Limits, port: i
         await writer.wait_closed()
 
     async with await asyncio.start_server(serve, "127.0.0.1") as server:
-        card = listening(server.sockets[0].getsockname()[1])
-        met, _ = await asyncio.gather(meet(0, 2), pretend(port, CAME, card, REACHED, None))
+        card = listening_record(server.sockets[0].getsockname()[1])
+        met, _ = await asyncio.gather(meet(0, 2), publish_as_host_1(port, CAME, card, REACHED, None))
     ((_, attempt),) = met.rows[0].items()
     assert "TLS: " in attempt.trouble
 
 
-async def test_no_byte_comes_back(meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connections are made, and what answers on them has stopped."""
+async def test_connection_without_an_answer_is_reported(
+    meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let connections open, but send no byte back."""
     limits(doctor_ping=0.1)
 
-    async def silent(stream: ByteStream) -> None:
+    async def close_at_once(stream: ByteStream) -> None:
         stream.close()
 
-    replaced(monkeypatch, doctor_answer=silent)
+    replaced(monkeypatch, doctor_answer=close_at_once)
     met, _ = await asyncio.gather(meet(0, 2), meet(1, 2))
     assert met.rows[1][0].trouble == ": the connection was made, and then no byte came back"
 
@@ -279,7 +286,7 @@ async def test_no_byte_comes_back(meet: Meet, limits: Limits, monkeypatch: pytes
 
 
 class Doctors:
-    """Starts `aiocoll doctor`, on one rank of its own."""
+    """Processes of `aiocoll doctor`, each with one rank."""
 
     def __init__(self, path: Path, port: int, stack: ExitStack) -> None:
         self._stack = stack
@@ -319,45 +326,44 @@ def doctors(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.slow
-def test_two_processes(doctors: Doctors) -> None:
-    """One says it in words, the other in JSON."""
+def test_two_processes_report_the_same_in_words_and_as_json(doctors: Doctors) -> None:
     first, second = doctors.start(0), doctors.start(1, "--json")
-    (said, complaints), (json_said, other_complaints) = (
+    (output, errors), (json_output, other_errors) = (
         first.communicate(timeout=LIMIT),
         second.communicate(timeout=LIMIT),
     )
-    assert (complaints, other_complaints) == ("", "")
-    found = json.loads(json_said)
+    assert (errors, other_errors) == ("", "")
+    found = json.loads(json_output)
     assert [(each["from"], each["to"], each["trouble"]) for each in found["hosts"]] == [(0, 1, ""), (1, 0, "")]
     assert all(each["seconds"] > 0 for each in found["hosts"])
     between = [each for each in found["findings"] if each["topic"] == "between hosts"]
     assert (between[-1]["name"], between[-1]["value"]) == ("a job", "would meet on these hosts")
     assert found["fine"] == (second.returncode == 0)
-    text = said[said.index("\nhost 0 listens on 127.0.0.1 port ") :]
+    text = output[output.index("\nhost 0 listens on 127.0.0.1 port ") :]
     assert re.search(r" for the others, and waits for them for 30 s\nbetween hosts\n  host 0  ", text)
     for each in between:
         assert re.search(rf"^  {each['name']}\s+{re.escape(each['value'])}$", text, re.MULTILINE), text
-    assert said.endswith("all fine\n") == (first.returncode == 0)
+    assert output.endswith("all fine\n") == (first.returncode == 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_ctrl_c_while_it_waits(doctors: Doctors, number: int) -> None:
+def test_ctrl_c_ends_a_waiting_host(doctors: Doctors, number: int) -> None:
     process = doctors.start(number)
     assert process.stdout is not None
     while "host 0" not in (line := process.stdout.readline()):
         assert line
     process.send_signal(signal.SIGINT)
-    _, complaints = process.communicate(timeout=LIMIT)
-    assert (process.returncode, complaints) == (130, "")
+    _, errors = process.communicate(timeout=LIMIT)
+    assert (process.returncode, errors) == (130, "")
 
 
 @pytest.mark.slow
-def test_a_host_on_which_nothing_can_be_met(doctors: Doctors, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_without_a_store_has_a_problem(doctors: Doctors, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(doctors.arguments(1, "--timeout", "1")) == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert re.search(
-        r"PROBLEM: no store at 127\.0\.0\.1:\d+: nothing listens there .*\(tried for 1\.\d s\)\n1 problem", said
+        r"PROBLEM: no store at 127\.0\.0\.1:\d+: nothing listens there .*\(tried for 1\.\d s\)\n1 problem", output
     )
 
 
@@ -370,24 +376,30 @@ def test_a_host_on_which_nothing_can_be_met(doctors: Doctors, capsys: pytest.Cap
         (["--timeout", "0"], "argument --timeout: 0 is not a positive number"),
     ],
 )
-def test_usage(doctors: Doctors, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_wrong_usage_is_explained(
+    doctors: Doctors, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", *arguments])
     assert message in capsys.readouterr().err
 
 
-def test_help_says_what_the_exit_code_means(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["doctor", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "0 all is fine: a job would meet and run 1 something fails or is slower than it could be, or output" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert (
+        "0 all is fine: a job would meet and run 1 something fails or is slower than it could be, or output" in output
+    )
 
 
-def test_a_key_is_not_shown() -> None:
+def test_key_is_not_shown() -> None:
     assert repr(KEY) not in repr(Hosts(2, 0, ("127.0.0.1", 1), KEY, "this test"))
 
 
-async def test_a_terminal_shows_who_has_come(meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_terminal_shows_the_hosts_that_have_come(
+    meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

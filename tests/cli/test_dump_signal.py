@@ -1,4 +1,4 @@
-"""`kill -USR2` of the launcher or of a rank: something is told, and the job goes on."""
+"""`kill -USR2` of the launcher or of a rank: ranks print or write dumps, and the job continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-#: Ranks meet, then all but rank 0 wait in a barrier until rank 0 has read a byte.
+#: Ranks meet. Then all but rank 0 wait in a barrier, until rank 0 has read a byte.
 SCRIPT = """
 import asyncio, os, sys
 import aiocoll
@@ -41,8 +41,8 @@ asyncio.run(main())
 """
 
 
-def ready(job: Job, ranks: int) -> dict[int, int]:
-    """Wait until all ranks are; return their processes."""
+def wait_until_ready(job: Job, ranks: int) -> dict[int, int]:
+    """Wait until all ranks have printed "ready"; return their processes by rank."""
     found: dict[int, int] = {}
     while len(found) < ranks:
         line = job.process.stdout.readline()
@@ -54,52 +54,54 @@ def ready(job: Job, ranks: int) -> dict[int, int]:
 
 def read_until(job: Job, *patterns: str) -> str:
     """Read standard error until all of `patterns` are in it."""
-    said = ""
-    while not all(re.search(pattern, said) for pattern in patterns):
+    output = ""
+    while not all(re.search(pattern, output) for pattern in patterns):
         line = job.process.stderr.readline()
-        assert line, said
-        said += line
-    return said
+        assert line, output
+        output += line
+    return output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (2, 3))])
-def test_the_launcher_has_its_ranks_tell_and_goes_on(launch: Launch, tmp_path: Path, ranks: int) -> None:
+def test_launcher_requests_a_dump_from_every_rank_and_the_job_continues(
+    launch: Launch, tmp_path: Path, ranks: int
+) -> None:
     os.mkfifo(tmp_path / "fifo")
     job = launch("-n", ranks, script=SCRIPT, args=[tmp_path / "fifo"])
-    pids = ready(job, ranks)
+    pids = wait_until_ready(job, ranks)
     for _ in range(2):
         job.process.send_signal(signal.SIGUSR2)
-        asked = [f"aiocoll run: rank {rank}, process {pid}: dump requested" for rank, pid in pids.items()]
-        told = [
+        requests = [f"aiocoll run: rank {rank}, process {pid}: dump requested" for rank, pid in pids.items()]
+        dumps = [
             rf"\[{rank}\] group 'world:0', rank {rank} of {ranks}, process {pid}, open" for rank, pid in pids.items()
         ]
         waits = [
             rf"\[{rank}\]   pending: BARRIER \(sequence 2\) at .*script\.py:14 in main" for rank in range(1, ranks)
         ]
-        read_until(job, *asked, *told, *waits)
+        read_until(job, *requests, *dumps, *waits)
     (tmp_path / "fifo").write_bytes(b".")
     done = job.finish()
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] done" for rank in range(ranks)]
 
 
-def test_a_rank_alone_tells_and_goes_on(launch: Launch, tmp_path: Path) -> None:
+def test_signal_to_a_rank_dumps_that_rank_alone(launch: Launch, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     job = launch("-n", 2, script=SCRIPT, args=[tmp_path / "fifo"])
-    pids = ready(job, 2)
+    pids = wait_until_ready(job, 2)
     os.kill(pids[1], signal.SIGUSR2)
-    said = read_until(job, r"\[1\] group 'world:0'", "pending: BARRIER")
-    assert "[0]" not in said
+    output = read_until(job, r"\[1\] group 'world:0'", "pending: BARRIER")
+    assert "[0]" not in output
     (tmp_path / "fifo").write_bytes(b".")
     assert job.finish().returncode == 0
 
 
 @pytest.mark.slow
-def test_with_a_directory_it_is_written_there(launch: Launch, tmp_path: Path) -> None:
+def test_dump_is_written_to_the_chosen_directory(launch: Launch, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     job = launch("-n", 2, script=SCRIPT, args=[tmp_path / "fifo"], env={"AIOCOLL_DUMP_DIR": str(tmp_path / "dumps")})
-    ready(job, 2)
+    wait_until_ready(job, 2)
     job.process.send_signal(signal.SIGUSR2)
     read_until(job, "rank 0, .*dump requested", "rank 1, .*dump requested")
     (tmp_path / "fifo").write_bytes(b".")
@@ -111,12 +113,12 @@ def test_with_a_directory_it_is_written_there(launch: Launch, tmp_path: Path) ->
     ]
 
 
-def test_a_rank_without_a_group_says_where_it_is(launch: Launch) -> None:
+def test_rank_without_a_group_prints_its_stack(launch: Launch) -> None:
     script = "import os, sys\ndef here():\n    print('ready', os.getpid())\n    os.read(fd, 1)\n"
     os.mkfifo(launch.path / "fifo")
     script += "fd = os.open(sys.argv[1], os.O_RDWR)\nhere()\nprint('done')"
     job = launch("-n", 1, script=script, args=[launch.path / "fifo"])
-    ready(job, 1)
+    wait_until_ready(job, 1)
     job.process.send_signal(signal.SIGUSR2)
     read_until(job, r"\[0\] SIGUSR2: this rank has no open group", r"script\.py\", line [34], in here")
     (launch.path / "fifo").write_bytes(b".")
@@ -124,8 +126,8 @@ def test_a_rank_without_a_group_says_where_it_is(launch: Launch) -> None:
     assert (done.returncode, done.stdout) == (0, "[0] done\n")
 
 
-def test_a_rank_that_became_another_program_is_not_ended(launch: Launch) -> None:
-    """And what a rank has started is not sent the signal either."""
+def test_rank_that_became_another_program_is_not_ended(launch: Launch) -> None:
+    """Send no signal to a rank that would end by it, nor to the processes that a rank has started."""
     script = """
         import os, subprocess, sys
         if os.environ["RANK"] == "0":
@@ -138,7 +140,7 @@ def test_a_rank_that_became_another_program_is_not_ended(launch: Launch) -> None
     for fifo in fifos:
         os.mkfifo(fifo)
     job = launch("-n", 2, script=script, args=fifos)
-    with open(fifos[0], "wb"), open(fifos[1], "wb"):  # both read
+    with open(fifos[0], "wb"), open(fifos[1], "wb"):  # both ranks read until the files are closed
         job.process.send_signal(signal.SIGUSR2)
         read_until(
             job,
@@ -150,7 +152,7 @@ def test_a_rank_that_became_another_program_is_not_ended(launch: Launch) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_who_would_be_ended_is_known() -> None:
+def test_process_without_a_handler_does_not_expect_the_signal() -> None:
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     try:
         assert not _expects(os.getpid(), signal.SIGUSR2)

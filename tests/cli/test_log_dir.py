@@ -1,4 +1,4 @@
-"""`aiocoll run --log-dir`: the output of each rank in files of its own."""
+"""`aiocoll run --log-dir`, which writes the output of each rank to separate files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of the one job in a folder."""
+    """Return the files of the only job in a folder."""
     (job,) = folder.iterdir()
     return {str(file.relative_to(job)): file.read_bytes() for file in job.rglob("*") if file.is_file()}
 
@@ -49,8 +49,8 @@ def test_each_rank_has_a_file_for_each_stream(launch: Launch, tmp_path: Path) ->
     }
 
 
-def test_only_their_user_can_read_them(launch: Launch, tmp_path: Path) -> None:
-    """Whatever is the mask, and also where the folder was there before."""
+def test_files_can_be_read_by_their_user_only(launch: Launch, tmp_path: Path) -> None:
+    """Check a new directory and an existing one, with a umask that forbids nothing."""
     logs = tmp_path / "logs"
     logs.mkdir()
     logs.chmod(0o777)
@@ -69,8 +69,8 @@ def test_only_their_user_can_read_them(launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_start_has_files_and_each_job_a_folder(launch: Launch, tmp_path: Path) -> None:
-    """An exception that ends a rank comes last in its file, after what it wrote before."""
+def test_each_restart_has_files_and_each_job_a_directory(launch: Launch, tmp_path: Path) -> None:
+    """Check that a traceback follows the earlier output of its rank."""
     script = """
         import os, sys
         count = os.environ["AIOCOLL_RESTART_COUNT"]
@@ -98,21 +98,21 @@ def test_each_start_has_files_and_each_job_a_folder(launch: Launch, tmp_path: Pa
             assert lines[-1] == f"ValueError: no data {count}"
 
 
-def test_a_folder_that_cannot_be_made_is_explained(
+def test_directory_that_cannot_be_made_is_explained(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="2"):
         main.main(["run", "-n", "1", "--log-dir", str(tmp_path / "file"), launch.write("")])
-    said = capsys.readouterr().err.splitlines()[-2]
-    assert said == (
+    error = capsys.readouterr().err.splitlines()[-2]
+    assert error == (
         f"aiocoll run: error: --log-dir {tmp_path / 'file'}: File exists; choose a directory where you can create "
         "subdirectories"
     )
 
 
-def test_a_file_that_cannot_be_written_does_not_end_the_job(launch: Launch, tmp_path: Path) -> None:
-    """The launcher may write 1 KiB to a file here. Its standard output is a pipe and has no limit."""
+def test_file_that_cannot_be_written_does_not_end_the_job(launch: Launch, tmp_path: Path) -> None:
+    """Limit the files of the launcher to 1 KiB. Its standard output is a pipe and has no limit."""
     script = "for _ in range(200): print('x' * 99)"
     limited = ["bash", "-c", 'ulimit -f 1; exec "$0" "$@"']
     done = launch("-n", 2, "--log-dir", tmp_path / "logs", script=script, before=limited).finish()
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_job(launch: Launch, tmp_
     assert [(job / "restart-0" / f"rank-{rank}.out").stat().st_size for rank in range(2)] == [1024, 1024]
 
 
-def test_a_file_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+def test_file_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     reported: list[str] = []
     logs = Logs(str(tmp_path), reported.append)
     assert logs.complete

@@ -1,4 +1,4 @@
-"""Output of the command line: complete on every kind of descriptor, or the exit code and standard error report it."""
+"""Output of the commands: complete on every kind of descriptor, or reported as lost by standard error and exit code."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from ..internals import replaced
 
 ROOT = Path(__file__).parents[2]
 FULL = Path("/dev/full")
-#: Seconds after which a command has hung.
+#: Seconds after which a command counts as hung.
 LIMIT = 60
 SILENT = "import os; open(f'{os.environ[\"FOLDER\"]}/{os.environ[\"RANK\"]}', 'w')"
-#: Writes more than a pipe holds, then proves by a file that the rank has reached its end.
+#: A program that prints more than a pipe holds, then creates a file that proves that the rank has reached its end.
 CHATTY = f"for i in range(2000): print('x' * 99)\n{SILENT}"
 BOTH = "import sys\nfor i in range(2000): print('x' * 99, file=sys.stderr), print('out')"
 
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="writes to /dev/full")
 
 
-class Ended:
+class EndedCommand:
     """A command that has ended."""
 
     def __init__(self, code: int, stderr: str) -> None:
@@ -55,8 +55,8 @@ class Ended:
 
 
 @contextmanager
-def slowly(made: Callable[[], tuple[int, int]]) -> Iterator[tuple[int, list[bytes]]]:
-    """Return a descriptor that does not block and holds little, and what its reader has received at the end."""
+def slow_reader(made: Callable[[], tuple[int, int]]) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield a small non-blocking descriptor, and the list to which its slow reader appends all data."""
     reading, writing = made()
     os.set_blocking(writing, False)
     received: list[bytes] = []
@@ -82,19 +82,19 @@ def small_pipe() -> tuple[int, int]:
 
 
 def small_socket() -> tuple[int, int]:
-    """Node gives its children sockets in place of pipes."""
-    ours, theirs = socket.socketpair()
-    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return ours.detach(), theirs.detach()
+    """Return the ends of a socket pair: Node gives its children sockets in place of pipes."""
+    reading, writing = socket.socketpair()
+    writing.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return reading.detach(), writing.detach()
 
 
 # -- sinks
 
 
 @pytest.mark.parametrize("made", [small_pipe, small_socket])
-def test_blocks_of_threads_arrive_whole_where_writes_do_not_block(made: Callable[[], tuple[int, int]]) -> None:
+def test_blocks_of_threads_arrive_whole_on_non_blocking_descriptors(made: Callable[[], tuple[int, int]]) -> None:
     blocks = [bytes([65 + each]) * 20_000 + b"\n" for each in range(8)]
-    with slowly(made) as (fd, received):
+    with slow_reader(made) as (fd, received):
         sink = Sink(fd, "it", lambda _: None)
         threads = [threading.Thread(target=sink.write, args=(block,)) for block in blocks]
         for thread in threads:
@@ -107,10 +107,10 @@ def test_blocks_of_threads_arrive_whole_where_writes_do_not_block(made: Callable
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EPIPE, errno.ECONNRESET])
 @pytest.mark.parametrize("taken", [0, 1, 7])
-def test_an_error_is_reported_once_and_every_later_byte_is_counted(
+def test_error_is_reported_once_and_every_later_byte_is_counted(
     number: int, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever number of bytes the file has taken before."""
+    """Let the write fail after any number of bytes."""
     written = []
 
     def write(fd: int, data: memoryview) -> int:
@@ -130,7 +130,7 @@ def test_an_error_is_reported_once_and_every_later_byte_is_counted(
     assert sink.trouble == f"it cannot be written ({os.strerror(number)})"
 
 
-def test_a_write_that_is_refused_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_that_would_block_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     refused, written = [True, False, True, True, False], []
     reading, writing = os.pipe()
 
@@ -151,7 +151,7 @@ def test_a_write_that_is_refused_is_tried_again(monkeypatch: pytest.MonkeyPatch)
         os.close(writing)
 
 
-def test_a_closed_sink_drops_bytes_without_a_report(tmp_path: Path) -> None:
+def test_closed_sink_drops_bytes_without_a_report(tmp_path: Path) -> None:
     reported: list[Sink] = []
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     sink = Sink(fd, "it", reported.append, closefd=True)
@@ -167,18 +167,18 @@ def test_a_closed_sink_drops_bytes_without_a_report(tmp_path: Path) -> None:
 # -- the streams of a command
 
 
-def streams(monkeypatch: pytest.MonkeyPatch, stdout: int | None, stderr: int | None) -> None:
+def replace_streams(monkeypatch: pytest.MonkeyPatch, stdout: int | None, stderr: int | None) -> None:
     for name, fd in (("stdout", stdout), ("stderr", stderr)):
         stream = None if fd is None else open(fd, "w", closefd=False)  # noqa: SIM115 - it does not own the descriptor
         monkeypatch.setattr(sys, name, stream)
 
 
 @needs_full
-def test_a_command_whose_output_is_lost_is_interrupted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_command_whose_output_is_lost_is_interrupted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     errors = os.open(tmp_path / "errors", os.O_WRONLY | os.O_CREAT)
     full = os.open(FULL, os.O_WRONLY)
     try:
-        streams(monkeypatch, full, errors)
+        replace_streams(monkeypatch, full, errors)
         with CommandOutput() as output:
             with pytest.raises(OutputLostError, match="No space left on device"):
                 print("1234", flush=True)
@@ -192,11 +192,11 @@ def test_a_command_whose_output_is_lost_is_interrupted_once(monkeypatch: pytest.
     assert (tmp_path / "errors").read_text() == line * 2
 
 
-def test_a_stream_that_is_closed_fails_only_when_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    streams(monkeypatch, None, None)
+def test_closed_stream_fails_only_at_a_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replace_streams(monkeypatch, None, None)
     with CommandOutput() as output:
         assert output.exit_code(0) == 0
-        print("diagnosis", file=sys.stderr)  # does not go to standard output, as it would in Python
+        print("diagnosis", file=sys.stderr)  # Python itself would print this to standard output
         assert output.exit_code(0) == 1
         assert output.exit_code(3) == 3
     assert (sys.stdout, sys.stderr) == (None, None)
@@ -206,7 +206,7 @@ def test_a_stream_that_is_closed_fails_only_when_it_is_written(monkeypatch: pyte
         assert output.exit_code(0) == 1
 
 
-def test_streams_without_descriptor_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_without_a_descriptor_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -217,11 +217,11 @@ def test_streams_without_descriptor_are_left_alone(monkeypatch: pytest.MonkeyPat
 
 
 @needs_full
-async def test_a_benchmark_stops_if_its_table_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is rank 0 that prints the table."""
+async def test_benchmark_stops_if_its_table_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use one rank, since rank 0 prints the table."""
     full = os.open(FULL, os.O_WRONLY)
     try:
-        streams(monkeypatch, full, None)
+        replace_streams(monkeypatch, full, None)
         cases = [Case("allreduce", 4), Case("allreduce", 8)]
         with pytest.raises(OSError, match=r"standard output cannot be written \(No space left on device\)"):
             await run_ranks(1, sweep, cases, Effort(seconds=0.0, least=1, most=1), True)
@@ -229,11 +229,11 @@ async def test_a_benchmark_stops_if_its_table_cannot_be_printed(monkeypatch: pyt
         os.close(full)
 
 
-async def test_a_benchmark_without_reader_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_benchmark_without_a_reader_measures_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        streams(monkeypatch, writing, None)
+        replace_streams(monkeypatch, writing, None)
         cases = [Case("allreduce", 4), Case("allreduce", 8)]
         async with asyncio.timeout(LIMIT):
             found = await run_ranks(2, sweep, cases, Effort(seconds=0.0, least=1, most=1), True)
@@ -243,7 +243,7 @@ async def test_a_benchmark_without_reader_is_measured_to_its_end(monkeypatch: py
 
 
 def test_closed_descriptors_are_not_given_to_pipes(tmp_path: Path) -> None:
-    """A process that is started would get its own standard output in place of a pipe with that number."""
+    """Check the numbers of new pipes: a child process would use a pipe with number 1 as its standard output."""
     program = f"""if True:
         import os
         from aiocoll.cli.sink import CommandOutput
@@ -271,54 +271,54 @@ COMMANDS = [
 
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ended]:
-    """Return a function that runs a command on descriptors; None is a closed one. Measurements and checks are fakes."""
+def run_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., EndedCommand]:
+    """Return a function that runs a command on descriptors (None: a closed one), with fake measurements and checks."""
 
-    async def measured(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
-        print("\n".join(["a row"] * 1000))  # as rank 0 does, in more bytes than a pipe holds here
+    async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
+        print("\n".join(["a row"] * 1000))  # rank 0 prints a table like this one, larger than a pipe here
         return [[Timing([1000], 0.0, 0)] * 3] * ranks
 
     found = [CheckResult("host", f"check {number}", "fine") for number in range(1000)]
-    replaced(monkeypatch, bench_processes=measured, doctor_look=lambda *_: found)
+    replaced(monkeypatch, bench_processes=fake_timings, doctor_look=lambda *_: found)
     replaced(monkeypatch, doctor_meeting=lambda ranks: ([], CheckResult("ranks", "meeting", "2 met")))
     monkeypatch.setattr(LoadMeter, "lap", lambda _: MachineLoad(0.0, 0.0, 0.0, None))
     errors = tmp_path / "errors"
 
-    def call(argv: list[str], stdout: int | None, *, stderr: int | None = -1) -> Ended:
+    def call(argv: list[str], stdout: int | None, *, stderr: int | None = -1) -> EndedCommand:
         with errors.open("wb") as file:
-            streams(monkeypatch, stdout, file.fileno() if stderr == -1 else stderr)
+            replace_streams(monkeypatch, stdout, file.fileno() if stderr == -1 else stderr)
             try:
                 code = main(argv)
             except SystemExit as end:
                 code = int(end.code or 0)
-        return Ended(code, errors.read_text())
+        return EndedCommand(code, errors.read_text())
 
     return call
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_a_command_with_closed_output_reports_it(argv: list[str], invoke: Callable[..., Ended]) -> None:
-    done = invoke(argv, None)
+def test_command_with_closed_output_reports_it(argv: list[str], run_command: Callable[..., EndedCommand]) -> None:
+    done = run_command(argv, None)
     assert done.code == 1
     assert re.fullmatch(r"aiocoll: standard output cannot be written \(it is closed\): \d+ bytes lost\n", done.stderr)
 
 
 @needs_full
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_a_command_on_a_full_disk_reports_it(argv: list[str], invoke: Callable[..., Ended]) -> None:
+def test_command_on_a_full_disk_reports_it(argv: list[str], run_command: Callable[..., EndedCommand]) -> None:
     with FULL.open("wb") as full:
-        done = invoke(argv, full.fileno())
+        done = run_command(argv, full.fileno())
     assert done.code == 1
     lost = r"aiocoll: standard output cannot be written \(No space left on device\): \d+ bytes lost\n"
     assert re.fullmatch(lost, done.stderr)
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_a_command_whose_reader_is_gone_ends_quietly(argv: list[str], invoke: Callable[..., Ended]) -> None:
+def test_command_without_a_reader_ends_quietly(argv: list[str], run_command: Callable[..., EndedCommand]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = invoke(argv, writing)
+        done = run_command(argv, writing)
     finally:
         os.close(writing)
     assert (done.code, done.stderr) == (0, "")
@@ -326,35 +326,37 @@ def test_a_command_whose_reader_is_gone_ends_quietly(argv: list[str], invoke: Ca
 
 @pytest.mark.parametrize("made", [small_pipe, small_socket])
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_a_command_writes_everything_where_writes_do_not_block(
-    argv: list[str], made: Callable[[], tuple[int, int]], invoke: Callable[..., Ended], tmp_path: Path
+def test_command_writes_everything_to_a_non_blocking_descriptor(
+    argv: list[str], made: Callable[[], tuple[int, int]], run_command: Callable[..., EndedCommand], tmp_path: Path
 ) -> None:
     with (tmp_path / "plain").open("wb") as plain:
-        expected = invoke(argv, plain.fileno())
-    with slowly(made) as (fd, received):
-        done = invoke(argv, fd)
+        expected = run_command(argv, plain.fileno())
+    with slow_reader(made) as (fd, received):
+        done = run_command(argv, fd)
     assert (done.code, done.stderr) == (expected.code, expected.stderr) == (0, "")
     assert b"".join(received) == (tmp_path / "plain").read_bytes()
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_a_command_with_closed_errors_still_prints_its_output(
-    argv: list[str], invoke: Callable[..., Ended], tmp_path: Path
+def test_command_with_closed_standard_error_prints_its_output(
+    argv: list[str], run_command: Callable[..., EndedCommand], tmp_path: Path
 ) -> None:
     with (tmp_path / "out").open("wb") as out:
-        assert invoke(argv, out.fileno(), stderr=None).code == 0
+        assert run_command(argv, out.fileno(), stderr=None).code == 0
     assert (tmp_path / "out").stat().st_size > 50
 
 
 @needs_full
 @pytest.mark.parametrize("argv", [["bench", "--min", "x"], ["trace", "absent"], ["top", "absent"]], ids=" ".join)
-def test_a_wrong_command_line_ends_with_2_wherever_its_errors_go(argv: list[str], invoke: Callable[..., Ended]) -> None:
+def test_wrong_command_line_ends_with_2_even_if_its_error_is_lost(
+    argv: list[str], run_command: Callable[..., EndedCommand]
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
         with FULL.open("wb") as full:
             for stderr in (None, full.fileno(), writing):
-                assert invoke(argv, None, stderr=stderr).code == 2
+                assert run_command(argv, None, stderr=stderr).code == 2
     finally:
         os.close(writing)
 
@@ -362,8 +364,10 @@ def test_a_wrong_command_line_ends_with_2_wherever_its_errors_go(argv: list[str]
 # -- the launcher
 
 
-def launcher(folder: Path, program: str, redirect: str, *, ranks: int = 2, stdout: int | IO[bytes] = -1) -> Ended:
-    """Run a program whose descriptors a shell redirects, as in ``>&-``."""
+def run_launcher(
+    folder: Path, program: str, redirect: str, *, ranks: int = 2, stdout: int | IO[bytes] = -1
+) -> EndedCommand:
+    """Run a program of ranks with redirections of a shell, such as ``>&-``."""
     script = folder / "script.py"
     script.write_text(program)
     argv = [sys.executable, "-m", "aiocoll", "run", "-n", str(ranks), str(script)]
@@ -376,18 +380,18 @@ def launcher(folder: Path, program: str, redirect: str, *, ranks: int = 2, stdou
         timeout=LIMIT,
         check=False,
     )
-    return Ended(done.returncode, done.stderr)
+    return EndedCommand(done.returncode, done.stderr)
 
 
-def finished(folder: Path) -> list[str]:
+def finished_ranks(folder: Path) -> list[str]:
     """Return the ranks that have reached their end."""
     return sorted(each.name for each in folder.iterdir() if each.name.isdigit())
 
 
 @pytest.mark.parametrize("redirect", [pytest.param(">&-", marks=pytest.mark.slow), "<&- >&- 2>&-"])
 def test_ranks_that_print_nothing_do_not_notice_closed_output(redirect: str, tmp_path: Path) -> None:
-    done = launcher(tmp_path, SILENT, redirect)
-    assert (done.code, done.stderr, finished(tmp_path)) == (0, "", ["0", "1"])
+    done = run_launcher(tmp_path, SILENT, redirect)
+    assert (done.code, done.stderr, finished_ranks(tmp_path)) == (0, "", ["0", "1"])
 
 
 @pytest.mark.parametrize(
@@ -398,9 +402,9 @@ def test_ranks_that_print_nothing_do_not_notice_closed_output(redirect: str, tmp
         pytest.param(">/dev/full", "No space left on device", 2, marks=needs_full),
     ],
 )
-def test_ranks_end_well_though_their_output_is_lost(redirect: str, reason: str, ranks: int, tmp_path: Path) -> None:
-    done = launcher(tmp_path, CHATTY, redirect, ranks=ranks)
-    assert finished(tmp_path) == [str(rank) for rank in range(ranks)]
+def test_ranks_finish_although_their_output_is_lost(redirect: str, reason: str, ranks: int, tmp_path: Path) -> None:
+    done = run_launcher(tmp_path, CHATTY, redirect, ranks=ranks)
+    assert finished_ranks(tmp_path) == [str(rank) for rank in range(ranks)]
     assert done.code == 1
     trouble = f"standard output cannot be written ({reason})"
     assert done.stderr.splitlines() == [
@@ -411,45 +415,45 @@ def test_ranks_end_well_though_their_output_is_lost(redirect: str, reason: str, 
 
 @needs_full
 @pytest.mark.parametrize("redirect", [pytest.param("2>&-", marks=pytest.mark.slow), "2>/dev/full"])
-def test_errors_of_ranks_that_are_lost_change_the_exit_code(redirect: str, tmp_path: Path) -> None:
+def test_lost_standard_error_of_ranks_changes_the_exit_code(redirect: str, tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
-        assert launcher(tmp_path, f"{BOTH}\n{SILENT}", redirect, stdout=out).code == 1
-    assert finished(tmp_path) == ["0", "1"]
+        assert run_launcher(tmp_path, f"{BOTH}\n{SILENT}", redirect, stdout=out).code == 1
+    assert finished_ranks(tmp_path) == ["0", "1"]
     assert sorted((tmp_path / "out").read_text().splitlines()) == ["[0] out"] * 2000 + ["[1] out"] * 2000
 
 
 @needs_full
-def test_the_code_of_a_rank_comes_before_that_of_lost_output(tmp_path: Path) -> None:
-    done = launcher(tmp_path, "import sys; print('x'); sys.exit(7)", ">/dev/full", ranks=1)
+def test_exit_code_of_a_rank_precedes_that_of_lost_output(tmp_path: Path) -> None:
+    done = run_launcher(tmp_path, "import sys; print('x'); sys.exit(7)", ">/dev/full", ranks=1)
     assert done.code == 7
     assert "standard output cannot be written (No space left on device)" in done.stderr
 
 
 @pytest.mark.parametrize("made", [small_pipe, pytest.param(small_socket, marks=pytest.mark.slow)])
-def test_all_lines_arrive_where_writes_do_not_block(made: Callable[[], tuple[int, int]], tmp_path: Path) -> None:
-    """Standard output and error are one pipe here, and their lines stay whole."""
-    with slowly(made) as (fd, received):
-        done = launcher(tmp_path, f"{BOTH}\n{SILENT}", "2>&1", stdout=fd)
-    assert (done.code, done.stderr, finished(tmp_path)) == (0, "", ["0", "1"])
+def test_all_lines_arrive_on_a_non_blocking_descriptor(made: Callable[[], tuple[int, int]], tmp_path: Path) -> None:
+    """Use one pipe for standard output and standard error, whose lines must stay whole."""
+    with slow_reader(made) as (fd, received):
+        done = run_launcher(tmp_path, f"{BOTH}\n{SILENT}", "2>&1", stdout=fd)
+    assert (done.code, done.stderr, finished_ranks(tmp_path)) == (0, "", ["0", "1"])
     lines = [f"[{rank}] {text}" for rank in range(2) for text in ("out", "x" * 99) for _ in range(2000)]
     assert sorted(b"".join(received).decode().splitlines()) == sorted(lines)
 
 
-def test_a_reader_that_leaves_before_the_last_line_is_not_a_success(tmp_path: Path) -> None:
+def test_missing_reader_of_the_last_line_is_a_failure(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = launcher(tmp_path, f"{SILENT}\nprint('result')", "", ranks=1, stdout=writing)
+        done = run_launcher(tmp_path, f"{SILENT}\nprint('result')", "", ranks=1, stdout=writing)
     finally:
         os.close(writing)
-    assert (done.code, "Traceback" in done.stderr, finished(tmp_path)) == (141, False, ["0"])
+    assert (done.code, "Traceback" in done.stderr, finished_ranks(tmp_path)) == (141, False, ["0"])
 
 
 # -- readers that are slow or stuck
 
 
-def queued(reading: int) -> int:
-    """Return how many bytes a pipe holds."""
+def bytes_in_pipe(reading: int) -> int:
+    """Return the number of bytes in a pipe."""
     return int.from_bytes(fcntl.ioctl(reading, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
@@ -461,7 +465,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
-    """The rank has ended, its output lies in pipes, and a process that it left behind keeps its pipe open."""
+    """Drain the full pipe of a finished rank, while a process that the rank has left behind keeps the pipe open."""
     text = b"x" * 99 + b"\n"
     rank_reads, rank_writes = os.pipe()
     os.write(rank_writes, text * 600)
@@ -471,7 +475,7 @@ def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
         relay = OutputRelay(b"", pipe, Sink(writing, "it", lambda _: None))
         drain = threading.Thread(target=relay.drain)
         drain.start()
-        wait_until(lambda: queued(reading) == 4096)
+        wait_until(lambda: bytes_in_pipe(reading) == 4096)
         drain.join(0.3)
         assert drain.is_alive()
         received = 0
@@ -488,7 +492,8 @@ def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
 
 
 def test_draining_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiocoll.cli.output.time", SimpleNamespace(monotonic=lambda: 0.0))  # the pipe is never empty
+    # No time passes, so only the amount of data can end the drain.
+    monkeypatch.setattr("aiocoll.cli.output.time", SimpleNamespace(monotonic=lambda: 0.0))
     rank_reads, rank_writes = os.pipe()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     ended = threading.Event()
@@ -513,17 +518,17 @@ def test_draining_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: py
 
 
 @pytest.mark.parametrize("has_error", [False, True])
-def test_a_wait_can_be_limited_while_it_lasts(has_error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by SIGTERM; a thread that waits to write the other stream to the same pipe continues as well."""
+def test_waits_can_be_limited_after_they_have_started(has_error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit the waits as SIGTERM does. A thread that writes the other stream to the same pipe also continues."""
     reading, writing = small_pipe()
     other = os.dup(writing)
     try:
-        streams(monkeypatch, writing, other)
+        replace_streams(monkeypatch, writing, other)
         with CommandOutput() as output:
             on_loss(lambda _: None)
             stuck = threading.Thread(target=sys.stdout.buffer.write, args=(b"x" * 9000,))
             stuck.start()
-            wait_until(lambda: queued(reading) == 4096)
+            wait_until(lambda: bytes_in_pipe(reading) == 4096)
             limit_waits(0.0)
             if has_error:
                 print("error", file=sys.stderr)
@@ -538,7 +543,7 @@ def test_a_wait_can_be_limited_while_it_lasts(has_error: bool, monkeypatch: pyte
     ("errors", "blocking"),
     [(subprocess.STDOUT, True), *(pytest.param(subprocess.PIPE, each, marks=pytest.mark.slow) for each in (0, 1))],
 )
-def test_the_launcher_can_be_ended_though_its_reader_is_stuck(errors: int, blocking: bool, tmp_path: Path) -> None:
+def test_launcher_with_a_stuck_reader_can_be_ended(errors: int, blocking: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"{SILENT}\nwhile True: print('more')")
     reading, writing = small_pipe()
@@ -547,7 +552,7 @@ def test_the_launcher_can_be_ended_though_its_reader_is_stuck(errors: int, block
     env = {**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(tmp_path)}
     process = subprocess.Popen(argv, env=env, stdout=writing, stderr=errors)
     try:
-        wait_until(lambda: finished(tmp_path) == ["0", "1"] and queued(reading) > 0)
+        wait_until(lambda: finished_ranks(tmp_path) == ["0", "1"] and bytes_in_pipe(reading) > 0)
         process.terminate()
         assert process.wait(LIMIT) == 143
     finally:

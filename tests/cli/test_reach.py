@@ -1,4 +1,4 @@
-"""What is said of hosts that reach each other, or do not, and whether a job would meet on them."""
+"""Findings about connections between hosts, and the verdict whether a job would meet on these hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def host(number: int, encryption: str = "auto", ports: str = "") -> HostFacts:
 
 
 def hosts_met(failing: Collection[tuple[int, int]] = (), size: int = 3, trouble: str = SILENT) -> HostsMet:
-    """Return what is known of hosts that all reach each other, but for the pairs `failing`."""
+    """Return the facts about hosts that all reach each other, except for the pairs `failing`."""
     rows = {
         source: {
             target: Attempt(0.0, trouble.format(target)) if (source, target) in failing else Attempt(0.00021)
@@ -42,13 +42,13 @@ def verdict(met: HostsMet) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_all_reach_all(size: int) -> None:
+def test_hosts_that_reach_each_other_would_meet(size: int) -> None:
     met = hosts_met(size=size)
     assert advice(met) == {}
     assert verdict(met) == "would meet on these hosts"
 
 
-def test_the_table() -> None:
+def test_table_has_a_row_per_host() -> None:
     lines = [f"{each.name:8}{each.value}" for each in findings(hosts_met([(1, 2), (2, 0)]))]
     assert lines[:7] == [
         "host 0  node0 at 10.0.0.0 port 31000, TLS 1.3, 4 cores",
@@ -61,8 +61,8 @@ def test_the_table() -> None:
     ]
 
 
-def test_whether_a_job_would_meet() -> None:
-    """Each set of failures among three hosts: all have to reach host 0, and 1 or 2 the other."""
+def test_verdict_is_right_for_every_set_of_failures() -> None:
+    """Check all sets of failures among three hosts. Hosts 1 and 2 must reach host 0, and one of them the other."""
     for count in range(len(PAIRS) + 1):
         for failing in itertools.combinations(PAIRS, count):
             met = hosts_met(failing)
@@ -73,7 +73,7 @@ def test_whether_a_job_would_meet() -> None:
             assert verdict(met) == f"would {'not ' if wrong else ''}meet on these hosts"
 
 
-def test_a_host_that_cannot_reach_the_first() -> None:
+def test_host_that_cannot_reach_host_0_is_explained() -> None:
     met = hosts_met([(1, 0)])
     assert advice(met) == {
         "1 to 0": (
@@ -85,7 +85,7 @@ def test_a_host_that_cannot_reach_the_first() -> None:
     }
 
 
-def test_two_hosts_of_which_none_reaches_the_other() -> None:
+def test_hosts_without_a_connection_in_either_direction_are_explained() -> None:
     met = hosts_met([(1, 2), (2, 1)])
     met = met._replace(hosts={**met.hosts, 2: host(2, ports="ports 31000 to 31001")})
     (_, first), (_, second) = advice(met)["1 to 2"], advice(met)["2 to 1"]
@@ -97,9 +97,9 @@ def test_two_hosts_of_which_none_reaches_the_other() -> None:
     )
 
 
-def test_one_way_is_enough() -> None:
-    said = {name: text.partition("; ")[2] for name, (_, text) in advice(hosts_met([(0, 1), (1, 2)])).items()}
-    assert said == {
+def test_connection_in_one_direction_is_enough() -> None:
+    explanations = {name: text.partition("; ")[2] for name, (_, text) in advice(hosts_met([(0, 1), (1, 2)])).items()}
+    assert explanations == {
         "0 to 1": "a job does not need this connection: host 1 dials host 0",
         "1 to 2": "a job does not need this connection: host 2 dials host 1",
     }
@@ -119,7 +119,7 @@ def test_one_way_is_enough() -> None:
         ("the peer closed the connection during the handshake", "failed", False),
     ],
 )
-def test_reasons(reason: str, short: str, unanswered: bool) -> None:
+def test_failure_reason_is_shown_in_the_table_and_explained(reason: str, short: str, unanswered: bool) -> None:
     met = hosts_met([(1, 0)], size=2, trouble=f": {reason}")
     (finding,) = [each for each in findings(met) if each.advice]
     assert (finding.name, finding.value, finding.fine) == ("1 to 0", short, False)
@@ -129,7 +129,7 @@ def test_reasons(reason: str, short: str, unanswered: bool) -> None:
     assert next(each.value for each in findings(met) if each.name == "from 1").split("  ")[0] == short
 
 
-def test_hosts_that_have_not_come() -> None:
+def test_missing_hosts_are_explained() -> None:
     met = hosts_met(size=2)._replace(nnodes=4)
     assert advice(met) == {
         "missing": (
@@ -142,12 +142,12 @@ def test_hosts_that_have_not_come() -> None:
     assert verdict(met) == "would not meet on these hosts"
 
 
-def test_the_only_host_that_has_come_has_no_table() -> None:
+def test_single_host_has_no_table() -> None:
     met = hosts_met(size=1)._replace(nnodes=2)
     assert [each.name for each in findings(met)] == ["host 0", "missing", "a job"]
 
 
-def test_hosts_that_encrypt_and_others_that_do_not() -> None:
+def test_different_encryption_is_a_problem() -> None:
     met = hosts_met()
     hosts = {0: host(0), 1: host(1, "none"), 2: host(2, "tls")}
     met = met._replace(hosts={number: each._replace(where="") for number, each in hosts.items()}, rows={})
@@ -163,18 +163,18 @@ def test_hosts_that_encrypt_and_others_that_do_not() -> None:
     assert verdict(met) == "would not meet on these hosts"
 
 
-def test_a_host_that_cannot_listen() -> None:
+def test_host_that_cannot_listen_is_explained() -> None:
     met = hosts_met()
-    dumb = host(1)._replace(where="", trouble="no port of port_range=(1, 1) is free")
+    deaf = host(1)._replace(where="", trouble="no port of port_range=(1, 1) is free")
     rows = {source: {to: each for to, each in row.items() if to != 1} for source, row in met.rows.items()}
-    met = met._replace(hosts={**met.hosts, 1: dumb}, rows=rows)
+    met = met._replace(hosts={**met.hosts, 1: deaf}, rows=rows)
     assert advice(met) == {
         "host 1": (False, "host 1 (node1) cannot be dialled: no port of port_range=(1, 1) is free"),
     }
     assert CheckResult("between hosts", "from 0", "-           not tried   ok 0.21 ms") in findings(met)
 
 
-def test_a_host_that_has_gone_meanwhile() -> None:
+def test_host_without_a_report_is_explained() -> None:
     met = hosts_met()
     met = met._replace(rows={0: met.rows[0], 2: met.rows[2]})
     assert advice(met) == {

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 SIZE = 3
-#: From a kill to the full size; it takes about half a second where there are cores to spare.
+#: Seconds from a kill to the full size: about 0.5 s on idle cores.
 WITHIN = 10.0
 
 
-def killed(rank: int, number: int, of: int) -> str:
+def killed_line(rank: int, number: int, of: int) -> str:
     return (
         f"aiocoll run: rank {rank} was killed by SIGKILL; a newcomer is started in its place (restart {number} of {of})"
     )
@@ -36,14 +36,14 @@ def killed(rank: int, number: int, of: int) -> str:
 def check_sums(output: str, size: int = SIZE) -> None:
     found = states(output)
     assert len(found) == size, output
-    assert found == found[:1] * size, "all ranks have come to the same"
+    assert found == found[:1] * size, "the ranks have different states"
     assert found[0]["sum"] == found[0]["steps"] * (2**size - 1) > 0
 
 
 @pytest.mark.parametrize(
     "victims", [(0,), (1, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((1,), (2,), (0, 1)))], ids=str
 )
-def test_a_group_that_mends_itself_gets_newcomers(launch: Launch, tmp_path: Path, victims: tuple[int, ...]) -> None:
+def test_elastic_group_gets_newcomers(launch: Launch, tmp_path: Path, victims: tuple[int, ...]) -> None:
     job = launch("-n", SIZE, "--max-restarts", 2, script=ELASTIC, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
@@ -54,9 +54,9 @@ def test_a_group_that_mends_itself_gets_newcomers(launch: Launch, tmp_path: Path
     enough(tmp_path).touch()
     done = job.finish()
     assert done.returncode == 0, done.stderr
-    check_sums("".join(f"[{rank}] {said}\n" for rank, said in ranks.lines) + done.stdout)
-    said = sorted(re.sub(r"restart \d", "restart K", line) for line in done.stderr.splitlines())
-    assert said == [killed(rank, 0, 2).replace("restart 0", "restart K") for rank in victims]
+    check_sums("".join(f"[{rank}] {text}\n" for rank, text in ranks.lines) + done.stdout)
+    lines = sorted(re.sub(r"restart \d", "restart K", line) for line in done.stderr.splitlines())
+    assert lines == [killed_line(rank, 0, 2).replace("restart 0", "restart K") for rank in victims]
     assert sorted(first) == [(rank, [str(rank), str(rank), None, "0"]) for rank in range(SIZE)]
     newcomers = ranks.started[SIZE:]
     assert sorted(rank for rank, _ in newcomers) == list(victims)
@@ -64,8 +64,8 @@ def test_a_group_that_mends_itself_gets_newcomers(launch: Launch, tmp_path: Path
     assert sorted(environment[3] for _, environment in newcomers) == [str(1 + i) for i in range(len(victims))]
 
 
-def test_one_rank_after_the_other_may_be_lost(launch: Launch, tmp_path: Path) -> None:
-    """Until none is left of those that began."""
+def test_elastic_group_survives_the_loss_of_every_first_rank(launch: Launch, tmp_path: Path) -> None:
+    """Kill one rank after the other, and one newcomer."""
     job = launch("-n", SIZE, "--max-restarts", 4, script=ELASTIC, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
@@ -75,12 +75,12 @@ def test_one_rank_after_the_other_may_be_lost(launch: Launch, tmp_path: Path) ->
     enough(tmp_path).touch()
     done = job.finish()
     assert done.returncode == 0, done.stderr
-    check_sums("".join(f"[{rank}] {said}\n" for rank, said in ranks.lines) + done.stdout)
-    assert done.stderr.splitlines() == [killed(rank, 1 + i, 4) for i, rank in enumerate((1, 0, 2, 0))]
+    check_sums("".join(f"[{rank}] {text}\n" for rank, text in ranks.lines) + done.stdout)
+    assert done.stderr.splitlines() == [killed_line(rank, 1 + i, 4) for i, rank in enumerate((1, 0, 2, 0))]
 
 
-def test_a_newcomer_may_be_lost_on_its_way(launch: Launch, tmp_path: Path) -> None:
-    """Rank 1 dies as soon as it is started in the place of another; the next one comes in."""
+def test_newcomer_that_is_lost_before_it_joins_is_replaced(launch: Launch, tmp_path: Path) -> None:
+    """Let the newcomer for rank 1 die when it starts; the next newcomer joins."""
     dies = "    if os.environ['AIOCOLL_RESTART_COUNT'] == '1': os.kill(os.getpid(), 9)\n"
     script = MENDS.replace("    asyncio.run(main())", f"{dies}    asyncio.run(main())")
     job = launch("-n", SIZE, "--max-restarts", 2, script=script, args=[enough(tmp_path)])
@@ -90,12 +90,12 @@ def test_a_newcomer_may_be_lost_on_its_way(launch: Launch, tmp_path: Path) -> No
     ranks.read(r"whole after (\S+)", SIZE - 1)
     enough(tmp_path).touch()
     done = job.finish()
-    assert (done.returncode, done.stderr.splitlines()) == (0, [killed(1, 1, 2), killed(1, 2, 2)])
-    check_sums("".join(f"[{rank}] {said}\n" for rank, said in ranks.lines) + done.stdout)
+    assert (done.returncode, done.stderr.splitlines()) == (0, [killed_line(1, 1, 2), killed_line(1, 2, 2)])
+    check_sums("".join(f"[{rank}] {text}\n" for rank, text in ranks.lines) + done.stdout)
 
 
-def test_where_nobody_is_left_all_begin_anew(launch: Launch, tmp_path: Path) -> None:
-    """Which is one restart."""
+def test_loss_of_all_ranks_starts_all_again(launch: Launch, tmp_path: Path) -> None:
+    """Allow one restart, which covers all ranks."""
     job = launch("-n", SIZE, "--max-restarts", 1, script=MENDS, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
@@ -104,13 +104,13 @@ def test_where_nobody_is_left_all_begin_anew(launch: Launch, tmp_path: Path) -> 
     enough(tmp_path).touch()
     done = job.finish()
     assert done.returncode == 0, done.stderr
-    check_sums("".join(f"[{rank}] {said}\n" for rank, said in ranks.lines) + done.stdout)
+    check_sums("".join(f"[{rank}] {text}\n" for rank, text in ranks.lines) + done.stdout)
     assert done.stderr.splitlines()[-1] == "aiocoll run: all ranks are started again (restart 1 of 1)"
     assert sorted(ranks.started[SIZE:]) == [(rank, [str(rank), str(rank), None, "1"]) for rank in range(SIZE)]
 
 
-def test_where_nobody_is_left_but_newcomers_all_begin_anew(launch: Launch, tmp_path: Path) -> None:
-    """Rank 1 waits for a group when rank 0, which was it, is lost."""
+def test_loss_of_all_members_starts_newcomers_again(launch: Launch, tmp_path: Path) -> None:
+    """Kill rank 0, the only member, while a newcomer for rank 1 waits for a group."""
     script = MENDS.replace(
         "        pg = await become_a_rank()", "        print('comes')\n        pg = await become_a_rank()"
     )
@@ -131,11 +131,11 @@ def test_where_nobody_is_left_but_newcomers_all_begin_anew(launch: Launch, tmp_p
     assert done.returncode == 0, done.stderr
     check_sums(done.stdout, 2)
     lines = done.stderr.splitlines()
-    assert lines[0] == killed(1, 1, 2)
+    assert lines[0] == killed_line(1, 1, 2)
     assert lines[-1] == "aiocoll run: all ranks are started again (restart 2 of 2)"
 
 
-def test_when_the_restarts_are_used_up_a_failure_ends_the_job(launch: Launch, tmp_path: Path) -> None:
+def test_failure_after_the_last_restart_ends_the_job(launch: Launch, tmp_path: Path) -> None:
     job = launch("-n", SIZE, "--max-restarts", 1, script=MENDS, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
@@ -145,11 +145,11 @@ def test_when_the_restarts_are_used_up_a_failure_ends_the_job(launch: Launch, tm
     done = job.finish()
     assert done.returncode == 137
     lines = done.stderr.splitlines()
-    assert (lines[0], lines[-1]) == (killed(1, 1, 1), "aiocoll run: rank 1 was killed by SIGKILL")
+    assert (lines[0], lines[-1]) == (killed_line(1, 1, 1), "aiocoll run: rank 1 was killed by SIGKILL")
     assert len(ranks.started) == SIZE + 1
 
 
-def test_a_rank_that_raises_is_replaced_and_its_traceback_shown(launch: Launch, tmp_path: Path) -> None:
+def test_rank_that_raises_is_replaced_and_its_traceback_shown(launch: Launch, tmp_path: Path) -> None:
     script = MENDS.replace(
         "total = await", "if os.environ.get('RANK') == '2' and state['steps'] == 5: raise ValueError('no data')\n"
         "                total = await",
@@ -167,11 +167,13 @@ def test_a_rank_that_raises_is_replaced_and_its_traceback_shown(launch: Launch, 
         lines[0],
     )
     assert (lines[1], lines[-1]) == ("[2] Traceback (most recent call last):", "[2] ValueError: no data")
-    check_sums("".join(f"[{rank}] {said}\n" for rank, said in ranks.lines) + done.stdout)
+    check_sums("".join(f"[{rank}] {text}\n" for rank, text in ranks.lines) + done.stdout)
 
 
-def test_a_rank_that_ends_well_is_done(launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
-    """It is not replaced, though the other goes on."""
+def test_rank_that_ends_with_success_is_not_replaced(
+    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Let one rank end while the other continues."""
     limits(run_settle=0)
     script = launch.write("""
         import asyncio, os, select
@@ -193,8 +195,8 @@ def test_a_rank_that_ends_well_is_done(launch: Launch, limits: Limits, capfd: py
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_newcomer_for_whom_nobody_waits_is_sent_home(launch: Launch) -> None:
-    """Rank 0 has been told to end well when rank 1 is lost; it does so when its place has been taken."""
+def test_newcomer_is_stopped_if_the_other_ranks_end(launch: Launch) -> None:
+    """Let rank 0 exit when the newcomer for rank 1 has started."""
     script = """
         import asyncio, os, signal, sys
         import aiocoll
@@ -220,28 +222,31 @@ def test_a_newcomer_for_whom_nobody_waits_is_sent_home(launch: Launch) -> None:
     done = job.finish()
     assert (done.returncode, done.stderr.splitlines()) == (
         0,
-        [killed(1, 1, 3), "aiocoll run: stopped rank 1: the other ranks have ended, so it cannot join them any more"],
+        [
+            killed_line(1, 1, 3),
+            "aiocoll run: stopped rank 1: the other ranks have ended, so it cannot join them any more",
+        ],
     )
 
 
-def test_a_dump_can_be_asked_of_newcomers(launch: Launch, tmp_path: Path) -> None:
+def test_dump_can_be_requested_from_newcomers(launch: Launch, tmp_path: Path) -> None:
     job = launch("-n", 2, "--max-restarts", 1, script=MENDS, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 2", 2)
     ranks.kill(1)
     ranks.read(r"whole after (\S+)", 1)
     job.process.send_signal(signal.SIGUSR2)
-    said = ""
-    while not re.search(rf"\[1\] group .* process {ranks.pids[1]}, open", said):
+    text = ""
+    while not re.search(rf"\[1\] group .* process {ranks.pids[1]}, open", text):
         line = job.process.stderr.readline()
-        assert line, said
-        said += line
-    assert f"aiocoll run: rank 1, process {ranks.pids[1]}: dump requested" in said
+        assert line, text
+        text += line
+    assert f"aiocoll run: rank 1, process {ranks.pids[1]}: dump requested" in text
     enough(tmp_path).touch()
     assert job.finish().returncode == 0
 
 
-# -- programs that do not mend their group
+# -- programs that do not repair their group
 
 FAILS = """
     import os, signal, sys
@@ -254,17 +259,17 @@ FAILS = """
 
 
 @pytest.mark.parametrize("fault", ["import absent_module", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
-def test_all_ranks_of_another_program_begin_anew(launch: Launch, fault: str) -> None:
+def test_failure_in_another_program_starts_all_ranks_again(launch: Launch, fault: str) -> None:
     done = launch("-n", 2, "--max-restarts", 3, script=FAILS.format(times=2, fault=fault)).finish()
     assert done.returncode == 0, done.stderr
     starts = [line for line in done.stdout.splitlines() if "start" in line]
     assert sorted(starts) == sorted(f"[{rank}] start {count}" for rank in range(2) for count in range(3))
     assert done.stdout.splitlines().count("[1] well") == 1
-    anew = [line for line in done.stderr.splitlines() if "started again" in line]
-    assert anew == [f"aiocoll run: all ranks are started again (restart {number} of 3)" for number in (1, 2)]
+    restarts = [line for line in done.stderr.splitlines() if "started again" in line]
+    assert restarts == [f"aiocoll run: all ranks are started again (restart {number} of 3)" for number in (1, 2)]
 
 
-def test_a_program_that_cannot_start_is_tried_as_often_as_was_said(launch: Launch) -> None:
+def test_program_that_cannot_start_is_restarted_to_the_limit(launch: Launch) -> None:
     done = launch("-n", 2, "--max-restarts", 2, script=FAILS.format(times=9, fault="import absent_module")).finish()
     assert done.returncode == 1
     assert [line for line in done.stdout.splitlines() if "[1]" in line] == [f"[1] start {count}" for count in range(3)]
@@ -273,8 +278,8 @@ def test_a_program_that_cannot_start_is_tried_as_often_as_was_said(launch: Launc
     assert lines[-1] == "[1] ModuleNotFoundError: No module named 'absent_module'"
 
 
-def test_without_restarts_a_failure_ends_the_job(launch: Launch, tmp_path: Path) -> None:
-    """Also one of a group that could mend itself."""
+def test_failure_without_restarts_ends_the_job(launch: Launch, tmp_path: Path) -> None:
+    """Use a group that could repair itself."""
     job = launch("-n", 2, script=MENDS, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 2", 2)
@@ -284,8 +289,8 @@ def test_without_restarts_a_failure_ends_the_job(launch: Launch, tmp_path: Path)
     assert len(ranks.started) == 2
 
 
-def test_the_store_is_empty_when_all_begin_anew(launch: Launch) -> None:
-    """Keys, queues, and who has come."""
+def test_store_is_empty_when_all_ranks_start_again(launch: Launch) -> None:
+    """Check keys, queues, and the counter of connected workers."""
     script = """
         import asyncio, os
         from aiocoll.options import job_key
@@ -310,12 +315,12 @@ def test_the_store_is_empty_when_all_begin_anew(launch: Launch) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4
-    # The second to come may see the key of the first.
+    # The second rank may see the key of the first one.
     assert {line.split(" ", 1)[1] for line in lines} <= {"0 0", "1 0"}
     assert {line for line in lines[2:] if line.endswith("0 0")}, lines
 
 
-def test_groups_meet_anew_at_the_same_port(launch: Launch) -> None:
+def test_groups_meet_again_at_the_same_port(launch: Launch) -> None:
     script = """
         import asyncio, os, signal
         import aiocoll
@@ -332,17 +337,17 @@ def test_groups_meet_anew_at_the_same_port(launch: Launch) -> None:
     """
     done = launch("-n", 3, "--max-restarts", 1, script=script).finish()
     assert done.returncode == 0, done.stderr
-    said = [line.split()[1:] for line in done.stdout.splitlines()]
-    assert len(said) == 6
-    assert {total for _, total in said} == {"7"}
-    assert len({port for port, _ in said}) == 1
+    words = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert len(words) == 6
+    assert {total for _, total in words} == {"7"}
+    assert len({port for port, _ in words}) == 1
 
 
-# -- ends
+# -- the end of a job
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_starts_nothing_anew(launch: Launch, tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_to_the_launcher_restarts_nothing(launch: Launch, tmp_path: Path, number: signal.Signals) -> None:
     job = launch("-n", 2, "--max-restarts", 5, script=MENDS, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 2", 2)
@@ -355,8 +360,8 @@ def test_a_signal_to_the_launcher_starts_nothing_anew(launch: Launch, tmp_path: 
 
 
 @pytest.mark.parametrize("moment", ["started again", "start"])
-def test_ctrl_c_while_ranks_are_started_anew_ends_the_job(launch: Launch, moment: str) -> None:
-    """When the launcher has said so, or a rank has begun."""
+def test_ctrl_c_during_a_restart_ends_the_job(launch: Launch, moment: str) -> None:
+    """Send the signal when the launcher has reported a restart, or when a rank has started."""
     script = 'import os\nprint("start", os.getpid(), flush=True)\nraise SystemExit(os.environ["RANK"] == "0")'
     job = launch("-n", 2, "--max-restarts", 1000, script=script)
     pipe = job.process.stderr if moment == "started again" else job.process.stdout
@@ -372,9 +377,9 @@ def test_ctrl_c_while_ranks_are_started_anew_ends_the_job(launch: Launch, moment
         assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="watches it by a pidfd")
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for an end by a pidfd")
 @pytest.mark.parametrize("elastic", [False, True])
-def test_children_of_a_rank_that_failed_do_not_live_on(launch: Launch, elastic: bool) -> None:
+def test_children_of_a_failed_rank_are_killed(launch: Launch, elastic: bool) -> None:
     script = """
         import asyncio, os, subprocess, sys
         import aiocoll
@@ -414,14 +419,14 @@ def test_children_of_a_rank_that_failed_do_not_live_on(launch: Launch, elastic: 
     try:
         (launch.path / "fifo").write_text(".")
         ranks.read("(well)", 2)
-        assert select.select([fd], [], [], 10)[0] == [fd], "it was not killed"
+        assert select.select([fd], [], [], 10)[0] == [fd], "the child was not killed"
     finally:
         os.close(fd)
     assert job.finish().returncode == 0
 
 
-def test_only_the_rank_itself_can_say_that_its_group_mends_itself(launch: Launch) -> None:
-    """A forked child, one that was spawned, and a program that nothing has started, say nothing."""
+def test_only_the_rank_itself_can_report_an_elastic_group(launch: Launch) -> None:
+    """Report it in vain in a forked child, in a spawned child, and without a launcher."""
     script = """
         import multiprocessing, os, sys
         from aiocoll.launcher import say_elastic
@@ -453,7 +458,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("args", "message"), WRONG, ids=["-1", "many"])
-def test_a_wrong_number_is_explained(
+def test_wrong_number_of_restarts_is_explained(
     args: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -1,4 +1,4 @@
-"""`aiocoll run --max-restarts` on several hosts: launchers on one machine that agree by the store of host 0."""
+"""`aiocoll run --max-restarts` on several hosts: launchers on one machine that agree through the store of host 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Start = Callable[..., "Job"]
 
 @pytest.fixture
 def start(launch: Launch, tmp_path: Path, port: int) -> Start:
-    """Start the launcher of one host."""
+    """Return a function that starts the launcher of one host."""
     file = tmp_path / "job.key"
     file.touch(mode=0o600)
     file.write_text("0123456789abcdef")
@@ -63,28 +63,28 @@ FAILS = """
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 0, marks=pytest.mark.soak),
     ],
 )
-def test_all_ranks_of_all_hosts_begin_anew(start: Start, rank: int, fault: str) -> None:
+def test_failure_starts_all_ranks_of_all_hosts_again(start: Start, rank: int, fault: str) -> None:
     script = FAILS.format(rank=rank, times=2, fault=fault)
     options = ("--nproc-list", "2,1", "--max-restarts", 2)
     jobs = [start(host, *options, script=script) for host in (1, 0)]
     one, zero = (job.finish() for job in jobs)
     assert (zero.returncode, one.returncode) == (0, 0), zero.stderr + one.stderr
-    said = sorted((zero.stdout + one.stdout).splitlines())
-    assert [line for line in said if "start" in line] == sorted(
+    lines = sorted((zero.stdout + one.stdout).splitlines())
+    assert [line for line in lines if "start" in line] == sorted(
         f"[{each}] start {count} 7" for each in range(3) for count in range(3)
     )
-    assert [line for line in said if "well" in line] == [f"[{each}] well" for each in range(3)]
+    assert [line for line in lines if "well" in line] == [f"[{each}] well" for each in range(3)]
     failure = "failed: ValueError: no data .*" if "raise" in fault else "was killed by SIGKILL"
     for host, done in enumerate((zero, one)):
         by = "" if host == rank // 2 else rf"host {rank // 2}: rank {rank} {failure}; "
-        anew = [line for line in done.stderr.splitlines() if "started again" in line]
-        for number, line in enumerate(anew, 1):
+        restarts = [line for line in done.stderr.splitlines() if "started again" in line]
+        for number, line in enumerate(restarts, 1):
             expected = rf"aiocoll run: {by}all ranks are started again \(restart {number} of 2\)"
             assert re.fullmatch(expected, line), (expected, line)
-        assert len(anew) == 2
+        assert len(restarts) == 2
 
 
-def test_the_restarts_of_a_job_are_used_up_on_all_hosts(start: Start) -> None:
+def test_restarts_are_counted_for_all_hosts_together(start: Start) -> None:
     script = FAILS.format(rank=1, times=9, fault="raise ValueError('no data')")
     jobs = [start(host, "-n", 1, "--max-restarts", 1, script=script) for host in (1, 0)]
     one, zero = (job.finish() for job in jobs)
@@ -92,12 +92,12 @@ def test_the_restarts_of_a_job_are_used_up_on_all_hosts(start: Start) -> None:
     assert sorted((zero.stdout + one.stdout).splitlines()) == [
         f"[{rank}] start {count} 3" for rank in range(2) for count in range(2)
     ]
-    assert one.stderr.splitlines()[-1] == "[1] ValueError: no data", "the rank to blame comes last, on its host"
+    assert one.stderr.splitlines()[-1] == "[1] ValueError: no data", "the failed rank does not come last on its host"
     assert re.fullmatch(r"aiocoll run: host 1: rank 1 failed: ValueError: no data \(.*\)", zero.stderr.splitlines()[-1])
 
 
-def test_a_host_that_has_ended_well_starts_anew_as_well(start: Start, tmp_path: Path) -> None:
-    """No group tells of the failure: the launchers do."""
+def test_host_whose_ranks_have_ended_is_started_again_too(start: Start, tmp_path: Path) -> None:
+    """Use no group: the launchers notify each other."""
     script = f"""
         import os, sys
         from pathlib import Path
@@ -116,8 +116,8 @@ def test_a_host_that_has_ended_well_starts_anew_as_well(start: Start, tmp_path: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_other_hosts_are_stopped_whatever_they_do(start: Start, tmp_path: Path, rank: int) -> None:
-    """No group tells them."""
+def test_ranks_of_other_hosts_are_stopped_wherever_they_wait(start: Start, tmp_path: Path, rank: int) -> None:
+    """Use no group that could notify the ranks."""
     script = f"""
         import os, signal, sys
         if os.environ["AIOCOLL_RESTART_COUNT"] == "0":
@@ -145,7 +145,7 @@ def test_ranks_of_other_hosts_are_stopped_whatever_they_do(start: Start, tmp_pat
     ]
 
 
-def test_a_host_that_comes_late_finds_the_restart_that_the_others_are_in(start: Start) -> None:
+def test_late_host_joins_the_current_restart(start: Start) -> None:
     script = """
         import os, sys
         print("start", os.environ["RANK"], os.environ["AIOCOLL_RESTART_COUNT"])
@@ -162,9 +162,7 @@ def test_a_host_that_comes_late_finds_the_restart_that_the_others_are_in(start: 
 @pytest.mark.parametrize(
     "victims", [(0,), (1, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((3,), (0, 1)))], ids=str
 )
-def test_a_group_that_mends_itself_gets_newcomers_on_each_host(
-    start: Start, tmp_path: Path, victims: tuple[int, ...]
-) -> None:
+def test_elastic_group_gets_newcomers_on_each_host(start: Start, tmp_path: Path, victims: tuple[int, ...]) -> None:
     args = (enough(tmp_path),)
     jobs = [start(host, "-n", 2, "--max-restarts", 2, script=ELASTIC, args=args) for host in range(2)]
     hosts = [Ranks(job) for job in jobs]
@@ -179,7 +177,7 @@ def test_a_group_that_mends_itself_gets_newcomers_on_each_host(
     enough(tmp_path).touch()
     done = [job.finish() for job in jobs]
     assert [each.returncode for each in done] == [0, 0], done
-    text = "".join(f"[{rank}] {said}\n" for ranks in hosts for rank, said in ranks.lines)
+    text = "".join(f"[{rank}] {text}\n" for ranks in hosts for rank, text in ranks.lines)
     found = states(text + done[0].stdout + done[1].stdout)
     assert len(found) == 4
     assert found == found[:1] * 4
@@ -192,7 +190,7 @@ def test_a_group_that_mends_itself_gets_newcomers_on_each_host(
     assert sorted(numbers) == [[str(1 + i)] for i in range(len(victims))]
 
 
-def test_where_nobody_is_left_on_any_host_all_begin_anew(start: Start, tmp_path: Path) -> None:
+def test_loss_of_all_ranks_on_all_hosts_starts_all_again(start: Start, tmp_path: Path) -> None:
     args = (enough(tmp_path),)
     jobs = [start(host, "-n", 1, "--max-restarts", 4, script=MENDS, args=args) for host in range(2)]
     hosts = [Ranks(job) for job in jobs]
@@ -218,15 +216,15 @@ WAITS = """
 """
 
 
-def ready(job: Job) -> int:
-    """Wait for the one rank of a host; return its process."""
+def wait_until_ready(job: Job) -> int:
+    """Wait until the only rank of a host is ready; return its process."""
     return int(Ranks(job).read(r"ready (\d+)", 1)[0])
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_signal_to_one_launcher_ends_the_job_on_all_hosts(start: Start, host: int) -> None:
+def test_signal_to_one_launcher_ends_the_job_on_all_hosts(start: Start, host: int) -> None:
     jobs = [start(each, "-n", 1, "--max-restarts", 5, script=WAITS) for each in range(2)]
-    pids = [ready(job) for job in jobs]
+    pids = [wait_until_ready(job) for job in jobs]
     jobs[host].process.send_signal(signal.SIGINT)
     done = [job.finish() for job in jobs]
     assert done[host].returncode == 130
@@ -240,11 +238,11 @@ def test_a_signal_to_one_launcher_ends_the_job_on_all_hosts(start: Start, host: 
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_signal_to_one_launcher_ends_ranks_that_ignore_it_on_all_hosts(start: Start, host: int) -> None:
+def test_signal_to_one_launcher_ends_ranks_that_ignore_it_on_all_hosts(start: Start, host: int) -> None:
     script = f"import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n{textwrap.dedent(WAITS)}"
     options = ("-n", 1, "--max-restarts", 5, "--kill-after", 0.5)
     jobs = [start(each, *options, script=script) for each in range(2)]
-    pids = [ready(job) for job in jobs]
+    pids = [wait_until_ready(job) for job in jobs]
     jobs[host].process.send_signal(signal.SIGTERM)
     done = [job.finish() for job in jobs]
     assert [done[host].returncode, done[1 - host].returncode] == [143, 1]
@@ -259,9 +257,9 @@ def test_a_signal_to_one_launcher_ends_ranks_that_ignore_it_on_all_hosts(start: 
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_launcher_that_dies_ends_the_job_on_the_other_hosts(start: Start, host: int) -> None:
+def test_death_of_a_launcher_ends_the_job_on_other_hosts(start: Start, host: int) -> None:
     jobs = [start(each, "-n", 1, "--max-restarts", 5, script=WAITS) for each in range(2)]
-    pids = [ready(job) for job in jobs]
+    pids = [wait_until_ready(job) for job in jobs]
     jobs[host].process.kill()
     done = jobs[1 - host].finish()
     assert done.returncode == 1
@@ -284,32 +282,32 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=["ranks", "restarts"])
-def test_hosts_that_were_started_differently_are_told(start: Start, options: tuple[object, ...], message: str) -> None:
+def test_different_options_of_hosts_are_reported(start: Start, options: tuple[object, ...], message: str) -> None:
     first = start(0, "-n", 1, "--max-restarts", 3, script=WAITS)
-    ready(first)
+    wait_until_ready(first)
     done = start(1, *options, script=WAITS).finish()
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"aiocoll run: {message}\n")
     first.process.terminate()
     assert first.finish().returncode == 143
 
 
-def test_a_host_has_one_launcher(start: Start) -> None:
+def test_second_launcher_of_a_host_is_refused(start: Start) -> None:
     first = start(0, "-n", 1, "--max-restarts", 3, script=WAITS)
-    ready(first)
+    wait_until_ready(first)
     second = start(1, "-n", 1, "--max-restarts", 3, script=WAITS)
-    ready(second)
+    wait_until_ready(second)
     done = start(1, "-n", 1, "--max-restarts", 3, script=WAITS).finish()
     assert done.returncode == 1
-    said = rf"aiocoll run: host 1 is \S+ \(process {second.process.pid}\) already: give each host its own --node-rank\n"
-    assert re.fullmatch(said, done.stderr)
+    text = rf"aiocoll run: host 1 is \S+ \(process {second.process.pid}\) already: give each host its own --node-rank\n"
+    assert re.fullmatch(text, done.stderr)
     first.process.terminate()
     assert (first.finish().returncode, second.finish().returncode) == (143, 1)
 
 
 def test_ctrl_c_ends_a_launcher_that_waits_for_host_0(start: Start) -> None:
     job = start(1, "-n", 1, "--max-restarts", 3, script=WAITS)
-    said = job.process.stderr.readline()
-    assert re.fullmatch(r"aiocoll run: looking for host 0 at 127\.0\.0\.1 port \d+ for 300 s\n", said)
+    text = job.process.stderr.readline()
+    assert re.fullmatch(r"aiocoll run: looking for host 0 at 127\.0\.0\.1 port \d+ for 300 s\n", text)
     job.process.send_signal(signal.SIGINT)
     done = job.finish()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "aiocoll run: stopped by SIGINT\n")

@@ -1,4 +1,4 @@
-"""`aiocoll run` as a user meets it: real processes, their output, signals and exit codes."""
+"""`aiocoll run` with real processes: environment, output, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..internals import Limits
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-#: `signal.pause` would miss a signal that comes when it is just about to wait.
+#: A loop: `signal.pause` would miss a signal that arrives just before it.
 WAIT = "import time\nprint('ready')\nwhile True:\n    time.sleep(0.05)\n"
 
 
@@ -32,7 +32,7 @@ def last_line(text: str) -> str:
     return text.splitlines()[-1]
 
 
-def test_each_rank_gets_its_place(launch: Launch) -> None:
+def test_environment_of_a_rank_has_its_place_in_the_job(launch: Launch) -> None:
     done = launch("-n", 3, script="import os, json; print(json.dumps(dict(os.environ)))").finish()
     assert done.returncode == 0
     assert done.stderr == ""
@@ -49,12 +49,12 @@ def test_each_rank_gets_its_place(launch: Launch) -> None:
     assert len({(env["MASTER_PORT"], env["AIOCOLL_JOB_ID"]) for env in ranks}) == 1
 
 
-def test_the_id_of_a_job_may_be_chosen(launch: Launch) -> None:
+def test_job_id_can_be_chosen(launch: Launch) -> None:
     script = "import os; print(os.environ['AIOCOLL_JOB_ID'])"
     assert launch("-n", 1, script=script, env={"AIOCOLL_JOB_ID": "train"}).finish().stdout == "[0] train\n"
 
 
-def test_files_of_a_ca_that_cannot_be_used_are_an_error_of_the_launcher(launch: Launch) -> None:
+def test_unusable_ca_files_are_an_error_of_the_launcher(launch: Launch) -> None:
     files = {"AIOCOLL_TLS_CA": "/no/ca", "AIOCOLL_TLS_CERTIFICATE": "/no/cert"}
     done = launch("-n", 1, script="", env=files).finish()
     assert done.returncode == 2
@@ -65,14 +65,14 @@ def test_files_of_a_ca_that_cannot_be_used_are_an_error_of_the_launcher(launch: 
     assert done.stderr == "aiocoll run: tls_ca='/no/ca': cannot be read (No such file or directory)\n"
 
 
-def test_arguments_go_to_the_script_untouched(launch: Launch) -> None:
+def test_script_gets_its_arguments_unchanged(launch: Launch) -> None:
     done = launch(
         "-n", 1, script="import sys; print(sys.argv[1:])", args=("--lr", "0.1", "-n", "7", "--", "x y")
     ).finish()
     assert done.stdout == "[0] ['--lr', '0.1', '-n', '7', '--', 'x y']\n"
 
 
-def test_a_module_runs_as_python_would(launch: Launch, tmp_path: Path) -> None:
+def test_module_runs_as_by_python(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import sys; print(__name__, sys.argv[1:])")
     done = launch("-n", 2, "-m", "program", "--flag").finish()
     assert sorted(done.stdout.splitlines()) == ["[0] __main__ ['--flag']", "[1] __main__ ['--flag']"]
@@ -98,7 +98,7 @@ def test_output_is_prefixed_line_by_line_and_keeps_its_stream(launch: Launch) ->
             assert mine[200:] == (tail if name == "out" else [])
 
 
-def test_a_line_without_end_is_cut(launch: Launch) -> None:
+def test_long_line_is_split(launch: Launch) -> None:
     done = launch("-n", 1, script="print('x' * 200_000)").finish()
     lines = done.stdout.splitlines()
     assert len(lines) == 4
@@ -106,15 +106,15 @@ def test_a_line_without_end_is_cut(launch: Launch) -> None:
     assert sum(len(line) - len("[0] ") for line in lines) == 200_000
 
 
-def test_the_first_failure_stops_the_others_and_is_what_the_user_sees_last(launch: Launch) -> None:
+def test_first_failure_stops_the_other_ranks_and_is_printed_last(launch: Launch) -> None:
     script = """
         import os, signal, sys, time
         fd = os.open(sys.argv[1], os.O_RDWR)
         if os.environ["RANK"] == "2":
-            for _ in range(3):  # the others are ready
+            for _ in range(3):  # wait until the other ranks are ready
                 os.read(fd, 1)
             sys.exit(3)
-        signal.signal(signal.SIGTERM, lambda *_: (print("told to stop"), sys.exit(5)))
+        signal.signal(signal.SIGTERM, lambda *_: (print("got SIGTERM"), sys.exit(5)))
         os.write(fd, b".")
         while True:
             time.sleep(0.05)
@@ -122,13 +122,13 @@ def test_the_first_failure_stops_the_others_and_is_what_the_user_sees_last(launc
     os.mkfifo(launch.path / "fifo")
     done = launch("-n", 4, script=script, args=(launch.path / "fifo",)).finish()
     assert done.returncode == 3
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] told to stop" for rank in (0, 1, 3)]
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] got SIGTERM" for rank in (0, 1, 3)]
     assert last_line(done.stderr) == "aiocoll run: rank 2 exited with code 3"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGSEGV, 139), (signal.SIGTERM, 143)])
-def test_a_killed_rank_is_named_with_its_signal(launch: Launch, number: signal.Signals, code: int) -> None:
+def test_killed_rank_is_named_with_its_signal(launch: Launch, number: signal.Signals, code: int) -> None:
     script = (
         "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), int(os.environ['N']))\nsignal.pause()"
     )
@@ -139,13 +139,13 @@ def test_a_killed_rank_is_named_with_its_signal(launch: Launch, number: signal.S
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="numbers of real-time signals")
-def test_a_signal_without_a_name_is_given_by_number(launch: Launch) -> None:
+def test_signal_without_a_name_is_given_by_number(launch: Launch) -> None:
     done = launch("-n", 1, script="import os; os.kill(os.getpid(), 40)").finish()
     assert done.returncode == 168
     assert last_line(done.stderr) == "aiocoll run: rank 0 was killed by signal 40"
 
 
-def test_an_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
+def test_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
     done = launch("-n", 1, script="raise ValueError('no good')").finish()
     assert done.returncode == 1
     script = launch.path / "script.py"
@@ -158,7 +158,7 @@ def test_an_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
     ]
 
 
-def test_ranks_that_will_not_stop_are_killed(launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_do_not_end_are_killed(launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
     limits(run_grace=0.1)
     script = launch.write("""
         import os, signal, sys
@@ -179,7 +179,7 @@ def test_ranks_that_will_not_stop_are_killed(launch: Launch, limits: Limits, cap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_are_forwarded_and_end_the_launcher_as_people_expect(launch: Launch, number: signal.Signals) -> None:
+def test_signal_is_forwarded_and_sets_the_exit_code(launch: Launch, number: signal.Signals) -> None:
     job = launch("-n", 2, script=WAIT)
     job.read("[0] ready", "[1] ready")
     job.process.send_signal(number)
@@ -218,14 +218,14 @@ def test_ctrl_c_in_a_terminal_reaches_each_rank_once(launch: Launch) -> None:
     finally:
         os.close(terminal)
         os.close(slave)
-    assert done.returncode == 0, "every rank took the signals well"
+    assert done.returncode == 0, "a rank did not exit with 0"
     assert sorted(line for line in done.stdout.splitlines() if " SIGINT" in line) == [
         "[0] SIGINT SIGTERM",
         "[1] SIGINT SIGTERM",
     ]
 
 
-def test_a_second_ctrl_c_kills(launch: Launch) -> None:
+def test_second_ctrl_c_kills_the_ranks(launch: Launch) -> None:
     job = launch("-n", 2, script=HANDLES)
     job.read("[0] ready", "[1] ready")
     job.process.send_signal(signal.SIGINT)
@@ -242,7 +242,7 @@ def test_a_second_ctrl_c_kills(launch: Launch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a process to its parent")
-def test_ranks_die_with_a_killed_launcher(launch: Launch) -> None:
+def test_ranks_are_killed_with_their_launcher(launch: Launch) -> None:
     job = launch("-n", 2, script="import os\nprint('pid', os.getpid())\n" + WAIT)
     job.read("[0] ready", "[1] ready")
     fds = [os.pidfd_open(int(pid)) for pid in re.findall(r"pid (\d+)", job.seen)]
@@ -257,8 +257,8 @@ def test_ranks_die_with_a_killed_launcher(launch: Launch) -> None:
             os.close(fd)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="watches it by a pidfd")
-def test_a_process_that_a_rank_left_behind_does_not_hold_the_launcher(
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for an end by a pidfd")
+def test_process_left_behind_by_a_rank_does_not_hold_the_launcher(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_drain=0.1)
@@ -266,22 +266,22 @@ def test_a_process_that_a_rank_left_behind_does_not_hold_the_launcher(
         import subprocess, sys
         left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         print(left.pid)
-        left.returncode = 0  # no warning about it
+        left.returncode = 0  # avoids a warning about a running child
     """)
     assert main.main(["run", "-n", "1", script]) == 0
     pid = int(capfd.readouterr().out.removeprefix("[0] "))
     with suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:
-            assert select.select([fd], [], [], 10)[0] == [fd], "it was not killed"
+            assert select.select([fd], [], [], 10)[0] == [fd], "the process was not killed"
         finally:
             os.close(fd)
     for thread in threading.enumerate():
         if thread.name.startswith("output"):
-            thread.join(10)  # it reads until the process has ended
+            thread.join(10)  # reads until the process has ended
 
 
-def test_a_reader_that_leaves_ends_the_job(launch: Launch) -> None:
+def test_closed_reader_ends_the_job(launch: Launch) -> None:
     job = launch("-n", 2, script="while True: print('more')")
     job.read("[0] more")
     assert job.process.stdout is not None
@@ -305,7 +305,7 @@ KEY = """
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_job_key_comes_by_a_pipe_and_by_nothing_else(launch: Launch, tmp_path: Path) -> None:
+def test_job_key_is_passed_by_a_pipe_only(launch: Launch, tmp_path: Path) -> None:
     def keys(*args: Any, **kwargs: Any) -> set[str]:
         done = launch("-n", 2, *args, script=KEY, **kwargs).finish()
         assert done.returncode == 0, done.stderr
@@ -340,7 +340,7 @@ MEET = """
 
 
 @pytest.mark.slow
-def test_the_launcher_holds_the_store(launch: Launch) -> None:
+def test_launcher_serves_the_store(launch: Launch) -> None:
     done = launch("-n", 3, script=MEET).finish()
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] b'0' b'0' b'0'" for rank in range(3)], done.stderr
 
@@ -378,7 +378,7 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("args", "message"), USAGE, ids=[str(i) for i in range(len(USAGE))])
-def test_bad_usage_is_explained(
+def test_wrong_usage_is_explained(
     args: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FILE"):
@@ -408,13 +408,13 @@ def test_program_may_follow_two_dashes(launch: Launch) -> None:
     assert done.stdout == "[0] ['--', '-x']\n"
 
 
-def test_a_taken_port_is_explained(launch: Launch, capsys: pytest.CaptureFixture[str], port: int) -> None:
+def test_used_port_is_explained(launch: Launch, capsys: pytest.CaptureFixture[str], port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         assert main.main(["run", "-n", "1", "--master-port", str(port), launch.write("")]) == 1
     assert f"aiocoll run: the store cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
-def test_no_command_and_help_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_error_without_a_command_show_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.main([])
     assert "the following arguments are required: COMMAND" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Keys are where they are needed and nowhere else: not in logs, errors, `repr`, dumps and what `ps` shows."""
+"""Secrecy of keys, which must not appear in logs, errors, `repr`, dumps, or the output of `ps`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KEY = b"of this test and no other, 0123456789"
 
-#: A rank that shows all there is to see of it.
+#: A rank that prints everything that its objects and errors show.
 TALK = """
     import asyncio, logging, os, signal, sys, traceback
     from pathlib import Path
@@ -41,7 +41,7 @@ TALK = """
             show(error, *error.args, vars(error))
             traceback.print_exception(error)
         else:
-            raise AssertionError("it did not fail")
+            raise AssertionError("the call did not fail")
 
 
     async def main():
@@ -80,7 +80,7 @@ TALK = """
                     assert seen
                     Path(f"{pg.rank()}-{process}.{file}").write_bytes(seen)
             await pg.barrier()
-            pg.abort("to see what is said then")
+            pg.abort("to see the error of an abort")
             await fail(pg.allreduce(1))
 
 
@@ -92,18 +92,18 @@ TALK = """
 
 
 def forms(key: bytes) -> list[bytes]:
-    """Return how a key might be written."""
+    """Return the forms in which a key could be printed."""
     return [key, key.hex().encode(), base64.b64encode(key).rstrip(b"="), repr(list(key)).encode()]
 
 
-def found(secrets: list[bytes], texts: dict[str, bytes]) -> set[str]:
-    """Return which texts have one of the secrets."""
+def texts_with(secrets: list[bytes], texts: dict[str, bytes]) -> set[str]:
+    """Return the names of the texts that contain one of the secrets."""
     return {name for name, text in texts.items() if any(secret in text for secret in secrets)}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_keys_are_nowhere_to_be_seen(launch: Launch, tmp_path: Path) -> None:
+def test_keys_are_not_printed_or_written(launch: Launch, tmp_path: Path) -> None:
     authority, another = Authority(tmp_path), Authority(tmp_path, "another CA")
     names = ("aiocoll://train/rank/*", "aiocoll://train/store")
     files = authority.make(*names)
@@ -131,12 +131,12 @@ def test_keys_are_nowhere_to_be_seen(launch: Launch, tmp_path: Path) -> None:
     written = {path for path in tmp_path.rglob("*") if path.is_file()} - given
     texts |= {str(path.relative_to(tmp_path)): path.read_bytes() for path in written}
     secrets = [*forms(KEY), *(form for each in (files, *others) for form in secret_of(each))]
-    assert found(secrets, texts) == set()
-    # It has been looked where they could be.
+    assert texts_with(secrets, texts) == set()
+    # These checks show that the texts contain the places where a key could be.
     assert sum(name.startswith("dumps/") for name in texts) >= 2
     assert sum(name.endswith((".cmdline", ".environ")) for name in texts) == 8
-    assert found([b"AIOCOLL_TLS_KEY"], texts) >= {name for name in texts if name.endswith(".environ")}
-    for told in (
+    assert texts_with([b"AIOCOLL_TLS_KEY"], texts) >= {name for name in texts if name.endswith(".environ")}
+    for words in (
         "job_key=<hidden>",
         "DEBUG",
         as_options(files)["tls_key"],
@@ -144,6 +144,6 @@ def test_keys_are_nowhere_to_be_seen(launch: Launch, tmp_path: Path) -> None:
         "not signed by",
         "did not",
     ):
-        assert found([told.encode()], texts) & {"stdout", "stderr"}, told
+        assert texts_with([words.encode()], texts) & {"stdout", "stderr"}, words
     for path in given - {tmp_path / "job.key"}:
-        assert found(secrets, {"": path.read_bytes()})
+        assert texts_with(secrets, {"": path.read_bytes()})

@@ -1,4 +1,4 @@
-"""`aiocoll run` ends after a signal, whatever its ranks do: it names those that still run, and kills them."""
+"""The end of `aiocoll run` after a signal: ranks that do not end are named and killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_supervise import TwoHosts
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-#: Rank 1 ignores the signal that it sends to the launcher; other ranks end by it.
+#: Rank 1 ignores the signal that it sends to the launcher. It ends other ranks.
 IGNORES = """
     import os, signal, sys
     if os.environ["RANK"] == "1":
@@ -30,7 +30,7 @@ IGNORES = """
     while True:
         signal.pause()
 """
-#: The rank sends the signal to the launcher, and again when it comes back.
+#: The rank sends the signal to the launcher, and again when it receives it.
 SENDS_AGAIN = """
     import os, signal, sys, time
     number = signal.Signals[sys.argv[1]]
@@ -67,9 +67,9 @@ def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_limit(
     script = launch.write(IGNORES)
     code = main.main(["run", "-n", "2", "--kill-after", "0.6", *options, script, name])
     assert code == 128 + signal.Signals[name]
-    said = capfd.readouterr().err.splitlines()
-    # Where Ctrl-C has interrupted rank 0 depends on how far its interpreter was.
-    assert [line for line in said if line.startswith("aiocoll run:") and "was interrupted" not in line] == [
+    lines = capfd.readouterr().err.splitlines()
+    # The line at which Ctrl-C interrupts rank 0 depends on the progress of its interpreter.
+    assert [line for line in lines if line.startswith("aiocoll run:") and "was interrupted" not in line] == [
         f"aiocoll run: waiting for rank 1 to end after {name}; SIGKILL follows in 0 s, or at once after a second "
         f"{again}",
         f"aiocoll run: sent SIGKILL to rank 1, 1 s after {name}",
@@ -100,7 +100,7 @@ def test_rank_has_the_whole_limit_when_another_ends_at_once(
 
 
 class StoppedElsewhere(TwoHosts):
-    """Restarts of a job whose other host has ended, by the same signal, when this host is told to quit."""
+    """Restarts of a job on two hosts: when this host stops, the other one has already ended by the same signal."""
 
     def say(self, state: HostState) -> None:
         if state.phase == Phase.QUITS:
@@ -124,7 +124,7 @@ def test_rank_has_the_whole_limit_when_another_host_ends_at_once(
 def test_stuck_rank_is_named_with_its_line_while_the_launcher_waits(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The ranks handle SIGTERM by their loops, as servers do, and the loop of rank 1 is blocked."""
+    """Handle SIGTERM in the loops of the ranks, as servers do, while the loop of rank 1 is blocked."""
     limits(run_report_after=2)
     script = launch.write("""
         import asyncio, os, signal, time
@@ -143,7 +143,7 @@ def test_stuck_rank_is_named_with_its_line_while_the_launcher_waits(
         asyncio.run(main())
     """)
     assert main.main(["run", "-n", "2", "--kill-after", "3", script]) == 143
-    said = [line for line in capfd.readouterr().err.splitlines() if "is stuck" in line]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "is stuck" in line]
     place = re.escape(f"{script}:12 in main")
-    assert len(said) == 1
-    assert re.match(rf"aiocoll run: rank 1 is stuck: event loop blocked for [12]\.\d s, at {place}", said[0])
+    assert len(lines) == 1
+    assert re.match(rf"aiocoll run: rank 1 is stuck: event loop blocked for [12]\.\d s, at {place}", lines[0])

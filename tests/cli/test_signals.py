@@ -1,4 +1,4 @@
-"""Signals to the launcher, whatever its main thread is doing."""
+"""Signals to the launcher, whatever its main thread executes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from aiocoll.cli.signals import signals_to
 
 from ..internals import Limits
 
-#: Seconds after which a signal has not been heard.
+#: Seconds within which a signal must be received.
 LIMIT = 10.0
 
 
 @pytest.fixture
-def turns() -> Iterator[None]:
-    """Let a thread run only when the one that runs waits."""
+def _rare_thread_switches() -> Iterator[None]:
+    """Let threads run one at a time: each runs until it waits."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(2 * LIMIT)
     yield
@@ -31,8 +31,8 @@ def turns() -> Iterator[None]:
 
 
 @contextmanager
-def handled(number: signal.Signals, handler: Any) -> Iterator[None]:
-    """Have a handler, whatever this process was started with: nohup lets it ignore SIGHUP."""
+def signal_handler(number: signal.Signals, handler: Any) -> Iterator[None]:
+    """Install a handler during the block: under nohup, this process ignores SIGHUP."""
     before = signal.signal(number, handler)
     try:
         yield
@@ -40,10 +40,10 @@ def handled(number: signal.Signals, handler: Any) -> Iterator[None]:
         signal.signal(number, before)
 
 
-@pytest.mark.usefixtures("turns")
+@pytest.mark.usefixtures("_rare_thread_switches")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
-def test_a_signal_is_heard_by_a_main_thread_that_is_about_to_wait(number: signal.Signals) -> None:
-    """It comes once the main thread has executed its last instruction, and does not interrupt it: another has it."""
+def test_signal_is_received_by_a_main_thread_that_is_about_to_wait(number: signal.Signals) -> None:
+    """Send the signal to another thread while the main thread waits, so that it does not interrupt the main thread."""
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     main_waits = threading.Lock()
     main_waits.acquire()
@@ -54,26 +54,34 @@ def test_a_signal_is_heard_by_a_main_thread_that_is_about_to_wait(number: signal
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with handled(number, signal.SIG_DFL), signals_to(events.put):
+    with signal_handler(number, signal.SIG_DFL), signals_to(events.put):
         main_waits.release()
         assert events.get(timeout=LIMIT) == number
     thread.join()
 
 
-def test_signal_that_comes_twice_at_once_is_passed_on_once(limits: Limits) -> None:
-    """As from `timeout`, which sends it to the launcher and to its process group."""
+def test_signal_that_is_sent_twice_at_once_is_forwarded_once(limits: Limits) -> None:
+    """Send it twice, as `timeout` does: to the launcher and to its process group."""
     limits(run_signal_twice=LIMIT)
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
-    with handled(signal.SIGTERM, signal.SIG_DFL), handled(signal.SIGUSR2, signal.SIG_DFL), signals_to(events.put):
+    with (
+        signal_handler(signal.SIGTERM, signal.SIG_DFL),
+        signal_handler(signal.SIGUSR2, signal.SIG_DFL),
+        signals_to(events.put),
+    ):
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR2):
             signal.raise_signal(number)
         assert [events.get(timeout=LIMIT) for _ in range(3)] == [signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR2]
     assert events.empty()
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_ignored_signal_stays_ignored() -> None:
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
-    with handled(signal.SIGHUP, signal.SIG_IGN), handled(signal.SIGTERM, signal.SIG_DFL), signals_to(events.put):
+    with (
+        signal_handler(signal.SIGHUP, signal.SIG_IGN),
+        signal_handler(signal.SIGTERM, signal.SIG_DFL),
+        signals_to(events.put),
+    ):
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGTERM)
         assert events.get(timeout=LIMIT) == signal.SIGTERM
@@ -81,18 +89,18 @@ def test_what_is_ignored_stays_ignored() -> None:
     assert events.empty()
 
 
-def test_other_signals_have_the_handlers_that_they_had() -> None:
+def test_other_signals_keep_their_handlers() -> None:
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
-    heard = []
-    with handled(signal.SIGUSR1, lambda *_: heard.append(len(heard))), signals_to(events.put):
+    received = []
+    with signal_handler(signal.SIGUSR1, lambda *_: received.append(len(received))), signals_to(events.put):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
         assert events.get(timeout=LIMIT) == signal.SIGTERM
-        assert heard == [0]
+        assert received == [0]
     assert events.empty()
 
 
-def test_who_was_woken_by_signals_is_woken_again() -> None:
+def test_wakeup_descriptor_is_restored() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing)

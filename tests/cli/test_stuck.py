@@ -1,4 +1,4 @@
-"""Ranks that are stuck are found, with the reason: stopped, blocked, or without an answer."""
+"""Detection of stuck ranks, with the reason: stopped, blocked, or silent."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from aiocoll.top import listener
 
 from ..internals import Limits
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and unix sockets of its users")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds unix sockets through /proc")
 
 SLEEPS = "import signal; signal.pause()"
 
 
 class Group:
-    """A group of this process, for viewers."""
+    """A group of this process, as viewers see it."""
 
     def __init__(self, blocked: tuple[float, str] | None) -> None:
         self.blocked = blocked
@@ -34,18 +34,18 @@ class Group:
 
 
 @pytest.fixture
-def stopped() -> Iterator[int]:
-    """Return a process that is stopped."""
+def stopped_process() -> Iterator[int]:
+    """Yield the pid of a stopped process."""
     with subprocess.Popen([sys.executable, "-c", f"import os; os.kill(os.getpid(), 19); {SLEEPS}"]) as process:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         yield process.pid
         process.kill()
 
 
-def test_stopped_process_is_stuck_and_others_are_not(stopped: int, tmp_path: Path) -> None:
-    processes = {3: stopped, 4: os.getpid()}
+def test_stopped_process_is_stuck_and_others_are_not(stopped_process: int, tmp_path: Path) -> None:
+    processes = {3: stopped_process, 4: os.getpid()}
     for folder in (None, str(tmp_path), str(tmp_path / "absent")):
-        assert find_stuck(processes, folder) == {3: f"process {stopped} stopped, by SIGSTOP or a debugger"}
+        assert find_stuck(processes, folder) == {3: f"process {stopped_process} stopped, by SIGSTOP or a debugger"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the launcher of one host does by what it has heard of another one."""
+"""Decisions of a host's launcher that depend on the state of another host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocoll.cli.program import Program, Start
 from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Phase, Verdict
 from aiocoll.cli.supervise import supervise
 
-#: A rank that is lost as soon as it is in a group; whoever takes its place ends well.
+#: A rank that dies as soon as it is in a group. The newcomer in its place exits with 0.
 LOST = """
 import os, signal
 from aiocoll.launcher import say_elastic
@@ -23,7 +23,7 @@ if "AIOCOLL_JOIN" not in os.environ:
 
 
 class TwoHosts:
-    """Restarts of a job on two hosts, of which the other one tells nothing new."""
+    """Restarts of a job on two hosts, whose other host reports nothing new."""
 
     allowed = 2
 
@@ -52,7 +52,7 @@ class TwoHosts:
     ("other", "replaced"),
     [
         (HostState(0, Phase.RUNS, elastic=True, members=2), [0]),
-        (HostState(0, Phase.RUNS), [0]),  # it is slow to tell
+        (HostState(0, Phase.RUNS), [0]),  # its report is late
         (HostState(0, Phase.RUNS, elastic=True, members=0), []),
         (HostState(0, Phase.ENDED), []),
     ],

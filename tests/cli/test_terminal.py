@@ -1,4 +1,4 @@
-"""What people at a terminal see of the command line: versions, exit codes, colours, how far a long run is."""
+"""The commands at a terminal: versions, exit codes, colours and progress."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def helped(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])
     return capsys.readouterr().out
 
 
-def test_the_version_has_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_has_the_data_of_a_bug_report(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == VERSION
 
 
-def test_a_module_that_is_run_is_the_same_command() -> None:
+def test_module_runs_the_same_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "aiocoll", "--version"],
         cwd=ROOT,
@@ -80,57 +80,59 @@ def test_a_module_that_is_run_is_the_same_command() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, VERSION, "")
 
 
-def test_every_command_lists_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    general = helped(capsys)
+def test_help_of_every_command_lists_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    general = help_text(capsys)
     assert set(re.findall(r"^    (\w+) ", general, re.MULTILINE)) == CODES.keys()
     for command, codes in CODES.items():
-        said = helped(capsys, command)
-        assert max(map(len, said.splitlines())) <= 80
-        _, listed = said.split("\nexit codes:\n")
+        output = help_text(capsys, command)
+        assert max(map(len, output.splitlines())) <= 80
+        _, listed = output.split("\nexit codes:\n")
         lines = re.findall(r"^  (\S+) +\S.*$", listed.split("\n\n")[0], re.MULTILINE)
-        assert (set(lines), len(lines)) == (codes, len(codes)), said
+        assert (set(lines), len(lines)) == (codes, len(codes)), output
 
 
 @pytest.mark.parametrize("command", ["bench", "doctor", "trace"])
-def test_whatever_is_interrupted_ends_with_130(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
+def test_interrupted_command_ends_with_130(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    replaced(monkeypatch, bench_processes=interrupted, doctor_look=interrupted, trace_collect=interrupted)
-    replaced(monkeypatch, doctor_meeting=interrupted)
+    replaced(monkeypatch, bench_processes=interrupt, doctor_look=interrupt, trace_collect=interrupt)
+    replaced(monkeypatch, doctor_meeting=interrupt)
     assert main([command, *(["dump"] if command == "trace" else [])]) == 130
 
 
-def test_a_benchmark_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    async def died(*_: object, **__: object) -> None:
+def test_failed_benchmark_prints_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
         raise ChildProcessError("rank 1 of 2 was killed by SIGKILL")
 
-    replaced(monkeypatch, bench_processes=died)
+    replaced(monkeypatch, bench_processes=fail)
     assert main(["bench", "--json"]) == 1
     assert capsys.readouterr() == ("", "aiocoll bench: rank 1 of 2 was killed by SIGKILL\n")
 
 
 @pytest.mark.parametrize("wrong", [0, 3])
-def test_wrong_results_are_in_the_object_and_the_exit_code(
+def test_wrong_results_are_in_the_json_object_and_the_exit_code(
     wrong: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def measured(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
-        monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))  # the load of the benchmark itself
+    async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
+        monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))  # the benchmark itself causes this load
         load[:] = [MachineLoad(0.254, 0.1, None, inf)]
         return [[Timing([4_000, 2_000, 3_000], 5e-6, wrong)]] * ranks
 
     load = [MachineLoad(9.0, 9.0, 9.0, 9.0)]
     monkeypatch.setattr(os, "getloadavg", lambda: (1.375, 0.0, 0.0))
     monkeypatch.setattr(LoadMeter, "lap", lambda _: load[0])
-    replaced(monkeypatch, bench_processes=measured)
+    replaced(monkeypatch, bench_processes=fake_timings)
     argv = ["bench", "allreduce", "-n", "3", "--min", "4K", "--max", "4K", "--op", "max", "--dtype", "int16", "--json"]
     assert main(argv) == int(wrong > 0)
     out, err = capsys.readouterr()
     assert err == ""
-    said = json.loads(out)
-    assert said.pop("cores") == len(os.sched_getaffinity(0))
-    assert said.pop("system").startswith(f"{platform.system()} ")
-    assert said == {
+    output = json.loads(out)
+    assert output.pop("cores") == len(os.sched_getaffinity(0))
+    assert output.pop("system").startswith(f"{platform.system()} ")
+    assert output == {
         "format": "aiocoll bench",
         "version": 1,
         "aiocoll": aiocoll.__version__,
@@ -161,25 +163,25 @@ def test_wrong_results_are_in_the_object_and_the_exit_code(
     }
 
 
-def test_an_object_of_what_reduces_nothing_has_no_op(
+def test_json_object_of_a_collective_without_reduction_has_no_op(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def measured(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
+    async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
         return [[Timing([1000], 0.0, 0)]] * ranks
 
-    replaced(monkeypatch, bench_processes=measured)
+    replaced(monkeypatch, bench_processes=fake_timings)
     assert main(["bench", "barrier", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["op"], said["results"][0]["bytes"]) == (None, 0)
+    output = json.loads(capsys.readouterr().out)
+    assert (output["op"], output["results"][0]["bytes"]) == (None, 0)
 
 
-def test_tuning_makes_no_such_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_refuses_json(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--tune", "--json"])
     assert "--json: not with --tune" in capsys.readouterr().err
 
 
-def test_standard_output_is_one_object_and_a_terminal_shows_how_far_it_is() -> None:
+def test_benchmark_prints_one_json_object_and_progress_at_a_terminal() -> None:
     master, slave = pty.openpty()
     try:
         done = subprocess.run(
@@ -200,11 +202,11 @@ def test_standard_output_is_one_object_and_a_terminal_shows_how_far_it_is() -> N
     assert shown == "\r\x1b[K1 of 2: 4 B\r\x1b[K2 of 2: 16 B\r\x1b[K"
 
 
-def test_tables_fit_on_eighty_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    async def measured(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
+def test_tables_fit_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
         return [[Timing([10**10 - 1], 1.0, 10**6 - 1)]] * ranks
 
-    replaced(monkeypatch, bench_processes=measured)
+    replaced(monkeypatch, bench_processes=fake_timings)
     for kind in KINDS:
         for op in OPS if kind == "reduce_scatter" else OPS[:1]:
             main(["bench", kind, "-n", "1000", "--op", op, "--dtype", "float64", "--min", "2G", "--max", "2G"])
@@ -227,7 +229,7 @@ def test_tables_fit_on_eighty_columns(monkeypatch: pytest.MonkeyPatch, capsys: p
         (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
     ],
 )
-def test_who_gets_colours(
+def test_colours_depend_on_the_terminal_and_the_environment(
     terminal: bool, environ: dict[str, str], colours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environ.items():
@@ -238,7 +240,7 @@ def test_who_gets_colours(
 
 
 @pytest.mark.parametrize("colours", [False, True])
-def test_a_report_is_the_same_with_colours(
+def test_report_is_the_same_with_colours(
     colours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [CheckResult("host", "disk", "full", "empty it", fine=False), CheckResult("host", "fan", "loud", "wait")]
@@ -248,10 +250,10 @@ def test_a_report_is_the_same_with_colours(
     )
     monkeypatch.setenv("FORCE_COLOR", "1" if colours else "")
     assert main(["doctor"]) == 1
-    said = capsys.readouterr().out
-    assert ("\x1b[1;31mPROBLEM:\x1b[0m empty it" in said) is colours
-    assert ("\x1b[33mhint:\x1b[0m wait" in said) is colours
-    assert re.sub(r"\x1b\[[0-9;]*m", "", said).splitlines() == [
+    output = capsys.readouterr().out
+    assert ("\x1b[1;31mPROBLEM:\x1b[0m empty it" in output) is colours
+    assert ("\x1b[33mhint:\x1b[0m wait" in output) is colours
+    assert re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines() == [
         "host",
         "  disk     full",
         "           PROBLEM: empty it",
@@ -263,22 +265,20 @@ def test_a_report_is_the_same_with_colours(
     ]
 
 
-async def test_progress_is_shown_again_and_again_and_then_removed(
-    limits: Limits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: asyncio.Queue[int] = asyncio.Queue()
+async def test_progress_is_repeated_and_removed_at_the_end(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: asyncio.Queue[int] = asyncio.Queue()
 
-    async def look(seconds: int) -> str:
-        looked.put_nowait(seconds)
+    async def progress_text(seconds: int) -> str:
+        reported.put_nowait(seconds)
         return f"at {seconds}"
 
     limits(progress_again=0.0)
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
         with Progress() as progress:
-            async with progress.watching(look):
+            async with progress.watching(progress_text):
                 await asyncio.sleep(0)
-                while shown and await looked.get() < 2:
+                while shown and await reported.get() < 2:
                     pass
             progress.show("the end")
         written = stream.getvalue()
@@ -286,24 +286,24 @@ async def test_progress_is_shown_again_and_again_and_then_removed(
             assert written.startswith("\r\x1b[Kat 0\r\x1b[Kat 1\r\x1b[Kat 2")
             assert written.endswith("\r\x1b[K\r\x1b[Kthe end\r\x1b[K")
         else:
-            assert (written, looked.qsize()) == ("", 0)
+            assert (written, reported.qsize()) == ("", 0)
 
 
-async def test_what_fails_to_look_shows_nothing_and_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def look(seconds: int) -> str:
+async def test_failed_progress_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def progress_text(seconds: int) -> str:
         raise OSError("gone")
 
     monkeypatch.setattr(sys, "stderr", Terminal())
-    async with Progress().watching(look):
+    async with Progress().watching(progress_text):
         await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("command", ["bench -n 1 --min 4 --max 4 --json", "doctor --json", "doctor"])
-def test_whoever_reads_may_have_enough(command: str) -> None:
-    """As in `aiocoll bench --json | head -1`: no traceback, and no failure."""
-    ours, theirs = os.pipe()
-    os.close(ours)
-    with open(theirs, "w") as closed:
+def test_command_ends_quietly_if_its_reader_has_closed(command: str) -> None:
+    """Close standard output before the command writes, as `aiocoll bench --json | head -1` may."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
         done = subprocess.run(
             [sys.executable, "-m", "aiocoll", *command.split()],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},

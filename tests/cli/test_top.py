@@ -1,4 +1,4 @@
-"""`aiocoll top` on jobs of `aiocoll run`: ranks that run, block, stop and die; which job; its page, and docs/top.md."""
+"""`aiocoll top` on jobs of `aiocoll run`: states of ranks, choice of a job, the web page, and docs/top.md."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from ..pages import code, is_shown, shell
 if TYPE_CHECKING:
     from tests.cli.conftest import Job, Launch
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix sockets whose users the kernel names")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs SO_PEERCRED of unix sockets")
 
-#: Ranks call allreduces until a file is there; what else they do is in the name of another file, by their number.
+#: Ranks call allreduces until the file "end" exists. Files named "block-RANK" and "late-RANK" make a rank block or
+#: wait.
 SCRIPT = """
 import asyncio, os, sys, time
 import numpy as np
@@ -60,14 +61,14 @@ asyncio.run(main())
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """Jobs of this test alone are found."""
+    """Return an environment in which only the jobs of this test are found."""
     (tmp_path / "runtime").mkdir(mode=0o700)
     return {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
 
 
 @pytest.fixture
-def running(launch: Launch, env: Mapping[str, str]) -> tuple[Job, dict[int, int]]:
-    """Return a job of four ranks, and their processes."""
+def running_job(launch: Launch, env: Mapping[str, str]) -> tuple[Job, dict[int, int]]:
+    """Start a job of four ranks; return it and their processes by rank."""
     job = launch("-n", 4, script=SCRIPT, env=env)
     found: dict[int, int] = {}
     while len(found) < 4:
@@ -79,20 +80,20 @@ def running(launch: Launch, env: Mapping[str, str]) -> tuple[Job, dict[int, int]
 
 
 @pytest.fixture
-def watch(running: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> Iterator[Watch]:
+def watch(running_job: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> Iterator[Watch]:
     (job,) = jobs(env)
-    assert (job.number, job.ranks) == (running[0].process.pid, 4)
+    assert (job.number, job.ranks) == (running_job[0].process.pid, 4)
     watch = Watch(job.folder)
     yield watch
     watch.close()
 
 
-def until(watch: Watch, true: Callable[[GroupView], bool]) -> GroupView:
-    """Return the group once something is true of it."""
+def group_when(watch: Watch, condition: Callable[[GroupView], bool]) -> GroupView:
+    """Return the group as soon as `condition` holds for it."""
     end = time.monotonic() + 30
     while True:
         groups = watch.sample()
-        if groups and true(groups[0]):
+        if groups and condition(groups[0]):
             return groups[0]
         assert time.monotonic() < end, groups
         time.sleep(0.2)
@@ -113,18 +114,18 @@ def top(folder: Path, env: Mapping[str, str], *args: str) -> subprocess.Complete
     )
 
 
-def test_ranks_that_run_and_the_page(
-    running: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
+def test_running_ranks_are_ok_and_the_page_shows_the_output(
+    running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
 ) -> None:
-    job, pids = running
-    group = until(watch, lambda group: (group.ops or 0) > 0)
+    job, pids = running_job
+    group = group_when(watch, lambda group: (group.ops or 0) > 0)
     assert states(group) == dict.fromkeys(range(4), "ok")
     assert {each.rank: each.process for each in group.ranks} == pids
     done = top(launch.path, env, "--once", "--json", str(job.process.pid))
     assert done.returncode == 0, done.stderr
-    (said,) = json.loads(done.stdout)["groups"]
-    assert (said["name"], said["size"], said["state"]) == ("world:0", 4, "open")
-    assert all(rank["ops"] > 10 and rank["nbytes"] > rank["ops"] for rank in said["ranks"])
+    (found,) = json.loads(done.stdout)["groups"]
+    assert (found["name"], found["size"], found["state"]) == ("world:0", 4, "open")
+    assert all(rank["ops"] > 10 and rank["nbytes"] > rank["ops"] for rank in found["ranks"])
     shown = shell(code("docs/top.md", "Watching a job: `aiocoll top`", language="sh"), launch.path, **env, COLUMNS="80")
     head = code("docs/top.md", "Watching a job: `aiocoll top`", language="text").splitlines()
     for line in (head[1], head[2], head[8]):
@@ -145,17 +146,17 @@ def test_ranks_that_run_and_the_page(
     assert not json.loads(lines.stdout.readline())["over"]
     (launch.path / "end").touch()
     assert job.finish().returncode == 0
-    said = [json.loads(line)["over"] for line in lines.communicate(timeout=60)[0].splitlines()]
-    assert said == [False] * (len(said) - 1) + [True]
+    found = [json.loads(line)["over"] for line in lines.communicate(timeout=60)[0].splitlines()]
+    assert found == [False] * (len(found) - 1) + [True]
     assert lines.returncode == 0
     assert list(Path(env["XDG_RUNTIME_DIR"], "aiocoll-top").iterdir()) == []
 
 
-def test_a_rank_whose_loop_is_blocked(
-    running: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
+def test_blocked_rank_is_named_with_its_line(
+    running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
 ) -> None:
     (launch.path / "block-2").touch()
-    group = until(watch, lambda group: states(group)[2] == "blocked" and group.ranks[0].missing > 0)
+    group = group_when(watch, lambda group: states(group)[2] == "blocked" and group.ranks[0].missing > 0)
     first = group.ranks[0]
     assert first.rank == 2
     assert re.fullmatch(r"its event loop has been blocked for .* s, at .*script\.py:15 in main.*", first.detail)
@@ -168,22 +169,22 @@ def test_a_rank_whose_loop_is_blocked(
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_something_else_first(running: Any, watch: Watch, launch: Launch) -> None:
+def test_rank_that_has_not_entered_a_call_is_late(running_job: Any, watch: Watch, launch: Launch) -> None:
     (launch.path / "late-1").touch()
-    group = until(watch, lambda group: states(group)[1] == "late")
+    group = group_when(watch, lambda group: states(group)[1] == "late")
     assert (group.ranks[0].rank, group.ranks[0].missing, states(group)[0]) == (1, 1, "ok")
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_and_goes_on(
-    running: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str]
+def test_stopped_rank_is_ok_again_when_it_continues(
+    running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str]
 ) -> None:
-    """Seen by a viewer that it has answered before, and by one that comes later."""
-    _, pids = running
-    until(watch, lambda group: states(group)[3] == "ok")
+    """Look with a viewer that the rank has answered before, and with a new one."""
+    _, pids = running_job
+    group_when(watch, lambda group: states(group)[3] == "ok")
     os.kill(pids[3], signal.SIGSTOP)
     try:
-        group = until(watch, lambda group: states(group)[3] == "stopped")
+        group = group_when(watch, lambda group: states(group)[3] == "stopped")
         assert f"process {pids[3]} is stopped" in group.ranks[0].detail
         later = Watch(jobs(env)[0].folder)
         (group,) = later.sample()
@@ -191,15 +192,15 @@ def test_a_rank_that_is_stopped_and_goes_on(
         assert (states(group)[3], group.ranks[0].process) == ("stopped", pids[3])
     finally:
         os.kill(pids[3], signal.SIGCONT)
-    until(watch, lambda group: states(group)[3] == "ok")
+    group_when(watch, lambda group: states(group)[3] == "ok")
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed(running: tuple[Job, dict[int, int]], watch: Watch) -> None:
-    job, pids = running
-    until(watch, lambda group: (group.ops or 0) > 0)
+def test_killed_rank_is_gone_and_the_outcome_is_kept(running_job: tuple[Job, dict[int, int]], watch: Watch) -> None:
+    job, pids = running_job
+    group_when(watch, lambda group: (group.ops or 0) > 0)
     os.kill(pids[1], signal.SIGKILL)
-    group = until(watch, lambda group: states(group)[1] in ("gone", "lost") and group.state == "revoked")
+    group = group_when(watch, lambda group: states(group)[1] in ("gone", "lost") and group.state == "revoked")
     assert group.ranks[0].rank == 1
     assert "rank 1" in (group.cause or "")
     assert job.finish().returncode == 128 + signal.SIGKILL
@@ -207,11 +208,11 @@ def test_a_rank_that_is_killed(running: tuple[Job, dict[int, int]], watch: Watch
     assert news["over"]
     assert news["end"]["code"] == 128 + signal.SIGKILL
     assert news["end"]["lines"][-1] == "rank 1 was killed by SIGKILL"
-    assert [each["name"] for each in news["groups"]] == ["world:0"], "the last state stays"
+    assert [each["name"] for each in news["groups"]] == ["world:0"], "the last state is lost"
     assert watch.sample() == watch.last
 
 
-def test_outcome_of_a_job_can_be_read_after_its_folder_is_gone(env: Mapping[str, str]) -> None:
+def test_outcome_of_a_job_can_be_read_after_the_removal_of_its_folder(env: Mapping[str, str]) -> None:
     end = End(3, ("rank 1 exited with code 3",))
     with job_folder(env, ["a.py"], 3) as (folder, record_end):
         watch = Watch(folder)
@@ -225,7 +226,7 @@ def test_outcome_of_a_job_can_be_read_after_its_folder_is_gone(env: Mapping[str,
 
 
 @pytest.mark.slow
-def test_which_job(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
+def test_job_is_chosen_by_number_if_there_are_several(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
     nothing = top(tmp_path, env, "--once")
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert nothing.stderr.startswith("aiocoll top: no job that this user has started with aiocoll run is running here")
@@ -243,19 +244,19 @@ def test_which_job(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> No
     assert (one.returncode, one.stdout) == (0, "no rank has an open group\n")
     assert "no job 1 of this user runs here; these do:" in top(tmp_path, env, "--once", "1").stderr
     assert "use --once for text" in top(tmp_path, env, str(first)).stderr
-    both[0].process.kill()  # so it removes nothing; the next launcher does
+    both[0].process.kill()  # a killed launcher removes nothing; the next launcher removes its folder
     both[0].process.wait()
     assert [job.number for job in jobs(env)] == [second]
     with job_folder(env, ["a.py"], 3) as (folder, _):
-        running = jobs(env)
-        assert sorted(os.listdir(os.path.dirname(folder))) == sorted(os.path.basename(job.folder) for job in running)
-        assert [(job.number, job.ranks, job.command) for job in running][1:] == [(os.getpid(), 3, "a.py")]
+        found = jobs(env)
+        assert sorted(os.listdir(os.path.dirname(folder))) == sorted(os.path.basename(job.folder) for job in found)
+        assert [(job.number, job.ranks, job.command) for job in found][1:] == [(os.getpid(), 3, "a.py")]
 
 
-def test_launchers_of_several_containers_may_have_one_number(
+def test_launchers_in_several_containers_may_have_the_same_pid(
     env: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As two pods that share /tmp do, in each of which the launcher is process 1."""
+    """Use pid 1 twice, as in two pods that share /tmp."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
     with job_folder(env, ["a.py"], 3) as (first, _):
@@ -274,14 +275,14 @@ def test_launchers_of_several_containers_may_have_one_number(
     assert jobs(env) == []
 
 
-def test_launcher_in_another_container_is_over_when_its_lock_is_free(
+def test_launcher_in_another_container_has_ended_if_its_lock_is_free(
     env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
     with job_folder(env, ["a.py"], 3) as (folder, _):
         about = os.path.join(folder, "job.json")
         assert [job.folder for job in jobs(env)] == [folder]
-        with open(about, "r+b") as file:  # as if its process had ended: nobody holds a lock on this file
+        with open(about, "r+b") as file:  # as after its process has ended: the lock of the new file is free
             content = file.read()
         os.unlink(about)
         with open(about, "wb") as file:
@@ -289,10 +290,8 @@ def test_launcher_in_another_container_is_over_when_its_lock_is_free(
         assert jobs(env) == []
 
 
-def test_launcher_without_a_lock_is_never_taken_for_over(
-    env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some file systems have no locks; of a launcher in another container nothing is known then."""
+def test_launcher_without_a_lock_counts_as_running(env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a file system without locks, on which a launcher in another container cannot be observed."""
     monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with job_folder(env, ["a.py"], 3) as (folder, _), job_folder(env, ["b.py"], 3) as (other, _):
@@ -321,13 +320,15 @@ def test_launcher_that_cannot_be_observed_keeps_its_folder(
         (["/"], "aiocoll top: /: other users may enter the folder; run `chmod 700` on it"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, env: Mapping[str, str], args: list[str], error: str) -> None:
+def test_wrong_arguments_of_top_are_refused(
+    tmp_path: Path, env: Mapping[str, str], args: list[str], error: str
+) -> None:
     done = top(tmp_path, env, *args)
     assert (done.returncode, done.stdout) == (2, "")
     assert error in done.stderr
 
 
-def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rich_is_reported_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "aiocoll.cli.top.terminal", raising=False)
@@ -335,11 +336,11 @@ def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         import aiocoll.cli.top.terminal  # noqa: F401
 
 
-# -- the page
+# -- the web page
 
 
-async def talk(port: int, request: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and body of what is answered."""
+async def response_to(port: int, request: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of the response to a request."""
     async with asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)
@@ -354,30 +355,34 @@ def request(port: int, path: str, *headers: str, host: str | None = None, method
     return "\r\n".join(lines).encode()
 
 
-async def test_who_knows_neither_token_nor_name_gets_nothing() -> None:
-    asked = []
-    page = Page("</script>job", lambda: asked.append(1) or {"groups": []})
+async def test_page_refuses_requests_without_token_or_with_another_host() -> None:
+    samples = []
+    page = Page("</script>job", lambda: samples.append(1) or {"groups": []})
     server = await page.listen()
     port, token = page.port, page.token
     assert server.sockets[0].getsockname()[0] == "127.0.0.1"
     async with server:
         wrong = [token[:-1], token + "a", "", "ÿ", token.swapcase()]
         for each in wrong:
-            assert (await talk(port, request(port, f"/?token={each}")))[0] == 403
-            assert (await talk(port, request(port, "/news", f"Authorization: Bearer {each}")))[0] == 403
-        assert (await talk(port, request(port, "/")))[0] == 403
-        assert (await talk(port, request(port, f"/news?token={token}")))[0] == 403, "of news the header counts"
+            assert (await response_to(port, request(port, f"/?token={each}")))[0] == 403
+            assert (await response_to(port, request(port, "/news", f"Authorization: Bearer {each}")))[0] == 403
+        assert (await response_to(port, request(port, "/")))[0] == 403
+        assert (await response_to(port, request(port, f"/news?token={token}")))[0] == 403, (
+            "the token in the URL is accepted for news"
+        )
         for host in ("localhost", f"localhost:{port}", "127.0.0.1", f"127.0.0.1:{port + 1}", f"evil.example:{port}"):
-            assert (await talk(port, request(port, f"/?token={token}", host=host)))[0] == 403
-            assert (await talk(port, request(port, "/news", f"Authorization: Bearer {token}", host=host)))[0] == 403
+            assert (await response_to(port, request(port, f"/?token={token}", host=host)))[0] == 403
+            assert (await response_to(port, request(port, "/news", f"Authorization: Bearer {token}", host=host)))[
+                0
+            ] == 403
         two = request(port, f"/?token={token}", "Host: evil.example")
-        assert (await talk(port, two))[0] == 400
-        assert (await talk(port, request(port, f"/?token={token}", method="POST")))[0] == 405
-        assert (await talk(port, b"hello\r\n\r\n"))[0] == 400
-        assert (await talk(port, request(port, "/", f"X: {'x' * 20_000}")))[0] == 431
-        assert (await talk(port, request(port, f"/other?token={token}")))[0] == 404
-        assert asked == []
-        status, headers, body = await talk(port, request(port, f"/?token={token}"))
+        assert (await response_to(port, two))[0] == 400
+        assert (await response_to(port, request(port, f"/?token={token}", method="POST")))[0] == 405
+        assert (await response_to(port, b"hello\r\n\r\n"))[0] == 400
+        assert (await response_to(port, request(port, "/", f"X: {'x' * 20_000}")))[0] == 431
+        assert (await response_to(port, request(port, f"/other?token={token}")))[0] == 404
+        assert samples == []
+        status, headers, body = await response_to(port, request(port, f"/?token={token}"))
         assert status == 200
         policy = headers["content-security-policy"]
         nonce = re.search(r"script-src 'nonce-([\w-]+)'", policy)
@@ -385,15 +390,15 @@ async def test_who_knows_neither_token_nor_name_gets_nothing() -> None:
         assert policy.startswith("default-src 'none'; ")
         assert body.lower().count(f'nonce="{nonce[1]}"'.encode()) == 2
         assert body.count(b"</script>") == 1
-        assert not re.search(rb"https?://|src=|href=", body), "it loads nothing"
+        assert not re.search(rb"https?://|src=|href=", body), "the page loads another resource"
         assert (headers["cache-control"], headers["x-frame-options"]) == ("no-store", "deny")
-        status, headers, body = await talk(port, request(port, "/news", f"Authorization: Bearer {token}"))
+        status, headers, body = await response_to(port, request(port, "/news", f"Authorization: Bearer {token}"))
         assert (status, headers["content-type"], json.loads(body)["groups"]) == (200, "application/json", [])
-        await talk(port, request(port, "/news", f"Authorization: Bearer {token}"))
-        assert asked == [1], "news of a second ago serve all"
+        await response_to(port, request(port, "/news", f"Authorization: Bearer {token}"))
+        assert samples == [1], "two requests within a second took two samples"
 
 
-async def test_the_page_has_few_connections_at_a_time() -> None:
+async def test_page_limits_its_open_connections() -> None:
     page = Page("job", dict)
     async with await page.listen():
         open_ones = [await asyncio.open_connection("127.0.0.1", page.port) for _ in range(MOST)]
@@ -407,10 +412,10 @@ async def test_the_page_has_few_connections_at_a_time() -> None:
 
 
 @pytest.mark.skipif(executable() is None, reason=MISSING)
-def test_the_page_in_a_browser(
-    running: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
+def test_page_in_a_browser_shows_and_updates_the_ranks(
+    running_job: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
 ) -> None:
-    """At two widths: it shows the ranks, keeps asking, loads nothing else, and is no wider than the window."""
+    """Use two widths: the page shows the ranks, updates them, loads nothing else, and fits the window."""
     command = [sys.executable, "-m", "aiocoll", "top", "--web"]
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
     served = subprocess.Popen(command, env={**os.environ, **path, **env}, stdout=subprocess.PIPE, text=True)
@@ -420,32 +425,32 @@ def test_the_page_in_a_browser(
         with browser(tmp_path / "browser") as opened:
             for scheme, width in zip(SCHEMES, WIDTHS.values(), strict=True):
                 with opened.page(width, scheme) as page:
-                    look(page, address, width)
+                    check_page(page, address, width)
                     if scheme == "dark":
-                        find_the_late_one(page, launch)
+                        check_late_rank(page, launch)
                     if folder := os.environ.get("PICTURES"):
-                        page.picture(Path(folder) / f"top-{width}-{scheme}.png")
+                        page.save_picture(Path(folder) / f"top-{width}-{scheme}.png")
     finally:
         served.send_signal(signal.SIGINT)
         assert served.wait(20) == 0
         served.stdout.close()
 
 
-def look(page: BrowserPage, address: str, width: int) -> None:
+def check_page(page: BrowserPage, address: str, width: int) -> None:
     page.open(address)
     page.until("document.querySelector('.facts')?.innerText.includes('ops/s')")
     assert sorted(page.texts("section:first-child .scroll:nth-of-type(1) tbody td:first-child")) == ["0", "1", "2", "3"]
     (first,) = page.texts("#state")
     page.until(f"document.querySelector('#state').innerText != {first!r}")
     assert page.eval("document.documentElement.scrollWidth") == width
-    assert page.outside() == []
+    assert page.hidden_elements() == []
     assert ("process" in page.texts("th")) == (width > 640)
-    assert page.said() == []
+    assert page.console_messages() == []
     origin = address.partition("?")[0]
-    assert set(page.asked()) == {address, f"{origin}news"}
+    assert set(page.loaded_urls()) == {address, f"{origin}news"}
 
 
-def find_the_late_one(page: BrowserPage, launch: Launch) -> None:
+def check_late_rank(page: BrowserPage, launch: Launch) -> None:
     (launch.path / "late-1").touch()
     page.until("document.querySelector('span.late')")
     page.until("document.querySelector('li')?.innerText.includes('rank 1 missing')")

@@ -1,4 +1,4 @@
-"""What `aiocoll top` makes of the answers of ranks: rates, who is waited for, states; and how it is laid out."""
+"""The model of `aiocoll top`: rates, waits, states and verdict from the answers of ranks; and its layout as text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from aiocoll.top.viewer import Process, State
 Answer = dict[str, Any]
 
 
-def said(rank: int, time: float, size: int = 3, **more: Any) -> Answer:
-    """Return what a rank says that has done nothing."""
+def answer_of(rank: int, time: float, size: int = 3, **more: Any) -> Answer:
+    """Return the answer of a rank that has not done anything."""
     plain: Answer = {
         **{"name": "world:0", "id": 7, "rank": rank, "size": size, "host": "here", "state": "open"},
         "processes": [100 + each for each in range(size)],
@@ -27,13 +27,13 @@ def said(rank: int, time: float, size: int = 3, **more: Any) -> Answer:
 
 
 class Job:
-    """Processes that answer what a test says, and what is made of it."""
+    """Processes with given answers, and the model of `aiocoll top` that reads them."""
 
     def __init__(self) -> None:
         self.processes: dict[int, Process] = {}
         self.model = Model()
 
-    def look(self, now: float, *answers: Answer) -> list[GroupView]:
+    def views(self, now: float, *answers: Answer) -> list[GroupView]:
         for each in answers:
             process = self.processes.setdefault(each["rank"], Process(100 + each["rank"]))
             process.state, process.answered, process.groups = State.ANSWERS, now, [each]
@@ -48,12 +48,12 @@ def flight(op: str, seconds: float, *missing: int, peer: int | None = None) -> A
     return {"op": op, "peer": peer, "seconds": seconds, "missing": list(missing), "site": "job.py:3 in main"}
 
 
-def test_rates_are_differences_over_the_time_of_the_rank_itself() -> None:
+def test_rates_are_differences_over_the_time_of_the_rank() -> None:
     job = Job()
-    (before,) = job.look(1.0, said(0, 50.0, 1, operations=[row(10, 1000, (0.5, 10))]))
+    (before,) = job.views(1.0, answer_of(0, 50.0, 1, operations=[row(10, 1000, (0.5, 10))]))
     assert [before.ranks[0].ops, before.ranks[0].nbytes, before.ops, before.kinds] == [None, None, None, ()]
     new = [row(30, 5000, (0.5, 10), (0.25, 20)), row(4, 0, (1.0, 4), op="BARRIER")]
-    (group,) = job.look(2.0, said(0, 52.0, 1, operations=new))
+    (group,) = job.views(2.0, answer_of(0, 52.0, 1, operations=new))
     (rank,) = group.ranks
     assert (rank.ops, rank.nbytes) == (12.0, 2000.0)
     assert (rank.p50, rank.p99) == (pytest.approx(0.125 * (1 + 12 / 20)), pytest.approx(0.5 * (1 + 3.76 / 4)))
@@ -62,25 +62,25 @@ def test_rates_are_differences_over_the_time_of_the_rank_itself() -> None:
         ("BARRIER", 2.0, 0.0),
     ]
     (same,) = (job.model.look(job.processes.values(), 2.5),)
-    assert same[0] == group, "nothing new has been said"
+    assert same[0] == group, "the view changed without a new answer"
 
 
-def test_a_process_that_starts_again_has_no_rates_yet() -> None:
+def test_process_that_starts_again_has_no_rates_yet() -> None:
     job = Job()
-    job.look(1.0, said(0, 50.0, 1, operations=[row(10, 1000, (0.5, 10))]))
+    job.views(1.0, answer_of(0, 50.0, 1, operations=[row(10, 1000, (0.5, 10))]))
     job.processes[0] = Process(999)
-    (group,) = job.look(2.0, said(0, 51.0, 1, operations=[row(3, 10, (0.5, 3))]))
+    (group,) = job.views(2.0, answer_of(0, 51.0, 1, operations=[row(3, 10, (0.5, 3))]))
     assert (group.ranks[0].process, group.ranks[0].ops) == (999, None)
 
 
-def test_on_top_is_who_is_waited_for_and_waits_least_itself() -> None:
+def test_first_rank_is_the_one_that_others_wait_for_most() -> None:
     job = Job()
-    job.look(1.0, *(said(rank, 1.0, peers=[]) for rank in range(3)))
-    (group,) = job.look(
+    job.views(1.0, *(answer_of(rank, 1.0, peers=[]) for rank in range(3)))
+    (group,) = job.views(
         3.0,
-        said(0, 3.0, peers=[(2, 5, 1.5, 0), (1, 1, 0.1, 0)]),
-        said(1, 3.0, peers=[(2, 5, 1.7, 0)]),
-        said(2, 3.0, peers=[(0, 5, 0.2, 0)]),
+        answer_of(0, 3.0, peers=[(2, 5, 1.5, 0), (1, 1, 0.1, 0)]),
+        answer_of(1, 3.0, peers=[(2, 5, 1.7, 0)]),
+        answer_of(2, 3.0, peers=[(0, 5, 0.2, 0)]),
     )
     assert [each.rank for each in group.ranks] == [2, 0, 1]
     late, first, second = group.ranks
@@ -89,28 +89,30 @@ def test_on_top_is_who_is_waited_for_and_waits_least_itself() -> None:
     assert (second.waited_for, second.waits) == (pytest.approx(0.025), pytest.approx(0.85))
 
 
-def test_a_wait_that_lasts_counts_while_it_lasts_and_once() -> None:
-    """A rank counts a wait when it is over; so 10 s of it must not be 1000 % of the second in which it ends."""
+def test_lasting_wait_counts_once_and_while_it_lasts() -> None:
+    """Count 10 s of a wait in 10 seconds: a rank reports a wait at its end, which must not be 1000 % of that second."""
     job = Job()
-    job.look(0.0, *(said(rank, 0.0, 2) for rank in range(2)))
+    job.views(0.0, *(answer_of(rank, 0.0, 2) for rank in range(2)))
     shares = []
     for second in range(1, 11):
-        pending = said(0, float(second), 2, pending=1, oldest=float(second), in_flight=[flight("BARRIER", second, 1)])
-        (group,) = job.look(float(second), {**pending, "peers": [(1, 0, 0.0, 1)]}, said(1, float(second), 2))
+        pending = answer_of(
+            0, float(second), 2, pending=1, oldest=float(second), in_flight=[flight("BARRIER", second, 1)]
+        )
+        (group,) = job.views(float(second), {**pending, "peers": [(1, 0, 0.0, 1)]}, answer_of(1, float(second), 2))
         assert (group.ranks[0].rank, group.ranks[0].state, group.ranks[0].missing) == (1, "late", 1)
         shares.append((group.ranks[0].waited_for, group.ranks[1].waits))
     assert shares == [(1.0, 1.0)] * 10
-    (group,) = job.look(11.0, said(0, 11.0, 2, peers=[(1, 1, 10.5, 0)]), said(1, 11.0, 2))
+    (group,) = job.views(11.0, answer_of(0, 11.0, 2, peers=[(1, 1, 10.5, 0)]), answer_of(1, 11.0, 2))
     assert (group.ranks[0].rank, group.ranks[0].waited_for, group.ranks[1].waits) == (1, 0.5, 0.5)
-    (group,) = job.look(12.0, said(0, 12.0, 2, peers=[(1, 2, 11.5, 0)]), said(1, 12.0, 2))
+    (group,) = job.views(12.0, answer_of(0, 12.0, 2, peers=[(1, 2, 11.5, 0)]), answer_of(1, 12.0, 2))
     assert (group.ranks[0].waited_for, group.ranks[0].state) == (1.0, "ok")
 
 
-def test_several_missing_ranks_are_each_waited_for() -> None:
+def test_each_of_several_missing_ranks_is_waited_for() -> None:
     job = Job()
-    job.look(0.0, said(0, 0.0))
-    (group,) = job.look(
-        1.0, said(0, 1.0, in_flight=[flight("BARRIER", 5.0, 1, 2)], peers=[(1, 0, 0.0, 1), (2, 0, 0.0, 1)])
+    job.views(0.0, answer_of(0, 0.0))
+    (group,) = job.views(
+        1.0, answer_of(0, 1.0, in_flight=[flight("BARRIER", 5.0, 1, 2)], peers=[(1, 0, 0.0, 1), (2, 0, 0.0, 1)])
     )
     assert [(each.rank, each.waited_for) for each in group.ranks] == [(1, 1.0), (2, 1.0), (0, 0.0)]
     assert group.ranks[2].waits == 1.0
@@ -125,11 +127,11 @@ def test_several_missing_ranks_are_each_waited_for() -> None:
         (State.CLOSED, "closed", "it has closed the group"),
     ],
 )
-def test_a_process_that_does_not_answer(state: State, shown: str, text: str) -> None:
+def test_process_that_does_not_answer_has_its_state(state: State, shown: str, text: str) -> None:
     job = Job()
-    job.look(1.0, *(said(rank, 1.0) for rank in range(3)))
+    job.views(1.0, *(answer_of(rank, 1.0) for rank in range(3)))
     job.processes[1].state = state
-    (group,) = job.look(4.0, said(0, 4.0), said(2, 4.0))
+    (group,) = job.views(4.0, answer_of(0, 4.0), answer_of(2, 4.0))
     rank = next(each for each in group.ranks if each.rank == 1)
     assert (rank.state, rank.detail, rank.ops, rank.pending) == (shown, text, None, 0)
     assert group.ranks[0].rank == (1 if state != State.CLOSED else 0)
@@ -148,19 +150,22 @@ def test_rank_that_has_never_answered_has_the_state_of_its_process(state: State,
     job = Job()
     job.processes[1] = Process(101)
     job.processes[1].state = state
-    (group,) = job.look(4.0, said(0, 4.0, slow=[(1, 4.0, "its process is alive (stopped)")]), said(2, 4.0))
+    (group,) = job.views(4.0, answer_of(0, 4.0, slow=[(1, 4.0, "its process is alive (stopped)")]), answer_of(2, 4.0))
     first = group.ranks[0]
     assert (first.rank, first.process, first.state, first.detail) == (1, 101, shown, text)
     assert (first.ops, first.p50, first.waits, first.pending) == (None, None, None, 0)
 
 
-def test_what_ranks_say_of_each_other_and_of_themselves() -> None:
+def test_rank_has_the_state_that_it_or_its_peers_report() -> None:
     job = Job()
     here: Answer = {"processes": [100, 101, None, None, 104, 105, 106]}
     more: Answer = {"slow": [(1, 4.0, "its process is alive (running)")], "left": [4], **here}
-    blocked = said(5, 1.0, 7, blocked=(2.0, "a.py:1 in f"), **here)
-    (group,) = job.look(
-        1.0, said(0, 1.0, 7, lost=[(2, "killed", "its process is gone")], **more), said(1, 1.0, 7, **here), blocked
+    blocked = answer_of(5, 1.0, 7, blocked=(2.0, "a.py:1 in f"), **here)
+    (group,) = job.views(
+        1.0,
+        answer_of(0, 1.0, 7, lost=[(2, "killed", "its process is gone")], **more),
+        answer_of(1, 1.0, 7, **here),
+        blocked,
     )
     assert {each.rank: (each.state, each.detail) for each in group.ranks} == {
         0: ("ok", ""),
@@ -174,9 +179,9 @@ def test_what_ranks_say_of_each_other_and_of_themselves() -> None:
     assert [each.rank for each in group.ranks[:3]] == [2, 1, 5]
 
 
-def test_a_group_that_failed_and_one_that_is_over() -> None:
+def test_revoked_group_has_its_cause_and_closed_group_disappears() -> None:
     job = Job()
-    (group,) = job.look(1.0, said(0, 1.0, 1, cause="rank 3 was lost"))
+    (group,) = job.views(1.0, answer_of(0, 1.0, 1, cause="rank 3 was lost"))
     assert (group.state, group.cause, group.ranks[0].state) == ("revoked", "rank 3 was lost", "revoked")
     assert "world:0: 1 ranks, revoked: rank 3 was lost" in words.plain([group], 80)
     job.processes[0].state = State.CLOSED
@@ -185,13 +190,13 @@ def test_a_group_that_failed_and_one_that_is_over() -> None:
     assert job.model.look(job.processes.values(), 1.1 + KEPT) == []
 
 
-def test_the_oldest_pending_operations_with_all_who_are_in_them() -> None:
+def test_oldest_pending_operations_have_all_their_ranks() -> None:
     job = Job()
     entries = [flight("BARRIER (sequence 4)", 2.0 - rank / 10, 3) for rank in range(3)]
     message = flight("SEND", 1.0, peer=2)
     young = flight("BROADCAST (sequence 5)", 0.1)
-    (group,) = job.look(
-        1.0, *(said(rank, 1.0, 4, in_flight=[each, message, young]) for rank, each in enumerate(entries))
+    (group,) = job.views(
+        1.0, *(answer_of(rank, 1.0, 4, in_flight=[each, message, young]) for rank, each in enumerate(entries))
     )
     assert [(each.op, each.ranks, each.seconds, each.missing) for each in group.pending] == [
         ("BARRIER (sequence 4)", (0, 1, 2), 2.0, (3,)),
@@ -201,12 +206,12 @@ def test_the_oldest_pending_operations_with_all_who_are_in_them() -> None:
     assert "BARRIER (sequence 4) pending for 2 s on rank 0-2, rank 3 missing, called at job.py:3 in main" in text
 
 
-def full(size: int = 8) -> GroupView:
+def wide_group(size: int = 8) -> GroupView:
     """Return a group with the widest numbers in every column."""
     job = Job()
-    job.look(0.0, *(said(rank, 0.0, size) for rank in range(size)))
+    job.views(0.0, *(answer_of(rank, 0.0, size) for rank in range(size)))
     answers = [
-        said(
+        answer_of(
             *(rank, 1.0, size),
             operations=[row(99_999, 1023 << 20, (2.0**-15, 9_999), (2.0**-4, 90_000))],
             peers=[((rank + 1) % size, 9, 0.999, 0)],
@@ -214,13 +219,13 @@ def full(size: int = 8) -> GroupView:
         )
         for rank in range(size)
     ]
-    (group,) = job.look(1.0, *answers)
+    (group,) = job.views(1.0, *answers)
     return group
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_text_fits(width: int) -> None:
-    lines = words.plain([full()], width).splitlines()
+def test_text_fits_the_width(width: int) -> None:
+    lines = words.plain([wide_group()], width).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0] == "healthy: no rank is late"
     assert ("process" in lines[2].split()) == (width == 120)
@@ -229,21 +234,21 @@ def test_text_fits(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_live_table_fits(width: int) -> None:
+def test_live_table_fits_the_width(width: int) -> None:
     console = pytest.importorskip("rich.console", reason="needs rich")
     from aiocoll.cli.top import terminal
 
     recording = console.Console(record=True, width=width, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
-    recording.print(terminal.render("job 7: job.py", [full()], width, 50))
+    recording.print(terminal.render("job 7: job.py", [wide_group()], width, 50))
     recording.file.close()
     shown = recording.export_text(clear=False)
     assert "…" not in shown
-    plain = [line.split() for line in words.plain([full()], width).splitlines() if line]
+    plain = [line.split() for line in words.plain([wide_group()], width).splitlines() if line]
     assert [line.split() for line in shown.splitlines()[1:] if line.strip()] == plain
     assert re.search(r'class="[^"]*-r\d+"[^>]*>ok', recording.export_svg().replace("&#160;", " "))
 
 
-def test_the_live_table_leaves_room_for_what_is_wrong() -> None:
+def test_live_table_leaves_room_for_the_verdict() -> None:
     pytest.importorskip("rich.console", reason="needs rich")
     from rich.console import Console
 
@@ -251,7 +256,7 @@ def test_the_live_table_leaves_room_for_what_is_wrong() -> None:
 
     with open("/dev/null", "w") as nowhere:
         console = Console(record=True, width=80, file=nowhere)
-        console.print(terminal.render("job 7", [full(60)], 80, 24))
+        console.print(terminal.render("job 7", [wide_group(60)], 80, 24))
         lines = console.export_text().splitlines()
     assert len(lines) <= 24
     assert "and 52 more ranks, which are waited for less" in lines
@@ -260,15 +265,15 @@ def test_the_live_table_leaves_room_for_what_is_wrong() -> None:
 # -- the verdict
 
 
-def measured(*waited_for: float, load: HostLoad | None = None, **more: Any) -> GroupView:
-    """Return a group whose ranks have each waited for the others for these shares of a second."""
+def measured_group(*waited_for: float, load: HostLoad | None = None, **more: Any) -> GroupView:
+    """Return a group whose ranks have each been waited for during these shares of a second."""
     job = Job()
     size = len(waited_for)
-    job.look(0.0, *(said(rank, 0.0, size) for rank in range(size)))
+    job.views(0.0, *(answer_of(rank, 0.0, size) for rank in range(size)))
     done = [row(10, 0, (0.5, 10))]
     peers = {rank: [(other, 1, share, 0) for other, share in enumerate(waited_for) if other != rank and share]
              for rank in range(size)}  # fmt: skip
-    answers = [said(rank, 1.0, size, operations=done, peers=peers[rank], **more) for rank in range(size)]
+    answers = [answer_of(rank, 1.0, size, operations=done, peers=peers[rank], **more) for rank in range(size)]
     for each in answers:
         process = job.processes[each["rank"]]
         process.state, process.answered, process.groups = State.ANSWERS, 1.0, [each]
@@ -277,26 +282,26 @@ def measured(*waited_for: float, load: HostLoad | None = None, **more: Any) -> G
 
 
 def test_verdict_of_a_healthy_job_blames_no_rank() -> None:
-    """Shares of 46 % and 32 % were measured in a healthy job on as many cores as ranks."""
-    group = measured(0.46, 0.32, 0.1)
+    """Use shares of 46 % and 32 %, which were measured in a healthy job on as many cores as ranks."""
+    group = measured_group(0.46, 0.32, 0.1)
     assert (group.verdict, group.culprits) == ("healthy: no rank is late", ())
 
 
 def test_verdict_of_a_busy_host_names_its_load() -> None:
-    group = measured(0.46, 0.32, 0.1, load=HostLoad(10.04, 2))
+    group = measured_group(0.46, 0.32, 0.1, load=HostLoad(10.04, 2))
     assert group.verdict == "no rank is late; the ranks wait for a core (load 10.0 on 2 cores)"
     assert group.culprits == ()
-    assert measured(0.05, 0.05, 0.05, load=HostLoad(10.04, 2)).verdict == "healthy: no rank is late"
+    assert measured_group(0.05, 0.05, 0.05, load=HostLoad(10.04, 2)).verdict == "healthy: no rank is late"
 
 
 def test_verdict_names_the_rank_that_the_others_wait_for_most() -> None:
-    group = measured(0.05, 0.8, 0.05)
+    group = measured_group(0.05, 0.8, 0.05)
     assert group.verdict == "rank 1 is slower than the others: they wait for it 80 % of the time"
     assert group.culprits == (1,)
 
 
 def test_verdict_waits_for_rates() -> None:
-    (group,) = Job().look(0.0, said(0, 0.0, 2), said(1, 0.0, 2))
+    (group,) = Job().views(0.0, answer_of(0, 0.0, 2), answer_of(1, 0.0, 2))
     assert group.verdict == "measuring: rates follow with the next answers"
     assert [each.waited_for for each in group.ranks] == [None, None]
 
@@ -305,7 +310,9 @@ def test_verdict_names_a_blocked_rank_with_its_line_and_the_call_that_waits() ->
     job = Job()
     waits = {"in_flight": [flight("BARRIER (sequence 7)", 4.2, 2)], "peers": [(2, 1, 0.0, 1)], "pending": 1}
     blocked = (4.0, "train.py:15 in load, called from train.py:20 in main")
-    (group,) = job.look(1.0, said(0, 1.0, **waits), said(1, 1.0, **waits), said(2, 1.0, blocked=blocked))
+    (group,) = job.views(
+        1.0, answer_of(0, 1.0, **waits), answer_of(1, 1.0, **waits), answer_of(2, 1.0, blocked=blocked)
+    )
     assert group.verdict == (
         "rank 2 is blocked: its event loop has been blocked for 4.0 s, at train.py:15 in load; "
         "2 ranks have waited 4.2 s in BARRIER (sequence 7)"
@@ -315,19 +322,19 @@ def test_verdict_names_a_blocked_rank_with_its_line_and_the_call_that_waits() ->
 
 def test_verdict_names_a_stopped_rank() -> None:
     job = Job()
-    job.look(1.0, *(said(rank, 1.0) for rank in range(3)))
+    job.views(1.0, *(answer_of(rank, 1.0) for rank in range(3)))
     job.processes[1].state = State.STOPPED
     slow = [(1, 2.0, "its process is alive (stopped)")]
-    (group,) = job.look(3.0, said(0, 3.0, slow=slow), said(2, 3.0, slow=slow))
+    (group,) = job.views(3.0, answer_of(0, 3.0, slow=slow), answer_of(2, 3.0, slow=slow))
     assert (group.ranks[0].rank, group.ranks[0].state) == (1, "stopped")
     assert group.verdict.startswith("rank 1 is stopped: process 101 is stopped")
 
 
 def test_history_has_one_value_per_answer() -> None:
     job = Job()
-    job.look(0.0, said(0, 0.0, 1, operations=[row(0, 0)]))
+    job.views(0.0, answer_of(0, 0.0, 1, operations=[row(0, 0)]))
     for second in range(1, 4):
-        (group,) = job.look(float(second), said(0, float(second), 1, operations=[row(0, 0, (0.5, second**2))]))
+        (group,) = job.views(float(second), answer_of(0, float(second), 1, operations=[row(0, 0, (0.5, second**2))]))
     assert group.history == (1.0, 3.0, 5.0)
     (group,) = job.model.look(job.processes.values(), 3.5)
     assert group.history == (1.0, 3.0, 5.0)
@@ -335,7 +342,7 @@ def test_history_has_one_value_per_answer() -> None:
 
 
 def test_text_of_a_job_that_has_ended_has_exit_code_cause_and_last_state() -> None:
-    group = measured(0.05, 0.8, 0.05)
+    group = measured_group(0.05, 0.8, 0.05)
     end = End(137, ("ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)", "rank 1 was killed by SIGKILL"))
     lines = words.ended("job 7: a.py", end, [group], 80).splitlines()
     assert lines[:3] == ["job 7: a.py: it has ended with exit code 137", *end.lines]

@@ -1,4 +1,4 @@
-"""`aiocoll trace`: what dumps say together, of real ranks that hang, differ and live, and of files that are none."""
+"""`aiocoll trace`: reports from dumps of ranks that hang, differ or live, errors of unusable files, and pictures."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ HERE = recorded.__file__
 
 
 def trace(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Run the command; return its exit code and what it wrote."""
+    """Run the command; return its exit code and output."""
     code = main(["trace", *map(str, arguments)])
-    said = capsys.readouterr()
-    assert (said.err == "") == (code != 2)
-    return code, said.out + said.err
+    output = capsys.readouterr()
+    assert (output.err == "") == (code != 2)
+    return code, output.out + output.err
 
 
 def files(path: Path) -> list[Path]:
     return sorted(path.glob("dump-*"))
 
 
-def forsake(work: Work[Any]) -> None:
-    """Let nobody wonder how it ends."""
+def ignore_failure(work: Work[Any]) -> None:
+    """Mark the failure of a work as retrieved, so that no warning follows."""
     work.add_done_callback(lambda _: None)
 
 
 def record(world_size: int, fn: Callable[..., Awaitable[Any]], path: Path, **options: Any) -> list[Path]:
-    """Run `fn` on a virtual clock; return the dumps that the ranks wrote in the end, each its own."""
+    """Run `fn` on a virtual clock; return the dumps that the ranks have written at the end."""
 
     async def rank(pg: ProcessGroup) -> None:
         await fn(pg)
         pg.recorder.dump_json(path / file_name(pg.group_name, pg.rank()))
-        await asyncio.sleep(5)  # longer than any rank has been at it
+        await asyncio.sleep(5)  # more seconds than any test here takes
         pg.abort()
 
     run_virtual(world_size, rank, options=GroupOptions(**options))
@@ -58,73 +58,75 @@ def record(world_size: int, fn: Callable[..., Awaitable[Any]], path: Path, **opt
 # -- real ranks
 
 
-async def test_a_hang_names_collective_line_and_who_is_missing(
+async def test_hang_names_the_collective_the_line_and_the_missing_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = GroupOptions(dump_dir=str(tmp_path))
     lines = await run_processes(3, recorded.hang, 2, 1, options=options)
     perfetto = tmp_path / "trace.json"
-    code, said = trace(capsys, *files(tmp_path), "--perfetto", perfetto)
+    code, output = trace(capsys, *files(tmp_path), "--perfetto", perfetto)
     assert code == 1
-    assert "group 'world:0': 3 ranks, 9 collectives remembered\n  verdict: rank 1 did not enter BARRIER 5: " in said
-    assert f": it waited in RECV at {Path(HERE).name}:{lines[1] + 3}; ranks 0, 2 waited " in said
-    assert "\n  failed: CollectiveTimeoutError: BARRIER" in said
-    assert "\n  diverged first: BARRIER (sequence 5)\n    ranks 0, 2 called BARRIER(" in said
-    assert f"SequenceNumber=5) at {HERE}:{lines[0]} in hang\n    missing: rank 1, last in ALLGATHER_OBJECT" in said
-    assert f"(sequence 4) at {HERE}:{lines[1]} in hang, entered" in said
-    assert f"it waited in RECV (from rank 0, tag 5) at {HERE}:{lines[1] + 3} in hang" in said
+    assert "group 'world:0': 3 ranks, 9 collectives remembered\n  verdict: rank 1 did not enter BARRIER 5: " in output
+    assert f": it waited in RECV at {Path(HERE).name}:{lines[1] + 3}; ranks 0, 2 waited " in output
+    assert "\n  failed: CollectiveTimeoutError: BARRIER" in output
+    assert "\n  diverged first: BARRIER (sequence 5)\n    ranks 0, 2 called BARRIER(" in output
+    assert f"SequenceNumber=5) at {HERE}:{lines[0]} in hang\n    missing: rank 1, last in ALLGATHER_OBJECT" in output
+    assert f"(sequence 4) at {HERE}:{lines[1]} in hang, entered" in output
+    assert f"it waited in RECV (from rank 0, tag 5) at {HERE}:{lines[1] + 3} in hang" in output
     names = {event["name"] for event in json.loads(perfetto.read_text())["traceEvents"]}
     assert {"BARRIER 5", "ALLREDUCE 'layer1' 2", "RECV"} < names
-    # Of the ranks that wait alone, what the missing one did is not known.
-    code, said = trace(capsys, *(files(tmp_path)[rank] for rank in (0, 2)))
+    # The dumps of the waiting ranks do not show the calls of the missing one.
+    code, output = trace(capsys, *(files(tmp_path)[rank] for rank in (0, 2)))
     assert code == 1
-    assert "no dump of rank 1: killed, blocked, or not given here" in said
-    assert "\n    rank 1, as its peers recorded it: waiting in RECV; last in ALLGATHER_OBJECT, " in said
-    assert "missing" not in said
+    assert "no dump of rank 1: killed, blocked, or not given here" in output
+    assert "\n    rank 1, as its peers recorded it: waiting in RECV; last in ALLGATHER_OBJECT, " in output
+    assert "missing" not in output
 
 
 @pytest.mark.slow
-async def test_a_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    await run_processes(3, recorded.differ, options=GroupOptions(dump_dir=str(tmp_path)))
-    code, said = trace(capsys, *files(tmp_path))
+async def test_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    await run_processes(3, recorded.reduce_different_sizes, options=GroupOptions(dump_dir=str(tmp_path)))
+    code, output = trace(capsys, *files(tmp_path))
     assert code == 1
-    assert "failed: CollectiveMismatchError: Collectives differ in the following: counts, shape. Group" in said
-    # Rank 0 or rank 1 finds it first: a rank may have failed by the other one's comparison than the group.
-    lines = said.partition("diverged first: ALLREDUCE (sequence 5)\n")[2].splitlines()
+    assert "failed: CollectiveMismatchError: Collectives differ in the following: counts, shape. Group" in output
+    # Rank 0 or rank 1 finds it first. The group's cause may be the comparison of the other rank.
+    lines = output.partition("diverged first: ALLREDUCE (sequence 5)\n")[2].splitlines()
     if lines[0].startswith("    Collectives differ in the following: counts, shape. Group 'world:0': rank "):
         del lines[0]
     assert lines[0].startswith("    ranks 0, 1 called ALLREDUCE(shape=[7]")
-    assert "\n    rank 2 called ALLREDUCE(shape=[8], dtype=float64, device=cpu, counts=[8]" in said
-    assert said.count(f"{HERE}:") >= 3
+    assert "\n    rank 2 called ALLREDUCE(shape=[8], dtype=float64, device=cpu, counts=[8]" in output
+    assert output.count(f"{HERE}:") >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loop", "blocked"), [("asyncio", True), ("uvloop", False)])
-async def test_a_signal_has_a_living_rank_dump(
+async def test_signal_makes_a_living_rank_dump(
     loop: Any, blocked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = GroupOptions(dump_dir=str(tmp_path))
-    await run_processes(2, recorded.live, str(tmp_path), blocked, options=options, loop=loop)
-    code, said = trace(capsys, *files(tmp_path))
+    await run_processes(2, recorded.signal_each_other, str(tmp_path), blocked, options=options, loop=loop)
+    code, output = trace(capsys, *files(tmp_path))
     assert code == 0
-    assert "no collective diverged" in said
-    assert "last to arrive on average: rank" in said
+    assert "no collective diverged" in output
+    assert "last to arrive on average: rank" in output
 
 
-# -- what dumps say
+# -- reports from dumps
 
 
-def test_a_group_that_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_healthy_group_names_the_last_rank_on_average(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         for _ in range(4):
             await asyncio.sleep(0.25 * (pg.rank() == 2))
             await pg.barrier()
 
     dumps = record(3, rank, tmp_path)
-    code, said = trace(capsys, *dumps)
+    code, output = trace(capsys, *dumps)
     assert code == 0
     late_words = "rank 2, 250 ms after the first; it was the last in 4 of 4 collectives"
-    assert f"  no collective diverged\n  last to arrive on average: {late_words}\n" in said
+    assert f"  no collective diverged\n  last to arrive on average: {late_words}\n" in output
     late = lateness(collect(list(map(str, dumps)))[0])
     assert late is not None
     assert (late.rank, late.seconds, late.last, late.calls) == (2, pytest.approx(0.25), 4, 4)
@@ -132,43 +134,43 @@ def test_a_group_that_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("keyed", [False, True])
-def test_who_has_not_entered_while_the_group_stands(
+def test_missing_rank_is_named_while_the_group_is_open(
     keyed: bool, debug: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in a collective whose root has long gone on."""
+    """Use a broadcast too, whose root has completed it long ago."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() != 1:
-            forsake(pg.broadcast(np.zeros(3), 0, key="k" if keyed else None))
+            ignore_failure(pg.broadcast(np.zeros(3), 0, key="k" if keyed else None))
         await asyncio.sleep(1)
 
-    code, said = trace(capsys, *record(3, rank, tmp_path, debug=debug))
+    code, output = trace(capsys, *record(3, rank, tmp_path, debug=debug))
     assert code == 1
     name = "BROADCAST (sequence 'k' 1)" if keyed else "BROADCAST (sequence 2)"
-    assert f"diverged first: {name}\n    ranks 0, 2 called BROADCAST(shape=[3]" in said
-    assert "missing: rank 1, last in BARRIER (sequence 1)" in said
-    assert f"  pending on ranks 0, 2: {name} at" in said or debug == "off"
-    assert "failed" not in said
+    assert f"diverged first: {name}\n    ranks 0, 2 called BROADCAST(shape=[3]" in output
+    assert "missing: rank 1, last in BARRIER (sequence 1)" in output
+    assert f"  pending on ranks 0, 2: {name} at" in output or debug == "off"
+    assert "failed" not in output
 
 
-def test_who_is_on_the_way_is_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_that_enters_soon_is_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 0:
-            forsake(pg.barrier())
+            ignore_failure(pg.barrier())
         await asyncio.sleep(0.2)
 
-    code, said = trace(capsys, *record(2, rank, tmp_path))
+    code, output = trace(capsys, *record(2, rank, tmp_path))
     assert code == 0
-    assert "no collective diverged\n  pending on rank 0: BARRIER (sequence 2)" in said
+    assert "no collective diverged\n  pending on rank 0: BARRIER (sequence 2)" in output
 
 
 @pytest.mark.parametrize("field", ["op", "root", "reduce", "dtype", "shape"])
-def test_the_first_of_several_differences_counts(
+def test_first_of_several_differences_is_reported(
     field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With calls compared before data moves, there may be several of them."""
+    """Compare calls before data moves, which leaves the group usable after a mismatch."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.allreduce(1.0)
@@ -183,18 +185,20 @@ def test_the_first_of_several_differences_counts(
             with pytest.raises(GroupError):
                 await work
 
-    code, said = trace(capsys, *record(3, rank, tmp_path, debug="detail"))
+    code, output = trace(capsys, *record(3, rank, tmp_path, debug="detail"))
     assert code == 1
-    assert "diverged first: REDUCE (sequence 2)\n    Collectives differ in the following:" in said
-    assert f"following: {'counts, shape' if field == 'shape' else field}" in said
-    assert "    ranks 0, 2 called REDUCE(shape=[4]" in said
-    assert "    and 2 later collectives diverged too\n" in said
+    assert "diverged first: REDUCE (sequence 2)\n    Collectives differ in the following:" in output
+    assert f"following: {'counts, shape' if field == 'shape' else field}" in output
+    assert "    ranks 0, 2 called REDUCE(shape=[4]" in output
+    assert "    and 2 later collectives diverged too\n" in output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
-def test_who_has_forgotten_sooner_is_not_missing(late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rank that lacks the last collective remembers one more of the first ones, be it ahead of the other or not."""
+def test_rank_with_a_shorter_history_is_not_missing(
+    late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Let one rank remember an earlier collective than the other, both ahead of it and behind it."""
 
     async def rank(pg: ProcessGroup) -> None:
         for number in range(HISTORY // 2 + 5):
@@ -202,29 +206,30 @@ def test_who_has_forgotten_sooner_is_not_missing(late: int, tmp_path: Path, caps
             await pg.barrier(key="again")
             await pg.barrier(key=f"once {number}")
         if pg.rank() == 0:
-            forsake(pg.broadcast(np.zeros(1), 0, key="last"))
+            ignore_failure(pg.broadcast(np.zeros(1), 0, key="last"))
         await asyncio.sleep(1)
 
-    code, said = trace(capsys, *record(2, rank, tmp_path))
+    code, output = trace(capsys, *record(2, rank, tmp_path))
     assert code == 1
-    assert "diverged first: BROADCAST (sequence 'last' 1)\n" in said
-    assert "later" not in said
+    assert "diverged first: BROADCAST (sequence 'last' 1)\n" in output
+    assert "later" not in output
 
 
-def test_clocks_of_two_hosts_are_set_beside_each_other(tmp_path: Path) -> None:
+def test_clocks_of_two_hosts_are_aligned(tmp_path: Path) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
 
     dumps = record(3, rank, tmp_path)
-    # The clock of rank 2's host started 100 s later; those of the other two are the same, whatever they say.
+    # The clock of rank 2's host started 100 s later. The clocks of the other two are the same, whatever their wall
+    # times.
     for path, host, monotonic, wall in zip(dumps, "aab", (0.0, 0.0, -100.0), (5.0, 5.5, 5.0), strict=True):
         dump = json.loads(path.read_text())
         dump["clock"]["host"] = host
         dump["clock"]["wall"] += wall
         dump["clock"]["monotonic"] += monotonic
-        for entry in dump["entries"]:
-            entry["entered"] += monotonic
-            entry["finished"] += monotonic
+        for recorded_call in dump["entries"]:
+            recorded_call["entered"] += monotonic
+            recorded_call["finished"] += monotonic
         path.write_text(json.dumps(dump))
     (group,) = collect(list(map(str, dumps)))
     (call,) = group.calls
@@ -232,16 +237,16 @@ def test_clocks_of_two_hosts_are_set_beside_each_other(tmp_path: Path) -> None:
     assert call.entered[2] == pytest.approx(call.entered[0] - 0.5)
 
 
-def test_several_groups_and_one_without_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_covers_several_groups_and_one_without_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pass
 
     dumps = record(1, rank, tmp_path)
     other = json.loads(dumps[0].read_text()) | {"group": "another", "id": 1}
     (tmp_path / "dump-b").write_text(json.dumps(other))
-    code, said = trace(capsys, *files(tmp_path), "--perfetto", tmp_path / "trace.json")
+    code, output = trace(capsys, *files(tmp_path), "--perfetto", tmp_path / "trace.json")
     assert code == 0
-    assert said == (
+    assert output == (
         "group 'another': 1 rank, 0 collectives remembered\n"
         "  verdict: no failure: no collective diverged\n  no collective diverged\n\n"
         "group 'world:0': 1 rank, 0 collectives remembered\n"
@@ -251,7 +256,7 @@ def test_several_groups_and_one_without_calls(tmp_path: Path, capsys: pytest.Cap
 
 # -- the verdict
 
-#: Rank 1 is at fault.
+#: In each case, rank 1 is at fault.
 CAUSES = {
     "a lost rank": (
         {"kind": "PeerLostError", "text": "rank 1 of group 'g' is gone: its process is gone", "ranks": [1]},
@@ -275,7 +280,7 @@ CAUSES = {
 }
 
 
-def entry(**changes: Any) -> dict[str, Any]:
+def recorded_call(**changes: Any) -> dict[str, Any]:
     call = {
         **{"rank": 0, "op": "BARRIER", "shape": [], "dtype": None, "device": "cpu", "counts": [], "sends": None},
         **{"receives": None, "members": None, "root": None, "reduce": None, "seq": 1, "key": None, "debug": None},
@@ -291,22 +296,22 @@ def test_verdict_without_the_dump_of_the_rank_at_fault_uses_what_its_peers_recor
 ) -> None:
     given, words = CAUSES[cause]
     clock = {"host": "h", "monotonic": 5.0, "wall": 5.0}
-    dump = good(cause=given, state="revoked", entered=1, clock=clock, entries=[entry()])
+    dump = valid_dump(cause=given, state="revoked", entered=1, clock=clock, entries=[recorded_call()])
     (tmp_path / "one").write_text(json.dumps(dump))
-    code, said = trace(capsys, tmp_path / "one")
+    code, output = trace(capsys, tmp_path / "one")
     assert code == 1
-    assert said.splitlines()[1] == f"  verdict: {words}"
+    assert output.splitlines()[1] == f"  verdict: {words}"
 
 
 def test_verdict_names_the_line_that_blocks_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock = {"host": "h", "monotonic": 5.25, "wall": 5.25}
-    pending = entry(entered=1.05, finished=None, state="pending", error=None)
-    (tmp_path / "0").write_text(json.dumps(good(clock=clock, entered=1, entries=[pending])))
+    pending = recorded_call(entered=1.05, finished=None, state="pending", error=None)
+    (tmp_path / "0").write_text(json.dumps(valid_dump(clock=clock, entered=1, entries=[pending])))
     blocked = [4.0, "/srv/train.py:15 in load, called from /srv/train.py:20 in main"]
-    (tmp_path / "1").write_text(json.dumps(good(rank=1, clock=clock, blocked=blocked)))
-    code, said = trace(capsys, tmp_path / "0", tmp_path / "1")
+    (tmp_path / "1").write_text(json.dumps(valid_dump(rank=1, clock=clock, blocked=blocked)))
+    code, output = trace(capsys, tmp_path / "0", tmp_path / "1")
     assert code == 1
-    assert said.splitlines()[1] == (
+    assert output.splitlines()[1] == (
         "  verdict: rank 1 was blocked at train.py:15 in load; rank 0 waited 4.2 s in BARRIER 1"
     )
 
@@ -320,15 +325,15 @@ def test_verdict_of_a_mismatch_names_the_lines_of_both_calls(
         with pytest.raises(GroupError):
             await work
 
-    _, said = trace(capsys, *record(3, rank, tmp_path, debug="detail"))
+    _, output = trace(capsys, *record(3, rank, tmp_path, debug="detail"))
     here = f"{Path(__file__).name}:{rank.__code__.co_firstlineno + 1}"
-    assert f"verdict: ranks made different calls in ALLREDUCE 1: rank 1 at {here}; ranks 0, 2 at {here}" in said
+    assert f"verdict: ranks made different calls in ALLREDUCE 1: rank 1 at {here}; ranks 0, 2 at {here}" in output
 
 
 # -- files that cannot be used
 
 
-def good(**changes: Any) -> dict[str, Any]:
+def valid_dump(**changes: Any) -> dict[str, Any]:
     clock = {"host": "h", "monotonic": 1.0, "wall": 1.0}
     dump = {
         **{"format": FORMAT, "version": 1, "group": "g", "id": 1, "rank": 0, "world_size": 2, "global_ranks": [0, 1]},
@@ -343,71 +348,73 @@ def good(**changes: Any) -> dict[str, Any]:
     [
         (None, "cannot be read: No such file or directory"),
         (b"", "is not JSON, or incomplete"),
-        (json.dumps(good()).encode()[:-3], "is not JSON, or incomplete"),
+        (json.dumps(valid_dump()).encode()[:-3], "is not JSON, or incomplete"),
         (b"\xff\xfe\xfd", "is not JSON, or incomplete"),
         (b"[1, 2]", "is not a dump of pg.recorder"),
         (b'{"a": 1}', "is not a dump of pg.recorder"),
         (b'{"traceEvents": []}', "is a trace for Perfetto; give the dumps it was made of"),
-        (good(version=2), "has version 2 of the format, and this aiocoll reads version 1"),
-        (good(rank=2), "is damaged: rank: it is not a rank of the group"),
-        (good(rank=True), "is damaged: rank: True is not a number"),
-        (good(clock={}), "is damaged: clock: host is missing"),
-        (good(entries=[1]), "is damaged: entries: one is not a map"),
-        (good(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),
-        ({key: value for key, value in good().items() if key != "cause"}, "is damaged: cause is missing"),
+        (valid_dump(version=2), "has version 2 of the format, and this aiocoll reads version 1"),
+        (valid_dump(rank=2), "is damaged: rank: it is not a rank of the group"),
+        (valid_dump(rank=True), "is damaged: rank: True is not a number"),
+        (valid_dump(clock={}), "is damaged: clock: host is missing"),
+        (valid_dump(entries=[1]), "is damaged: entries: one is not a map"),
+        (valid_dump(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),
+        ({key: value for key, value in valid_dump().items() if key != "cause"}, "is damaged: cause is missing"),
     ],
 )
-def test_a_file_that_is_no_dump(
+def test_file_that_is_no_dump_is_refused(
     content: bytes | dict[str, Any] | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.json"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    code, said = trace(capsys, path)
-    assert (code, said.startswith(f"aiocoll trace: {path}: {words}")) == (2, True), said
+    code, output = trace(capsys, path)
+    assert (code, output.startswith(f"aiocoll trace: {path}: {words}")) == (2, True), output
 
 
-def test_dumps_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    one.write_text(json.dumps(good()))
-    two.write_text(json.dumps(good()))
-    code, said = trace(capsys, one, two)
-    assert (code, f"{one} and {two} are both of rank 0 of group 'g': give one per rank" in said) == (2, True)
-    two.write_text(json.dumps(good(rank=1, global_ranks=[0, 2])))
-    code, said = trace(capsys, one, two)
-    assert (code, f"{one} and {two} disagree on the ranks of group 'g': they are of two jobs" in said) == (2, True)
+    one.write_text(json.dumps(valid_dump()))
+    two.write_text(json.dumps(valid_dump()))
+    code, output = trace(capsys, one, two)
+    assert (code, f"{one} and {two} are both of rank 0 of group 'g': give one per rank" in output) == (2, True)
+    two.write_text(json.dumps(valid_dump(rank=1, global_ranks=[0, 2])))
+    code, output = trace(capsys, one, two)
+    assert (code, f"{one} and {two} disagree on the ranks of group 'g': they are of two jobs" in output) == (2, True)
 
 
-def test_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_trace_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one"
-    path.write_text(json.dumps(good()))
-    code, said = trace(capsys, path, "--perfetto", tmp_path / "missing" / "trace.json")
-    assert (code, "No such file or directory" in said) == (2, True)
+    path.write_text(json.dumps(valid_dump()))
+    code, output = trace(capsys, path, "--perfetto", tmp_path / "missing" / "trace.json")
+    assert (code, "No such file or directory" in output) == (2, True)
 
 
 # -- the picture
 
 
-def test_without_matplotlib_there_is_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_without_matplotlib_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(Unusable, match=r"--png needs matplotlib: pip install 'aiocoll\[trace\]'"):
         picture.draw([], "a.png")
 
 
 @pytest.fixture(scope="module")
-def drawing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Draw once: matplotlib keeps the files of its fonts open from then on."""
+def _first_drawing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Draw one picture first: matplotlib keeps the files of its fonts open from then on."""
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("matplotlib")
-    (path / "one").write_text(json.dumps(good()))
+    (path / "one").write_text(json.dumps(valid_dump()))
     picture.draw(collect([str(path / "one")]), str(path / "one.png"))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("drawing")
+@pytest.mark.usefixtures("_first_drawing")
 @pytest.mark.parametrize("calls", [0, 3, 40])
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_picture_of_all(calls: int, hangs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_is_drawn_for_any_number_of_calls(
+    calls: int, hangs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         for number in range(calls):
@@ -418,7 +425,7 @@ def test_a_picture_of_all(calls: int, hangs: bool, tmp_path: Path, capsys: pytes
             else:
                 await pg.send(np.zeros(1), 1)
         if hangs and pg.rank():
-            forsake(pg.barrier())
+            ignore_failure(pg.barrier())
             await asyncio.sleep(1)
 
     path = tmp_path / "timeline.png"
@@ -429,18 +436,18 @@ def test_a_picture_of_all(calls: int, hangs: bool, tmp_path: Path, capsys: pytes
     assert int.from_bytes(data[20:24], "big") > (400 if calls == 40 else 200)
 
 
-@pytest.mark.usefixtures("drawing")
+@pytest.mark.usefixtures("_first_drawing")
 def test_picture_leads_with_the_verdict_and_marks_the_rank_at_fault(tmp_path: Path) -> None:
-    """Rank 0 waits from 1 to 3 s, when rank 1 enters, and ends at 5 s; in the next call it waits for rank 1."""
+    """Let rank 0 wait for rank 1 from 1 s to 3 s, end at 5 s, and wait for rank 1 again in the next call."""
     from matplotlib.figure import Figure
 
     clock = {"host": "h", "monotonic": 9.0, "wall": 9.0}
-    first = entry(state="finished", error=None)
-    waits = entry(seq=2, entered=6.0, finished=None, state="pending", error=None)
-    (tmp_path / "0").write_text(json.dumps(good(clock=clock, entered=2, entries=[first, waits])))
-    late = entry(state="finished", error=None, entered=3.0)
+    first = recorded_call(state="finished", error=None)
+    waits = recorded_call(seq=2, entered=6.0, finished=None, state="pending", error=None)
+    (tmp_path / "0").write_text(json.dumps(valid_dump(clock=clock, entered=2, entries=[first, waits])))
+    late = recorded_call(state="finished", error=None, entered=3.0)
     blocked = [3.0, "/srv/train.py:15 in load"]
-    dump = good(rank=1, clock=clock, entered=1, entries=[late], blocked=blocked)
+    dump = valid_dump(rank=1, clock=clock, entered=1, entries=[late], blocked=blocked)
     (tmp_path / "1").write_text(json.dumps(dump))
     (made,) = picture.make_pictures(collect([str(tmp_path / "0"), str(tmp_path / "1")])[0])
     ax = Figure().subplots()

@@ -1,4 +1,4 @@
-"""`aiocoll bench --tune`: what it measures is what groups then use."""
+"""`aiocoll bench --tune`: the measurements, and the file that groups read."""
 
 import argparse
 import math
@@ -28,8 +28,8 @@ TUNING = Tuning(tcp=QUIET, unix=QUIET, single_copy=SingleCopy(1 << 20, 1 << 18, 
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Return what the command will take for measured."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Replace the measurements of the command; return the fake ones."""
     launches = {"tcp": [BUSY, QUIET, BUSY], "unix": [QUIET]}
 
     async def measure(*_: object) -> dict:
@@ -43,8 +43,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict:
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return where the command writes: in a folder that is not there yet."""
+def tuning_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of the tuning file, in a directory that does not exist yet."""
     monkeypatch.delenv("AIOCOLL_TUNING", raising=False)
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     monkeypatch.setenv("XDG_CACHE_HOME", environ["XDG_CACHE_HOME"])
@@ -54,37 +54,37 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 async def test_two_processes_measure_every_transport(limits: Limits) -> None:
     limits(tune_enough=0.0)
-    found = await tune.measure(launches=3, seconds=0.0)
-    assert {"tcp", "unix"} <= found.keys()
-    for (machine,) in found.values():
+    launches = await tune.measure(launches=3, seconds=0.0)
+    assert {"tcp", "unix"} <= launches.keys()
+    for (machine,) in launches.values():
         assert all(0 < number < 1 for number in machine)
         assert machine.overhead <= machine.alpha / 2
 
 
-def test_the_quietest_launch_is_written_where_groups_look_for_it(
-    found: dict, path: Path, capsys: pytest.CaptureFixture
+def test_quietest_launch_is_written_to_the_file_of_groups(
+    launches: dict, tuning_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    for _ in range(2):  # an older file is replaced
+    for _ in range(2):  # the second run replaces the file
         assert tune.run(ARGS) == 0
-        assert load(None, {"XDG_CACHE_HOME": str(path.parents[1])}) == TUNING
-    assert list(path.parent.iterdir()) == [path]
+        assert load(None, {"XDG_CACHE_HOME": str(tuning_path.parents[1])}) == TUNING
+    assert list(tuning_path.parent.iterdir()) == [tuning_path]
     printed = capsys.readouterr().out
     assert "tcp       20.0 µs        5.0 µs     1.0 GB/s    10.0 GB/s    20 KiB\n" in printed
     assert "tcp: latency was 20.0 to 80.0 µs: something else keeps this machine busy" in printed
     assert "unix: latency" not in printed
     assert "single copy: moved from 1024 KiB on, spread from 256 KiB on, reduced never\n" in printed
-    assert f"Written to {path}" in printed
+    assert f"Written to {tuning_path}" in printed
 
 
-def test_single_copy_that_is_not_to_be_had(
-    found: dict, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_unavailable_single_copy_is_reported(
+    launches: dict, tuning_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     async def measure_single_copy(*_: object) -> None:
         return None
 
     replaced(monkeypatch, tune_single_copy=measure_single_copy)
     assert tune.run(ARGS) == 0
-    assert load(None, {"XDG_CACHE_HOME": str(path.parents[1])}) == Tuning(tcp=QUIET, unix=QUIET)
+    assert load(None, {"XDG_CACHE_HOME": str(tuning_path.parents[1])}) == Tuning(tcp=QUIET, unix=QUIET)
     assert "single copy: processes of this host cannot read the memory of other processes\n" in capsys.readouterr().out
 
 
@@ -118,43 +118,45 @@ async def test_two_processes_measure_single_copy() -> None:
         ({1: 0.5, 4: 0.5, 16: 1.1}, math.inf),
     ],
 )
-def test_from_which_size_on_it_pays(ratios: dict[int, float], least: float) -> None:
+def test_least_size_is_the_first_from_which_all_pay(ratios: dict[int, float], least: float) -> None:
     assert paying(ratios) == least
 
 
-def test_it_may_be_written_elsewhere(found: dict, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_can_be_chosen(launches: dict, tuning_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_TUNING", str(tmp_path / "mine.json"))
     assert tune.run(ARGS) == 0
     assert load(str(tmp_path / "mine.json"), {}) == TUNING
-    assert not path.exists()
+    assert not tuning_path.exists()
 
 
-def test_what_cannot_be_written_is_said(found: dict, path: Path, capsys: pytest.CaptureFixture) -> None:
-    path.mkdir(parents=True)
+def test_unwritable_file_is_reported(launches: dict, tuning_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tuning_path.mkdir(parents=True)
     assert tune.run(ARGS) == 1
     assert "aiocoll bench: [Errno 21] Is a directory" in capsys.readouterr().err
-    assert list(path.parent.iterdir()) == [path]
+    assert list(tuning_path.parent.iterdir()) == [tuning_path]
 
 
-def test_two_hosts_may_write_at_once(found: dict, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a folder that they share, and as processes of one number."""
+def test_two_hosts_may_write_at_once(launches: dict, tuning_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write to a shared directory, with the same pid on both hosts."""
     replace, written = Path.replace, []
 
-    def meanwhile(fresh: Path, target: Path) -> Path:
+    def write_meanwhile(fresh: Path, target: Path) -> Path:
         if not written:
             written.append(target)
             assert tune.run(ARGS) == 0
         return replace(fresh, target)
 
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    monkeypatch.setattr(Path, "replace", meanwhile)
+    monkeypatch.setattr(Path, "replace", write_meanwhile)
     assert tune.run(ARGS) == 0
-    assert list(path.parent.iterdir()) == written == [path]
+    assert list(tuning_path.parent.iterdir()) == written == [tuning_path]
 
 
-@pytest.mark.parametrize("error", [RendezvousError("nobody came"), TimeoutError("it did not end"), KeyboardInterrupt()])
-def test_what_cannot_be_measured_is_not_written(
-    path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    "error", [RendezvousError("no rank came"), TimeoutError("it did not end"), KeyboardInterrupt()]
+)
+def test_failed_measurement_writes_nothing(
+    tuning_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     async def measure(*_: object) -> dict:
         raise error
@@ -163,10 +165,10 @@ def test_what_cannot_be_measured_is_not_written(
     interrupted = isinstance(error, KeyboardInterrupt)
     assert main(["bench", "--tune"]) == (130 if interrupted else 1)
     assert capsys.readouterr().err == ("" if interrupted else f"aiocoll bench: {error}\n")
-    assert not path.exists()
+    assert not tuning_path.exists()
 
 
-def test_it_is_an_argument_of_a_command(capsys: pytest.CaptureFixture) -> None:
+def test_tune_is_an_argument_of_the_command(capsys: pytest.CaptureFixture) -> None:
     parser = argparse.ArgumentParser()
     tune.add_arguments(parser)
     assert not parser.parse_args([]).tune

@@ -1,4 +1,4 @@
-"""`aiocoll run --nproc-list`: hosts with different numbers of ranks, as two launchers on one machine."""
+"""`aiocoll run --nproc-list`: hosts with different numbers of ranks, as launchers on one machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUM = """
 
 
 @pytest.fixture
-def where(tmp_path: Path, port: int) -> tuple[object, ...]:
+def master_options(tmp_path: Path, port: int) -> tuple[object, ...]:
     file = tmp_path / "job.key"
     file.touch(mode=0o600)
     file.write_text("0123456789abcdef")
@@ -37,20 +37,22 @@ def where(tmp_path: Path, port: int) -> tuple[object, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [pytest.param((3, 1), marks=pytest.mark.soak), (1, 3), (1, 2, 1)])
-def test_ranks_go_in_the_order_of_hosts(launch: Launch, where: tuple[object, ...], sizes: tuple[int, ...]) -> None:
+def test_ranks_follow_the_order_of_hosts(
+    launch: Launch, master_options: tuple[object, ...], sizes: tuple[int, ...]
+) -> None:
     listed = ",".join(map(str, sizes))
     script = launch.write(SUM)
     order = reversed(range(len(sizes)))
-    hosts = [launch("--nproc-list", listed, "--node-rank", host, *where, script) for host in order]
+    hosts = [launch("--nproc-list", listed, "--node-rank", host, *master_options, script) for host in order]
     done = [host.finish() for host in hosts]
     lines = sorted(line for each in done for line in each.stdout.splitlines())
     expected = [(host, local) for host, size in enumerate(sizes) for local in range(size)]
-    # 1 + 2 + 4 + 8: no rank is there twice.
+    # The sum is 1 + 2 + 4 + 8: each rank takes part once.
     assert lines == [f"[{rank}] 15 4 4 {local} {sizes[host]} {host}" for rank, (host, local) in enumerate(expected)]
     assert [each.returncode for each in done] == [0] * len(sizes)
 
 
-def test_one_host_may_have_a_list_too(launch: Launch) -> None:
+def test_list_may_have_one_host(launch: Launch) -> None:
     assert launch("--nproc-list", 1, script=SUM).finish().stdout == "[0] 1 1 1 0 1 0\n"
 
 
@@ -69,7 +71,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("args", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_a_wrong_list_is_explained(
+def test_wrong_list_is_explained(
     args: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

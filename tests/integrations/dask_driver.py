@@ -1,4 +1,4 @@
-"""Has a Dask cluster on the loopback, and calls what `test_dask.py` asks for."""
+"""The driver of `test_dask.py`: it starts a Dask cluster on the loopback, and calls functions on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import aiocoll
 from aiocoll import BlockingGroup, GroupOptions, PeerLostError
 from aiocoll.integrations import dask
 from aiocoll.integrations.dask import run
-from tests.integrations.engines import held, hello, left_behind, serve, until
+from tests.integrations.engines import held_resources, hello_program, record_leftovers, serve, wait_until
 from tests.pages import code, execute
 
 cluster: LocalCluster
@@ -26,57 +26,57 @@ client: Client
 WORKERS = 3
 
 
-# -- what the ranks run
+# -- programs of the ranks
 
 
-async def said() -> str:
-    """Run the program of the README; return what it has printed."""
+async def run_hello() -> str:
+    """Run the program of the README; return its output."""
     names: dict[str, Any] = {}
-    exec(hello(), names)
+    exec(hello_program(), names)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         await names["main"]()
     return out.getvalue()
 
 
-async def reduces(folder: str, alone: bool = False) -> tuple[int, int, list[float]]:
-    """Reduce until a rank was lost and the group is whole again, and a while longer."""
-    state: dict[str, Any] = {"groups": 0, "step": 0, "until": 0}
+async def reduce_through_a_loss(folder: str, alone: bool = False) -> tuple[int, int, list[float]]:
+    """Reduce until the group is whole again after the loss of a rank, and for 200 steps more."""
+    state: dict[str, Any] = {"groups": 0, "step": 0, "end": 0}
     options = GroupOptions(host_id=f"host of {os.getpid()}", encryption="none") if alone else None
     size = 0
     async for pg in aiocoll.elastic(state=state, options=options):
         state["groups"] += 1
-        state["until"] = state["step"] + 200
+        state["end"] = state["step"] + 200
         size = size or pg.size()
-        note(folder, f"{state['groups']}-{pg.rank()}")
+        record_start(folder, f"{state['groups']}-{pg.rank()}")
         with contextlib.suppress(aiocoll.GroupError):
-            while state["groups"] < 2 or state["step"] < state["until"]:
+            while state["groups"] < 2 or state["step"] < state["end"]:
                 x = await pg.allreduce(np.full(3000, 2.0 ** pg.rank()))
                 assert (x == 2.0 ** pg.size() - 1).all()
                 state["step"] += 1
     return state["groups"], pg.size(), x[:1].tolist()
 
 
-async def plain(folder: str) -> None:
+async def reduce_forever(folder: str) -> None:
     async with aiocoll.new_group() as pg:
-        note(folder, f"1-{pg.rank()}")
+        record_start(folder, f"1-{pg.rank()}")
         while True:
             await pg.allreduce(np.ones(3000))
 
 
-def note(folder: str, name: str) -> None:
-    """Write down that a rank is there, its process, and when."""
+def record_start(folder: str, name: str) -> None:
+    """Record the process of a rank and the time of its start in a file."""
     file = Path(folder, name)
     file.with_suffix(".new").write_text(f"{os.getpid()} {time.time()}")
     file.with_suffix(".new").rename(file)
 
 
-def waits(x: float) -> float:
+def blocking_sum(x: float) -> float:
     with BlockingGroup() as group:
         total: float = group.allreduce(x)
         return total
 
 
-async def fails(how: str) -> None:
+async def fail_on_rank_1(how: str) -> None:
     async with aiocoll.new_group() as pg:
         await pg.barrier()
         if pg.rank() == 1:
@@ -84,33 +84,33 @@ async def fails(how: str) -> None:
         await (pg.barrier() if how == "waits" else asyncio.sleep(1000))
 
 
-async def sleeps(folder: str) -> None:
+async def sleep_forever(folder: str) -> None:
     async with aiocoll.new_group() as pg:
-        note(folder, f"1-{pg.rank()}")
+        record_start(folder, f"1-{pg.rank()}")
         await asyncio.sleep(1000)
 
 
-def blocks(folder: str) -> None:
+def block_forever(folder: str) -> None:
     with BlockingGroup() as group:
-        note(folder, f"1-{group.rank()}")
+        record_start(folder, f"1-{group.rank()}")
         if group.rank() == 0:
             group.recv_object(1)
         else:
             group.recv_object(0)
 
 
-def remains() -> tuple[list[str], list[str]]:
+def remaining_objects() -> tuple[list[str], list[str]]:
     """Return the objects of earlier ranks that a worker still holds."""
-    return sorted(held()), sorted(map(str, dask._running))
+    return sorted(held_resources()), sorted(map(str, dask._running))
 
 
-# -- what the driver does
+# -- functions for the tests
 
 
-async def notes(folder: str, *names: str) -> dict[str, list[float]]:
-    """Wait for what the ranks have written; return it by name."""
+async def recorded_starts(folder: str, *names: str) -> dict[str, list[float]]:
+    """Wait for the records of these names; return them."""
     files = {name: Path(folder, name) for name in names}
-    await until(lambda: all(file.exists() for file in files.values()))
+    await wait_until(lambda: all(file.exists() for file in files.values()))
     return {name: [float(each) for each in file.read_text().split()] for name, file in files.items()}
 
 
@@ -118,8 +118,8 @@ def kill(pid: float) -> None:
     os.kill(int(pid), signal.SIGKILL)
 
 
-async def whole() -> list[str]:
-    """Wait until the cluster has all its workers, and none that is ending; return them."""
+async def wait_for_workers() -> list[str]:
+    """Wait until all workers of the cluster run; return them."""
     while True:
         workers = (await client.scheduler.identity(n_workers=-1))["workers"]
         if len(workers) == WORKERS and all(each["status"] == "running" for each in workers.values()):
@@ -127,11 +127,11 @@ async def whole() -> list[str]:
         await asyncio.sleep(0.05)
 
 
-async def kept() -> list[Any]:
-    """Return what the workers keep, once they have had time to end what they were told to end."""
+async def leftovers() -> list[Any]:
+    """Return what remains on the workers after the time that they need to end earlier ranks."""
     found: Any = None
     for _ in range(50):
-        found = list((await client.run(remains)).values())
+        found = list((await client.run(remaining_objects)).values())
         if not any(programs or [each for each in own if each.startswith("thread")] for own, programs in found):
             break
         await asyncio.sleep(0.1)
@@ -139,30 +139,30 @@ async def kept() -> list[Any]:
 
 
 async def say_hello() -> Any:
-    await whole()
-    return await run(client, said, 2)
+    await wait_for_workers()
+    return await run(client, run_hello, 2)
 
 
 async def sums(n: int, blocking: bool = False) -> Any:
-    await whole()
-    return await run(client, waits if blocking else summed, n, 1.5)
+    await wait_for_workers()
+    return await run(client, blocking_sum if blocking else sum_of, n, 1.5)
 
 
-async def summed(x: float) -> float:
+async def sum_of(x: float) -> float:
     async with aiocoll.new_group() as pg:
         return await pg.allreduce(x)
 
 
 async def from_another_client() -> Any:
     """Run the job by a synchronous client, as most programs do."""
-    await whole()
+    await wait_for_workers()
 
     def make() -> Client:
         return Client(cluster.scheduler_address, set_as_default=False)
 
     other = await asyncio.to_thread(make)
     try:
-        return await run(other, summed, 2, 2.0)
+        return await run(other, sum_of, 2, 2.0)
     finally:
         await asyncio.to_thread(other.close)
 
@@ -170,74 +170,74 @@ async def from_another_client() -> Any:
 async def in_one_process() -> Any:
     async with (
         LocalCluster(n_workers=2, processes=False, dashboard_address=None, asynchronous=True) as threads,
-        Client(threads, asynchronous=True, set_as_default=False) as its,
+        Client(threads, asynchronous=True, set_as_default=False) as other_client,
     ):
-        return await run(its, summed, 2, 2.0)
+        return await run(other_client, sum_of, 2, 2.0)
 
 
 async def lose(folder: str, n: int, victim: int, alone: bool) -> Any:
-    """Kill the worker of a rank; return what all ranks say, and the seconds from its restart to the next group."""
-    await whole()
+    """Kill the worker of a rank; return all results, and the seconds from its restart to the next group."""
+    await wait_for_workers()
     restarted: list[float] = []
 
-    def hear(event: tuple[float, Any]) -> None:
+    def record_restart(event: tuple[float, Any]) -> None:
         if event[1].get("action") == "add-worker":
             restarted.append(time.time())
 
-    client.subscribe_topic("all", hear)
-    running = asyncio.create_task(run(client, reduces, n, folder, alone))
-    first = await notes(folder, *(f"1-{rank}" for rank in range(n)))
+    client.subscribe_topic("all", record_restart)
+    running = asyncio.create_task(run(client, reduce_through_a_loss, n, folder, alone))
+    first = await recorded_starts(folder, *(f"1-{rank}" for rank in range(n)))
     await asyncio.sleep(0.3)
     kill(first[f"1-{victim}"][0])
     results = await running
     client.unsubscribe_topic("all")
-    begun = [each[1] for each in (await notes(folder, *(f"2-{rank}" for rank in range(n)))).values()]
+    begun = [each[1] for each in (await recorded_starts(folder, *(f"2-{rank}" for rank in range(n)))).values()]
     return results, max(begun) - (restarted[0] if restarted else 0.0), len(restarted)
 
 
 async def lose_a_rank_of_a_plain_program(folder: str) -> Any:
-    await whole()
-    running = asyncio.create_task(run(client, plain, WORKERS, folder))
-    first = await notes(folder, *(f"1-{rank}" for rank in range(WORKERS)))
+    await wait_for_workers()
+    running = asyncio.create_task(run(client, reduce_forever, WORKERS, folder))
+    first = await recorded_starts(folder, *(f"1-{rank}" for rank in range(WORKERS)))
     kill(first["1-1"][0])
     try:
         await running
     except PeerLostError as error:
-        said = str(error)
-    await whole()
-    return said, await kept()
+        message = str(error)
+    await wait_for_workers()
+    return message, await leftovers()
 
 
 async def fail(how: str) -> Any:
-    await whole()
+    await wait_for_workers()
     found: list[str] = []
-    with left_behind(found):
+    with record_leftovers(found):
         try:
-            await run(client, fails, WORKERS, how)
+            await run(client, fail_on_rank_1, WORKERS, how)
         except ValueError as error:
-            said = str(error)
-    return said, found, await kept()
+            message = str(error)
+    return message, found, await leftovers()
 
 
 async def cancel(folder: str, blocking: bool) -> Any:
-    await whole()
+    await wait_for_workers()
     found: list[str] = []
-    with left_behind(found):
-        running = asyncio.create_task(run(client, blocks if blocking else sleeps, 2, folder))
-        await notes(folder, "1-0", "1-1")
+    with record_leftovers(found):
+        running = asyncio.create_task(run(client, block_forever if blocking else sleep_forever, 2, folder))
+        await recorded_starts(folder, "1-0", "1-1")
         running.cancel()
         begun = time.monotonic()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-    return time.monotonic() - begun, found, await kept()
+    return time.monotonic() - begun, found, await leftovers()
 
 
 async def cancel_early() -> Any:
-    """While it waits for workers that never come."""
-    await whole()
+    """Cancel the run while it waits for workers that never come."""
+    await wait_for_workers()
     found: list[str] = []
-    with left_behind(found):
-        running = asyncio.create_task(run(client, summed, 100, 1.0))
+    with record_leftovers(found):
+        running = asyncio.create_task(run(client, sum_of, 100, 1.0))
         await asyncio.sleep(0.5)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -246,18 +246,18 @@ async def cancel_early() -> Any:
 
 
 async def grow_until_there_are_enough() -> Any:
-    await whole()
-    running = asyncio.create_task(run(client, summed, WORKERS + 1, 1.0))
+    await wait_for_workers()
+    running = asyncio.create_task(run(client, sum_of, WORKERS + 1, 1.0))
     cluster.scale(WORKERS + 1)
     results = await running
     cluster.scale(WORKERS)
-    await whole()
+    await wait_for_workers()
     return results
 
 
-async def smaller(folder: str) -> Any:
+async def continue_with_fewer_ranks(folder: str) -> Any:
     async for pg in aiocoll.elastic(wait=0.5):
-        note(folder, f"{pg.size()}-{pg.rank()}")
+        record_start(folder, f"{pg.size()}-{pg.rank()}")
         with contextlib.suppress(aiocoll.GroupError):
             while pg.size() == WORKERS:
                 await pg.allreduce(1)
@@ -266,31 +266,31 @@ async def smaller(folder: str) -> Any:
 
 
 async def scale_down(folder: str) -> Any:
-    await whole()
-    running = asyncio.create_task(run(client, smaller, WORKERS, folder))
-    first = await notes(folder, *(f"{WORKERS}-{rank}" for rank in range(WORKERS)))
+    await wait_for_workers()
+    running = asyncio.create_task(run(client, continue_with_fewer_ranks, WORKERS, folder))
+    first = await recorded_starts(folder, *(f"{WORKERS}-{rank}" for rank in range(WORKERS)))
     cluster.scale(WORKERS - 1)
     results = await running
     pids = set((await client.run(os.getpid)).values())
     gone = [int(pid) for pid, _ in first.values() if int(pid) not in pids]
-    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in gone))
+    await wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in gone))
     cluster.scale(WORKERS)
-    await whole()
+    await wait_for_workers()
     return results, len(gone)
 
 
-async def wrong() -> Any:
-    said = []
-    for program, n in ((3, 2), (summed, 0), (summed, True), (summed, "2")):
+async def argument_errors() -> Any:
+    messages = []
+    for program, n in ((3, 2), (sum_of, 0), (sum_of, True), (sum_of, "2")):
         try:
             await run(client, program, n)
         except (TypeError, ValueError) as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 async def page() -> Any:
-    await whole()
+    await wait_for_workers()
     names = await execute(code("docs/dask.md", "In short"), client=client)
     return names["totals"], (await execute(code("docs/dask.md", "A worker is lost"), **names))["sums"]
 

@@ -1,6 +1,6 @@
-"""Programs that drive an engine: a test starts one, and has it call functions of its own, by name.
+"""Driver programs: each starts an engine (Ray or Dask) in a process, and calls its functions by name for a test.
 
-An engine keeps threads and files of a process for itself, so it does not run in that of the tests.
+An engine keeps threads and files for the life of its process, so it does not run in the process of the tests.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Driver", "held", "hello", "left_behind", "serve", "until"]
+__all__ = ["Driver", "held_resources", "hello_program", "record_leftovers", "serve", "wait_until"]
 
 ROOT = Path(__file__).parents[2]
-#: Seconds that anything may take.
+#: Seconds within which any step must end.
 LIMIT = 60.0
 
 
 class Driver:
-    """A process that has started an engine."""
+    """A driver process, which has started an engine."""
 
     def __init__(self, module: str, **environ: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
@@ -35,7 +35,7 @@ class Driver:
         )  # fmt: skip
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Have it call a function; return the result."""
+        """Let the driver call a function; return the result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([name, arguments]), file=self._process.stdin, flush=True)
@@ -46,13 +46,13 @@ class Driver:
         return result
 
     def close(self) -> None:
-        """End it, and the engine with it."""
+        """End the driver and its engine."""
         self._process.communicate(timeout=LIMIT)
         assert self._process.returncode == 0
 
 
 async def serve(functions: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
-    """Call functions as a `Driver` asks for them; nothing else is said on standard output."""
+    """Call functions on requests of a `Driver`; standard output carries only the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -65,26 +65,26 @@ async def serve(functions: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something in another process, of which nothing tells."""
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition in another process, where no event reports it."""
     while True:
         if condition():
             return
         await asyncio.sleep(0.02)
 
 
-def held() -> set[str]:
-    """Return the threads of aiocoll in this process, its shared memory, and what listens here."""
+def held_resources() -> set[str]:
+    """Return the threads of aiocoll in this process, its shared memory, and its listening sockets."""
     threads = {f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("aiocoll")}
     files = set()
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the one that listed the others
+        with suppress(OSError):  # the descriptor that listed the others
             files.add(os.readlink(f"/proc/self/fd/{fd}"))
     return threads | (files & _listening()) | {each for each in files if "memfd:aiocoll" in each}
 
 
 def _listening() -> set[str]:
-    """Return the sockets of this host that listen; the engine's own connections come and go."""
+    """Return the listening sockets of this host; other sockets of the engine come and go."""
     rows = [row.split() for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     unix = [row.split() for row in Path("/proc/self/net/unix").read_text().splitlines()[1:]]
     listening = {row[9] for row in rows if row[3] == "0A"} | {row[6] for row in unix if row[3] == "00010000"}
@@ -92,14 +92,14 @@ def _listening() -> set[str]:
 
 
 @contextmanager
-def left_behind(found: list[str]) -> Iterator[None]:
-    """Add to `found` what this process has kept of the block."""
-    before = held()
+def record_leftovers(found: list[str]) -> Iterator[None]:
+    """Append to `found` the resources that this process keeps after the block."""
+    before = held_resources()
     yield
-    found += held() - before
+    found += held_resources() - before
 
 
-def hello() -> str:
+def hello_program() -> str:
     """Return the program of the README, without the line that runs it."""
     from tests.pages import code
 

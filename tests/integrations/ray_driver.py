@@ -1,4 +1,4 @@
-"""Has Ray on the loopback, and calls what `test_ray.py` asks for."""
+"""The driver of `test_ray.py`: it starts Ray on the loopback, and calls functions on request."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ray.util.collective.types import ReduceOp
 
 import aiocoll
 from aiocoll.integrations.ray import BlockingMember, Member, group, register
-from tests.integrations.engines import held, hello, left_behind, serve, until
+from tests.integrations.engines import held_resources, hello_program, record_leftovers, serve, wait_until
 from tests.pages import code, execute
 
-#: Actors here need little, on a machine of two cores.
+#: CPUs of an actor: a fraction, so that all actors fit on two cores.
 CPUS = 0.1
 
 
 # -- actors
 
 
-def die(doomed: int, step: int) -> None:
+def kill_at_step_20(doomed: int, step: int) -> None:
     if step == 20 and os.getpid() == doomed:
         os.kill(doomed, signal.SIGKILL)
 
 
 class Counter(Member):
-    """Has a state that newcomers are told."""
+    """An actor with a state, which it sends to newcomers."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -44,15 +44,15 @@ class Counter(Member):
         self.sizes.append(self.group.size())
 
     async def add(self, value: float, doomed: int = 0) -> list[float]:
-        """Reduce some times; the process of that number is killed amid them."""
+        """Reduce 50 times; the process `doomed` is killed in the middle."""
         for step in range(50):
-            die(doomed, step)
+            kill_at_step_20(doomed, step)
             x = np.full(3000, value * (self.group.rank() + 1))
             await self.group.allreduce(x)
         self.steps += 1
         return [float(x[0]), self.group.size(), self.steps]
 
-    async def stuck(self) -> None:
+    async def wait_forever(self) -> None:
         await self.group.recv_object((self.group.rank() + 1) % self.group.size())
 
     async def fail(self) -> None:
@@ -63,12 +63,12 @@ class Counter(Member):
     async def pid(self) -> int:
         return os.getpid()
 
-    async def keeps(self) -> list[str]:
-        return [each for each in held() if each.startswith(("thread", "memfd"))]
+    async def leftovers(self) -> list[str]:
+        return [each for each in held_resources() if each.startswith(("thread", "memfd"))]
 
 
 class Waiter(BlockingMember):
-    """The same without a loop."""
+    """The same actor without an event loop."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -78,13 +78,13 @@ class Waiter(BlockingMember):
 
     def add(self, value: float, doomed: int = 0) -> list[float]:
         for step in range(50):
-            die(doomed, step)
+            kill_at_step_20(doomed, step)
             x = np.full(3000, value * (self.group.rank() + 1))
             self.group.allreduce(x)
         self.steps += 1
         return [float(x[0]), self.group.size(), self.steps]
 
-    def stuck(self) -> None:
+    def wait_forever(self) -> None:
         self.group.recv_object((self.group.rank() + 1) % self.group.size())
 
     def fail(self) -> None:
@@ -95,12 +95,12 @@ class Waiter(BlockingMember):
     def pid(self) -> int:
         return os.getpid()
 
-    def keeps(self) -> list[str]:
-        return [each for each in held() if each.startswith(("thread", "memfd"))]
+    def leftovers(self) -> list[str]:
+        return [each for each in held_resources() if each.startswith(("thread", "memfd"))]
 
 
 class Alone(Counter):
-    """Pretends to be on a host of its own."""
+    """An actor that counts as alone on its host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,12 +116,12 @@ class Plain:
 KINDS = {"async": Counter, "blocking": Waiter, "alone": Alone, "plain": Plain}
 
 
-def started(kind: str, n: int, **options: Any) -> list[Any]:
+def start_actors(kind: str, n: int, **options: Any) -> list[Any]:
     made = ray.remote(num_cpus=CPUS, **options)(KINDS[kind])
     return [made.remote() for _ in range(n)]
 
 
-def end(actors: list[Any]) -> None:
+def kill_actors(actors: list[Any]) -> None:
     for actor in actors:
         ray.kill(actor)
 
@@ -130,48 +130,48 @@ async def kill(actor: Any) -> None:
     os.kill(await actor.pid.remote(), signal.SIGKILL)
 
 
-# -- what the driver does
+# -- functions for the tests
 
 
-async def said() -> str:
+async def run_hello() -> str:
     names: dict[str, Any] = {}
-    exec(hello(), names)
+    exec(hello_program(), names)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         await names["main"]()
     return out.getvalue()
 
 
 async def say_hello(kind: str) -> Any:
-    actors = started(kind, 2)
+    actors = start_actors(kind, 2)
     async with group(actors) as ranks:
-        found = await ranks.call(said)
-    end(actors)
+        found = await ranks.call(run_hello)
+    kill_actors(actors)
     return found
 
 
 async def sums(kind: str, n: int) -> Any:
-    actors = started(kind, n)
+    actors = start_actors(kind, n)
     ranks = await group(actors)
     found = [await ranks.call("add", 1.0), await ranks.call("add", 2.0)]
     await ranks.aclose()
-    end(actors)
+    kill_actors(actors)
     return found
 
 
 async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
-    """Kill an actor amid allreduces; Ray starts it again, or it is replaced."""
-    actors = started(kind, n, max_restarts=-1 if again else 0)
-    asked: list[int] = []
+    """Kill an actor during allreduces; Ray starts it again, or `replace` makes another one."""
+    actors = start_actors(kind, n, max_restarts=-1 if again else 0)
+    replaced_numbers: list[int] = []
 
     def replace(number: int) -> Any:
-        asked.append(number)
-        return started(kind, 1)[0]
+        replaced_numbers.append(number)
+        return start_actors(kind, 1)[0]
 
     async with group(actors, replace=replace) as ranks:
         first = await ranks.call("add", 1.0)
         pid = await actors[victim].pid.remote()
         calling = asyncio.create_task(ranks.call("add", 1.0, pid))
-        while True:  # until there is another process
+        while True:  # until another process answers
             with contextlib.suppress(ray.exceptions.RayActorError):
                 if await ranks.actors[victim].pid.remote() != pid:
                     break
@@ -180,115 +180,115 @@ async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
         second = await calling
         mended = time.monotonic()
         third = await ranks.call("add", 2.0)
-        end(ranks.actors)
-    return first, second, third, mended - restarted, asked
+        kill_actors(ranks.actors)
+    return first, second, third, mended - restarted, replaced_numbers
 
 
-async def reduces() -> list[float]:
-    """Reduce until a rank was lost, and a while longer."""
-    state = {"groups": 0, "step": 0, "until": 0}
+async def reduce_through_a_loss() -> list[float]:
+    """Reduce until a rank was lost, and for 100 steps more."""
+    state = {"groups": 0, "step": 0, "end": 0}
     async for pg in aiocoll.elastic(state=state):
         state["groups"] += 1
-        state["until"] = state["step"] + 100
+        state["end"] = state["step"] + 100
         with contextlib.suppress(aiocoll.GroupError):
-            while state["groups"] < 2 or state["step"] < state["until"]:
+            while state["groups"] < 2 or state["step"] < state["end"]:
                 x = await pg.allreduce(np.full(3000, pg.rank() + 1.0))
                 state["step"] += 1
     return [float(x[0]), pg.size(), state["groups"]]
 
 
 async def lose_in_program(kind: str) -> Any:
-    actors = started(kind, 3, max_restarts=-1)
+    actors = start_actors(kind, 3, max_restarts=-1)
     async with group(actors) as ranks:
         pid = await actors[1].pid.remote()
-        calling = asyncio.create_task(ranks.call(reduces))
+        calling = asyncio.create_task(ranks.call(reduce_through_a_loss))
         await asyncio.sleep(1)
         os.kill(pid, signal.SIGKILL)
         found = await calling, await ranks.call("add", 1.0)
-    end(actors)
+    kill_actors(actors)
     return found
 
 
 async def lose_between_calls(kind: str) -> Any:
-    actors = started(kind, 3, max_restarts=-1)
+    actors = start_actors(kind, 3, max_restarts=-1)
     async with group(actors) as ranks:
         await ranks.call("add", 1.0)
         await kill(actors[0])
         await kill(actors[2])
         found = await ranks.call("add", 1.0)
-        end(actors)
+        kill_actors(actors)
     return found
 
 
 async def lose_all() -> Any:
-    actors = started("async", 2, max_restarts=-1)
+    actors = start_actors("async", 2, max_restarts=-1)
     async with group(actors) as ranks:
         await ranks.call("add", 1.0)
         for actor in actors:
             await kill(actor)
         found = await ranks.call("add", 1.0)
-        end(actors)
+        kill_actors(actors)
     return found
 
 
 async def lose_for_good() -> Any:
-    """Nothing takes the place of the one that is lost."""
-    actors = started("async", 3)
+    """Lose an actor without a replacement."""
+    actors = start_actors("async", 3)
     async with group(actors) as ranks:
         await ranks.call("add", 1.0)
         await kill(actors[1])
         found = await ranks.call("add", 1.0), len(ranks.actors)
-        end(ranks.actors)
+        kill_actors(ranks.actors)
     return found
 
 
-async def never_there() -> Any:
-    actors = started("async", 2)
+async def group_with_a_dead_actor() -> Any:
+    actors = start_actors("async", 2)
     await kill(actors[1])
     try:
         await group(actors)
     except RuntimeError as error:
-        said = str(error)
-    end(actors[:1])
-    return said
+        message = str(error)
+    kill_actors(actors[:1])
+    return message
 
 
 async def fail(kind: str) -> Any:
-    actors = started(kind, 3)
+    actors = start_actors(kind, 3)
     async with group(actors) as ranks:
         try:
             await ranks.call("fail")
         except ValueError as error:
-            said = str(error.cause)  # type: ignore[attr-defined]
+            message = str(error.cause)  # type: ignore[attr-defined]
         found = await ranks.call("add", 1.0)
-    end(actors)
-    return said, found
+    kill_actors(actors)
+    return message, found
 
 
 async def close(kind: str) -> Any:
-    """Actors go on, and keep nothing; nor does the driver."""
-    actors = started(kind, 2)
-    before = [await actor.keeps.remote() for actor in actors]
+    """Return the leftovers of actors and driver before, during and after a group, and the error of a later call."""
+    actors = start_actors(kind, 2)
+    before = [await actor.leftovers.remote() for actor in actors]
     found: list[str] = []
-    with left_behind(found):
+    with record_leftovers(found):
         async with group(actors) as ranks:
             await ranks.call("add", 1.0)
-            within = [bool(await actor.keeps.remote()) for actor in actors]
+            within = [bool(await actor.leftovers.remote()) for actor in actors]
         try:
             await ranks.call("add", 1.0)
         except aiocoll.GroupClosedError as error:
-            said = str(error)
-    after = [await actor.keeps.remote() for actor in actors]
-    end(actors)
-    return before, within, after, found, said
+            message = str(error)
+    after = [await actor.leftovers.remote() for actor in actors]
+    kill_actors(actors)
+    return before, within, after, found, message
 
 
 async def cancel(kind: str) -> Any:
-    actors = started(kind, 2)
+    actors = start_actors(kind, 2)
     found: list[str] = []
-    with left_behind(found):
+    with record_leftovers(found):
         ranks = await group(actors)
-        calling = asyncio.create_task(ranks.call("stuck"))
+        calling = asyncio.create_task(ranks.call("wait_forever"))
         await asyncio.sleep(0.3)
         calling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -297,38 +297,38 @@ async def cancel(kind: str) -> Any:
         begun = time.monotonic()
         await ranks.aclose()
         seconds = time.monotonic() - begun
-    after = [await actor.keeps.remote() for actor in actors]
-    end(actors)
+    after = [await actor.leftovers.remote() for actor in actors]
+    kill_actors(actors)
     return again, seconds, found, after
 
 
 async def cancel_early(kind: str) -> Any:
-    """While the others wait for an actor that there is no room for."""
-    actors = [*started(kind, 2), ray.remote(num_cpus=100)(KINDS[kind]).remote()]
+    """Cancel the call while it waits for an actor that has no place on the cluster."""
+    actors = [*start_actors(kind, 2), ray.remote(num_cpus=100)(KINDS[kind]).remote()]
     found: list[str] = []
-    with left_behind(found):
-        making = asyncio.ensure_future(_made(actors))
+    with record_leftovers(found):
+        making = asyncio.ensure_future(_make_group(actors))
         await asyncio.sleep(0.5)
         making.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await making
-    after = [await actor.keeps.remote() for actor in actors[:2]]
-    end(actors)
+    after = [await actor.leftovers.remote() for actor in actors[:2]]
+    kill_actors(actors)
     return found, after
 
 
-async def _made(actors: list[Any]) -> Any:
+async def _make_group(actors: list[Any]) -> Any:
     return await group(actors)
 
 
-async def wrong() -> Any:
-    said = []
-    for actors in ([], started("plain", 1), [3]):
+async def argument_errors() -> Any:
+    messages = []
+    for actors in ([], start_actors("plain", 1), [3]):
         try:
             group(actors)
         except (TypeError, ValueError) as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 # -- ray.util.collective
@@ -349,8 +349,8 @@ class Worker:
 
         return torch.tensor(values)
 
-    def everything(self, name: str) -> list[Any]:
-        collective.barrier(name)  # which makes a group that the driver has declared
+    def run_every_call(self, name: str) -> list[Any]:
+        collective.barrier(name)  # makes a group that the driver has declared
         rank, n = collective.get_rank(name), collective.get_collective_group_size(name)
         found = []
         for op in ReduceOp:
@@ -379,8 +379,8 @@ class Worker:
         collective.destroy_collective_group(name)
         return found
 
-    def keeps(self) -> list[str]:
-        return [each for each in held() if each.startswith(("thread", "memfd"))]
+    def leftovers(self) -> list[str]:
+        return [each for each in held_resources() if each.startswith(("thread", "memfd"))]
 
 
 async def backend(torch: bool, declared: bool) -> Any:
@@ -392,14 +392,14 @@ async def backend(torch: bool, declared: bool) -> Any:
         await asyncio.to_thread(collective.create_collective_group, workers, 3, [0, 1, 2], "aiocoll", name)
     else:
         await asyncio.gather(*(worker.begin.remote(3, rank) for rank, worker in enumerate(workers)))
-    found = await asyncio.gather(*(worker.everything.remote(name) for worker in workers))
-    kept = await asyncio.gather(*(worker.keeps.remote() for worker in workers))
-    await until(lambda: not is_there(f"aiocoll meeting of {name}"))  # it ends with the last rank
-    end(workers)
+    found = await asyncio.gather(*(worker.run_every_call.remote(name) for worker in workers))
+    kept = await asyncio.gather(*(worker.leftovers.remote() for worker in workers))
+    await wait_until(lambda: not has_actor(f"aiocoll meeting of {name}"))  # the meeting ends with the last rank
+    kill_actors(workers)
     return found, kept
 
 
-def is_there(name: str) -> bool:
+def has_actor(name: str) -> bool:
     with contextlib.suppress(ValueError):
         ray.get_actor(name)
         return True
@@ -418,14 +418,14 @@ async def page() -> Any:
         async with group(each) as ranks:
             found.append(await ranks.call(*call))
     replaced = code("docs/ray.md", "An actor is lost").replace("...", 'sums = await ranks.call("total", 1.0)')
-    ray.kill(actors[1])  # for good
+    ray.kill(actors[1])  # this actor has no restarts
     found.append((await execute(replaced, **{**names, "actors": actors}))["sums"])
     async with group(blocking) as ranks:
         found.append((await execute(code("docs/ray.md", "Programs"), **{**names, "ranks": ranks}))["totals"])
     names |= await execute(code("docs/ray.md", "ray.util.collective"), **names)
     reducers = [names["Reducer"].remote(2, rank) for rank in range(2)]
     found.append([x.tolist() for x in await asyncio.gather(*(each.total.remote(np.ones(2)) for each in reducers))])
-    end([*blocking, *counters, *reducers])
+    kill_actors([*blocking, *counters, *reducers])
     return totals, found
 
 

@@ -1,4 +1,4 @@
-"""What is said where an engine is not installed."""
+"""Errors where a package of an engine is not installed."""
 
 from __future__ import annotations
 

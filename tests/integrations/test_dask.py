@@ -1,4 +1,4 @@
-"""Ranks on the workers of a Dask cluster: real processes, killed, retired and started again by their nannies."""
+"""Ranks on the workers of a Dask cluster: processes that are killed, retired, and started again by their nannies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_workers_may_be_threads_of_one_process(driver: Driver) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_worker_is_replaced(driver: Driver, victim: int, tmp_path: Path) -> None:
-    """The nanny starts another one: within 10 s of that the world is whole again."""
+    """Kill a worker: within 10 s of the nanny's restart, the group is whole again."""
     results, seconds, restarts = driver.call("lose", folder=str(tmp_path), n=3, victim=victim, alone=False)
     assert results == [[2, 3, [7.0]]] * 3
     assert restarts == 1
@@ -56,29 +56,29 @@ def test_spare_worker_replaces_a_lost_one(driver: Driver, tmp_path: Path) -> Non
 
 
 def test_dask_proves_a_death_that_the_ranks_cannot_see(driver: Driver, tmp_path: Path) -> None:
-    """Each rank is alone on its host: rank 1 could not go on without rank 0."""
+    """Put each rank on a host of its own, where rank 1 could not continue without rank 0 by itself."""
     results, _, _ = driver.call("lose", folder=str(tmp_path), n=2, victim=0, alone=True)
     assert results == [[2, 2, [3.0]]] * 2
 
 
 def test_program_without_recovery_fails(driver: Driver, tmp_path: Path) -> None:
-    said, kept = driver.call("lose_a_rank_of_a_plain_program", folder=str(tmp_path))
-    assert "rank 1 of group 'world:0' is gone" in said
-    assert kept == [[]] * 3
+    message, leftovers = driver.call("lose_a_rank_of_a_plain_program", folder=str(tmp_path))
+    assert "rank 1 of group 'world:0' is gone" in message
+    assert leftovers == [[]] * 3
 
 
 @pytest.mark.parametrize("how", ["waits", "sleeps"])
 def test_failed_rank_ends_the_run(driver: Driver, how: str) -> None:
-    said, left, kept = driver.call("fail", how=how)
-    assert said == "rank 1 does not like it"
-    assert (left, kept) == ([], [[]] * 3)
+    message, left, leftovers = driver.call("fail", how=how)
+    assert message == "rank 1 does not like it"
+    assert (left, leftovers) == ([], [[]] * 3)
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["coroutine", "function"])
 def test_cancelled_run_leaves_nothing(driver: Driver, blocking: bool, tmp_path: Path) -> None:
-    seconds, left, kept = driver.call("cancel", folder=str(tmp_path), blocking=blocking)
-    assert seconds < 4  # nothing had to be waited for
-    assert (left, kept) == ([], [[]] * 3)
+    seconds, left, leftovers = driver.call("cancel", folder=str(tmp_path), blocking=blocking)
+    assert seconds < 4  # the run did not wait for a timeout
+    assert (left, leftovers) == ([], [[]] * 3)
 
 
 def test_run_cancelled_before_its_start_leaves_nothing(driver: Driver) -> None:
@@ -94,7 +94,7 @@ def test_scale_down_ends_ranks_and_the_others_continue(driver: Driver, tmp_path:
 
 
 def test_run_refuses_wrong_arguments(driver: Driver) -> None:
-    assert driver.call("wrong") == [
+    assert driver.call("argument_errors") == [
         "program must be a function, not int",
         "n=0: must be positive",
         "n must be an int, not bool",

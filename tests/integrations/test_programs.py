@@ -1,4 +1,4 @@
-"""What a program of an engine raises when its ranks fail."""
+"""The error of a program whose ranks fail."""
 
 import asyncio
 
@@ -6,18 +6,18 @@ from aiocoll import GroupRevokedError, Meeting, PeerLostError, Ticket
 from aiocoll.integrations.programs import Ranks
 
 
-def lost() -> PeerLostError:
+def peer_lost() -> PeerLostError:
     return PeerLostError("rank 1 of group 'world:0' is gone", group="world:0", ranks=(1,))
 
 
-def revoked() -> GroupRevokedError:
+def group_revoked() -> GroupRevokedError:
     error = GroupRevokedError("group 'world:0' on rank 0 was revoked", group="world:0")
-    error.__cause__ = lost()
+    error.__cause__ = peer_lost()
     return error
 
 
 async def outcome_of(*errors: BaseException) -> BaseException:
-    """Return what `Ranks.results` raises if each rank raises one of these, in this order."""
+    """Return the error of `Ranks.results` if each rank raises one of these errors, in this order."""
     turns = [asyncio.Event() for _ in errors]
 
     async def fail(number: int, ticket: Ticket) -> None:
@@ -36,11 +36,11 @@ async def outcome_of(*errors: BaseException) -> BaseException:
 
 async def test_programs_own_error_is_raised_first() -> None:
     blamed = ValueError("negative")
-    for errors in ([blamed, lost()], [lost(), blamed], [revoked(), lost(), blamed]):
+    for errors in ([blamed, peer_lost()], [peer_lost(), blamed], [group_revoked(), peer_lost(), blamed]):
         assert await outcome_of(*errors) is blamed
 
 
 async def test_group_that_failed_before_a_call_raises_its_cause() -> None:
-    """As it does during a call: which of the two a rank meets is chance."""
-    for errors in ([lost(), revoked()], [revoked(), lost()], [revoked(), revoked()]):
+    """Expect the error of a failure during a call, since the moment of a failure is random."""
+    for errors in ([peer_lost(), group_revoked()], [group_revoked(), peer_lost()], [group_revoked(), group_revoked()]):
         assert isinstance(await outcome_of(*errors), PeerLostError)

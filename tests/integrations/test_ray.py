@@ -1,4 +1,4 @@
-"""Ranks that are Ray actors: real processes, killed and started again."""
+"""Ranks that are Ray actors: processes that are killed and started again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ KINDS = pytest.mark.parametrize("kind", ["async", "blocking"])
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    """With everything on 127.0.0.1, without reports to anybody, and with no file of a token in anybody's home.
+    """Yield a driver with Ray on 127.0.0.1, without usage reports and without a token file in the home directory.
 
-    Ray's workers are nice to other processes by default, so much that beside four tests they would hardly run.
+    Ray's workers have a low priority by default, with which they would hardly run while other tests do.
     """
     driver = Driver(
         "tests.integrations.ray_driver",
@@ -35,7 +35,7 @@ def driver() -> Iterator[Driver]:
     driver.close()
 
 
-def summed(n: int, value: float, steps: int) -> list[list[float]]:
+def expected_sums(n: int, value: float, steps: int) -> list[list[float]]:
     return [[value * n * (n + 1) / 2, n, steps]] * n
 
 
@@ -47,7 +47,7 @@ def test_readme_program_runs_unchanged(driver: Driver, kind: str) -> None:
 @KINDS
 @pytest.mark.parametrize("n", [1, 3])
 def test_actors_are_ranks(driver: Driver, kind: str, n: int) -> None:
-    assert driver.call("sums", kind=kind, n=n) == [summed(n, 1.0, 1), summed(n, 2.0, 2)]
+    assert driver.call("sums", kind=kind, n=n) == [expected_sums(n, 1.0, 1), expected_sums(n, 2.0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -57,21 +57,21 @@ def test_actors_are_ranks(driver: Driver, kind: str, n: int) -> None:
 def test_actor_killed_during_allreduces_is_replaced(
     driver: Driver, kind: str, n: int, victim: int, again: bool
 ) -> None:
-    """Within 10 s of its restart the world is whole, and the sums are right."""
-    first, second, third, seconds, asked = driver.call("lose", kind=kind, n=n, victim=victim, again=again)
-    assert first == summed(n, 1.0, 1)
-    assert [each[:2] for each in second] == [each[:2] for each in summed(n, 1.0, 2)]
-    assert [each[:2] for each in third] == [each[:2] for each in summed(n, 2.0, 3)]
-    assert len({steps for *_, steps in third}) == 1, "newcomers are told the state"
-    assert asked == ([] if again else [victim])
+    """Check that the group is whole within 10 s of the restart, with the right sums."""
+    first, second, third, seconds, replaced_numbers = driver.call("lose", kind=kind, n=n, victim=victim, again=again)
+    assert first == expected_sums(n, 1.0, 1)
+    assert [each[:2] for each in second] == [each[:2] for each in expected_sums(n, 1.0, 2)]
+    assert [each[:2] for each in third] == [each[:2] for each in expected_sums(n, 2.0, 3)]
+    assert len({steps for *_, steps in third}) == 1, "the newcomer has another state"
+    assert replaced_numbers == ([] if again else [victim])
     assert seconds < 10
 
 
 def test_ray_proves_a_death_that_the_ranks_cannot_see(driver: Driver) -> None:
-    """Each rank is alone on its host: rank 1 could not go on without rank 0, and keeps its state."""
+    """Put each rank on a host of its own, where rank 1 could not continue without rank 0 by itself."""
     first, _, third, _, _ = driver.call("lose", kind="alone", n=2, victim=0, again=True)
-    assert first == summed(2, 1.0, 1)
-    assert third == summed(2, 2.0, 3)
+    assert first == expected_sums(2, 1.0, 1)
+    assert third == expected_sums(2, 2.0, 3)
 
 
 @KINDS
@@ -83,39 +83,39 @@ def test_elastic_program_continues_with_a_restarted_actor(driver: Driver, kind: 
 
 @KINDS
 def test_several_actors_lost_between_calls_are_replaced(driver: Driver, kind: str) -> None:
-    assert driver.call("lose_between_calls", kind=kind) == summed(3, 1.0, 2)
+    assert driver.call("lose_between_calls", kind=kind) == expected_sums(3, 1.0, 2)
 
 
 def test_all_lost_actors_are_replaced(driver: Driver) -> None:
-    assert driver.call("lose_all") == summed(2, 1.0, 1)
+    assert driver.call("lose_all") == expected_sums(2, 1.0, 1)
 
 
 def test_unreplaced_actor_is_missing(driver: Driver) -> None:
-    assert driver.call("lose_for_good") == [summed(2, 1.0, 2), 2]
+    assert driver.call("lose_for_good") == [expected_sums(2, 1.0, 2), 2]
 
 
 def test_missing_actor_is_reported(driver: Driver) -> None:
-    assert "actor 1 has died and is not replaced" in driver.call("never_there")
+    assert "actor 1 has died and is not replaced" in driver.call("group_with_a_dead_actor")
 
 
 @KINDS
 def test_exception_of_an_actor_is_raised_and_the_group_continues(driver: Driver, kind: str) -> None:
-    assert driver.call("fail", kind=kind) == ["rank 1 does not like it", summed(3, 1.0, 1)]
+    assert driver.call("fail", kind=kind) == ["rank 1 does not like it", expected_sums(3, 1.0, 1)]
 
 
 @KINDS
 def test_closed_group_leaves_nothing(driver: Driver, kind: str) -> None:
-    before, within, after, left, said = driver.call("close", kind=kind)
+    before, within, after, left, message = driver.call("close", kind=kind)
     assert before == after == [[], []]
     assert within == [True, True]
     assert left == []
-    assert said == "the group of actors was closed"
+    assert message == "the group of actors was closed"
 
 
 @KINDS
 def test_cancelled_call_ends_on_the_actors(driver: Driver, kind: str) -> None:
     again, seconds, left, after = driver.call("cancel", kind=kind)
-    assert again == summed(2, 1.0, 1)
+    assert again == expected_sums(2, 1.0, 1)
     assert seconds < 4
     assert (left, after) == ([], [[], []])
 
@@ -127,7 +127,7 @@ def test_group_cancelled_during_its_creation_leaves_nothing(driver: Driver, kind
 
 def test_actors_refuse_wrong_arguments(driver: Driver) -> None:
     ending = "must be the handle of an actor whose class derives from Member or BlockingMember"
-    assert driver.call("wrong") == [
+    assert driver.call("argument_errors") == [
         "actors is empty: a group has at least one rank",
         f"actors[0] {ending}",
         f"actors[0] {ending}",
@@ -138,13 +138,13 @@ def test_actors_refuse_wrong_arguments(driver: Driver) -> None:
 def test_ray_util_collective_backend_works(driver: Driver, torch: bool, declared: bool) -> None:
     if torch and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    found, kept = driver.call("backend", torch=torch, declared=declared)
+    found, leftovers = driver.call("backend", torch=torch, declared=declared)
     reduced = [[6.0, 6.0], [6.0, 8.0], [1.0, 2.0], [3.0, 2.0]]
-    for rank, told in enumerate(found):
+    for rank, results in enumerate(found):
         received = [[7.0]] if rank == 1 else []
         mine = [6.0] if rank == 1 else []
-        assert told == [*reduced, mine, [2.0], [[1.0], [2.0], [3.0]], [3.0 * rank], *received]
-    assert kept == [[]] * 3
+        assert results == [*reduced, mine, [2.0], [[1.0], [2.0], [3.0]], [3.0 * rank], *received]
+    assert leftovers == [[]] * 3
 
 
 def test_page_examples_work(driver: Driver) -> None:

@@ -1,4 +1,4 @@
-"""Projects with tests of their own, and reports as their users see them."""
+"""Fixtures for tests of the pytest plugin: a project with tests, and reports without frames of aiocoll."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = str(Path(__file__).parents[2])
 
 
 class Project:
-    """A directory with tests; `run` runs them with pytest-asyncio or anyio and our plugin, and nothing else."""
+    """A directory with tests; `run` runs them with only aiocoll's plugin and pytest-asyncio or anyio."""
 
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
         self._pytester = pytester
@@ -38,5 +38,5 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
 
 @pytest.fixture
 def frames_of_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out frames of aiocoll, which reports of its own tests have."""
+    """Hide frames of aiocoll in reports, as for users; aiocoll's own tests show them."""
     replaced(monkeypatch, all_frames=ContextVar("all frames", default=False))

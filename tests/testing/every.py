@@ -1,4 +1,4 @@
-"""One function that every rank runs: all collectives and point-to-point calls, each against its closed form."""
+"""A function for every rank that makes all collectives and messages, and compares each result with its closed form."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 
 from aiocoll import ProcessGroup, Recv, ReduceOp, Send
 
-#: Elements per rank: more than one eager window of float64.
+#: Elements per rank: as float64, more than an eager window.
 LARGE = 100_003
 
 
 def block(rank: int, count: int) -> np.ndarray:
-    """Return what `rank` contributes: integers, so that sums are exact in float64."""
+    """Return the contribution of `rank`: integers, so that sums are exact in float64."""
     return np.arange(count, dtype="f8") + rank
 
 
 async def every_call(pg: ProcessGroup, counts: tuple[int, ...] = (1, 1000, LARGE)) -> int:
-    """Make every call with each count; return how many counts that were."""
+    """Make every call with each count; return the number of counts."""
     for count in counts:
         await reductions(pg, count)
         await movements(pg, count)
@@ -38,7 +38,7 @@ async def reductions(pg: ProcessGroup, count: int) -> None:
     for root in {0, size - 1}:
         got = await pg.reduce(block(rank, count), root)
         np.testing.assert_array_equal(got, total if rank == root else block(rank, count))
-    # Every rank contributes block r + its own number to rank r.
+    # Each rank contributes block r, plus its own rank, to rank r.
     inputs = [block(rank + r, count) for r in range(size)]
     expected = size * np.arange(count) + ranks + size * rank
     np.testing.assert_array_equal(await pg.reduce_scatter(np.empty(count), inputs), expected)

@@ -1,4 +1,4 @@
-"""What the ranks of `test_processes` run: a process has to import it."""
+"""Functions that the ranks of `test_processes` run, in a module that their processes can import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from aiocoll import ProcessGroup, current_process_group, new_group
 
 
-async def its_place(pg: ProcessGroup, *args: Any) -> dict[str, Any]:
+async def describe_rank(pg: ProcessGroup, *args: Any) -> dict[str, Any]:
     assert current_process_group() is pg
     async with new_group() as second:
         total = await second.allreduce(pg.rank())
@@ -37,27 +37,27 @@ class OwnLoop(asyncio.SelectorEventLoop):
 
 
 class NeedyLoop(asyncio.SelectorEventLoop):
-    """One that another process cannot make."""
+    """A loop that another process cannot make: it needs an argument."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
 
 
 async def forget(pg: ProcessGroup) -> int:
-    """Never await a call that fails."""
+    """Never await a failing call."""
     pg.allreduce(np.ones(3 + pg.rank()))
     return pg.rank()
 
 
 class Sealed(Exception):
-    """Cannot be pickled."""
+    """An exception that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("sealed")
 
 
 async def fail(pg: ProcessGroup, how: str) -> Any:
-    """Let rank 1 fail; the others wait for it."""
+    """Let rank 1 fail while the others wait for it."""
     if pg.rank() == 1:
         match how:
             case "raise":
@@ -81,29 +81,29 @@ def faulty(library: Any) -> None:
 
 
 async def hang(pg: ProcessGroup, path: str) -> None:
-    """Never end, in a way of its own on each rank, and write down rank and number of the process right before.
+    """Block forever in a different way on each rank, after writing rank and pid to a file.
 
-    Rank 3 is there to be stopped: when that begins is for the test to say.
+    Rank 3 waits to be stopped by the test.
     """
 
-    def begin() -> None:
+    def record_start() -> None:
         with open(path, "a") as file:
             file.write(f"{pg.rank()} {os.getpid()}\n")
 
     match pg.rank():
         case 0:
             threading.Thread(target=wait_for_nothing, name="helper", daemon=True).start()
-            asyncio.get_running_loop().call_soon(begin)  # when it waits
+            asyncio.get_running_loop().call_soon(record_start)  # called when this rank waits
             await pg.barrier()
         case 1:
-            begin()
-            while True:  # the loop cannot answer
+            record_start()
+            while True:  # the loop is blocked
                 pass
         case 2:
-            begin()
-            ctypes.PyDLL(None).pause()  # nor can a thread: this holds the interpreter
+            record_start()
+            ctypes.PyDLL(None).pause()  # holds the GIL, so that threads are blocked too
         case 3:
-            begin()
+            record_start()
             await asyncio.Event().wait()
 
 
@@ -112,7 +112,7 @@ def wait_for_nothing() -> None:
 
 
 async def leave_a_child(pg: ProcessGroup, path: str) -> None:
-    """Start a process that would stay, write down its number, and hang."""
+    """Start a child that waits forever, write its pid to a file, and wait."""
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])  # noqa: ASYNC220
     with open(path, "a") as file:  # noqa: ASYNC230
         file.write(f"{os.getpid()} {child.pid}\n")

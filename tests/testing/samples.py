@@ -1,6 +1,6 @@
-"""Test cases that `test_cases` runs, in a module that a process can import; pytest does not collect them by itself."""
+"""Test cases for `test_cases`, in a module that a process can import. pytest does not collect this module."""
 
-# ruff: noqa: PT009 - they are for unittest
+# ruff: noqa: PT009 - these are unittest test cases
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from aiocoll import FileStore, GroupOptions, current_process_group
 from aiocoll.testing import InProcessTestCase, MultiProcessTestCase, skip_if_world_is_odd, skip_if_world_smaller_than
 
-#: What happened in this process, in order.
+#: Events of this process, in order.
 seen: list[Any] = []
 
 
@@ -29,36 +29,36 @@ class Steps(InProcessTestCase):
         seen.append("setUpClass")
 
     def setUp(self) -> None:
-        self.note("setUp")
-        self.addCleanup(self.note, "cleanup")
+        self.record_event("setUp")
+        self.addCleanup(self.record_event, "cleanup")
 
     async def asyncSetUp(self) -> None:
         self.total = await self.pg.allreduce(self.rank)
-        self.note("asyncSetUp")
-        self.addAsyncCleanup(self.note_later, "async cleanup")
+        self.record_event("asyncSetUp")
+        self.addAsyncCleanup(self.record_event_later, "async cleanup")
 
     async def test_it(self) -> None:
         assert current_process_group() is self.pg
         assert self.total == 1
-        self.note("test")
+        self.record_event("test")
 
     async def asyncTearDown(self) -> None:
         await self.pg.barrier()
-        self.note("asyncTearDown")
+        self.record_event("asyncTearDown")
 
     def tearDown(self) -> None:
-        self.note("tearDown")
+        self.record_event("tearDown")
 
-    def note(self, what: str) -> None:
+    def record_event(self, what: str) -> None:
         if self.rank == 1:
             seen.append(what)
 
-    async def note_later(self, what: str) -> None:
-        self.note(what)
+    async def record_event_later(self, what: str) -> None:
+        self.record_event(what)
 
 
 class EveryOutcome:
-    """The same tests for both kinds of ranks."""
+    """The same tests for both kinds of ranks, one for each outcome."""
 
     world_size = 3
     options = GroupOptions(transport="tcp")
@@ -129,7 +129,7 @@ class OwnProcesses(MultiProcessTestCase):
 
 
 class Continuous(MultiProcessTestCase):
-    """Run in the order of the names; every test reads what is left of the one before."""
+    """Tests in the order of their names; each reads the state that the previous test has left in its process."""
 
     world_size = 3
     continuous = True
@@ -138,18 +138,18 @@ class Continuous(MultiProcessTestCase):
     before: tuple[int, str] = (0, "")
 
     async def test_1_first(self) -> None:
-        await self.note()
+        await self.record_event()
 
     async def test_2_same_group(self) -> None:
         assert Continuous.before == (os.getpid(), self.pg.group_name)
         if self.rank == 1:
             raise KeyError("lost")
-        await asyncio.Event().wait()  # nothing but the end of the test ends this
+        await asyncio.Event().wait()  # only the end of the test ends this wait
 
     async def test_3_new_group(self) -> None:
         assert Continuous.before[0] == os.getpid()
         assert Continuous.before[1] != self.pg.group_name
-        await self.note()
+        await self.record_event()
 
     async def test_4_leave_something(self) -> None:
         assert Continuous.before == (os.getpid(), self.pg.group_name)
@@ -168,9 +168,9 @@ class Continuous(MultiProcessTestCase):
 
     async def test_7_new_processes(self) -> None:
         assert Continuous.before == (0, "")
-        await self.note()
+        await self.record_event()
 
-    async def note(self) -> None:
+    async def record_event(self) -> None:
         assert await self.pg.allreduce(1) == 3
         Continuous.before = os.getpid(), self.pg.group_name
 
@@ -192,7 +192,7 @@ class ContinuousForgetting(MultiProcessTestCase):
 
 
 class Ported(MultiProcessTestCase):
-    """What tests for torch's test cases do."""
+    """Tests that use methods of torch's test cases."""
 
     world_size = 2
 

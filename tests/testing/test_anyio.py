@@ -1,4 +1,4 @@
-"""Suites that use anyio's plugin; and trio, whose loop aiocoll cannot run on."""
+"""Test suites that use anyio's plugin, and programs on trio, which aiocoll refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.store import FileStore, HashStore, TCPStore
 from aiocoll.testing import run_processes, run_ranks, spawn_ranks
 
 from .conftest import ROOT, Project
-from .jobs import its_place
+from .jobs import describe_rank
 
 pytest_plugins = ["pytester"]
 
@@ -97,14 +97,13 @@ async def test_processes(pg):
 """
     result = project.run(source, "-W", "ignore::DeprecationWarning:trio", asyncio=False, anyio=True)
     result.assert_outcomes(passed=2, failed=2)
-    said = result.stdout.str()
-    said, _, _ = said.partition("short test summary")  # whose lines are cut or whole, as pytest likes
-    assert said.count(" RuntimeError: trio is running, but aiocoll needs an event loop of asyncio or uvloop") == 2
-    assert said.count('in tests with a fixture anyio_backend that returns "asyncio"') == 2
-    assert "Traceback" not in said
+    text, _, _ = result.stdout.str().partition("short test summary")  # pytest may truncate lines of the summary
+    assert text.count(" RuntimeError: trio is running, but aiocoll needs an event loop of asyncio or uvloop") == 2
+    assert text.count('in tests with a fixture anyio_backend that returns "asyncio"') == 2
+    assert "Traceback" not in text
 
 
-async def used(store: aiocoll.Store) -> None:
+async def use_store(store: aiocoll.Store) -> None:
     async with store:
         await store.set("key", b"value")
         await store.wait(["another"], 0.1)
@@ -120,36 +119,36 @@ async def in_processes(pg: aiocoll.ProcessGroup) -> None:
     pass
 
 
-async def nothing(pg: aiocoll.ProcessGroup) -> int:
+async def add_one(pg: aiocoll.ProcessGroup) -> int:
     return await pg.allreduce(1)
 
 
-async def entered(manager: Any) -> None:
+async def enter(manager: Any) -> None:
     async with manager:
         pass
 
 
-async def first(groups: AsyncIterator[Any]) -> None:
+async def first_group(groups: AsyncIterator[Any]) -> None:
     await anext(aiter(groups))
 
 
 HERE = {"rank": 0, "world_size": 1, "init_method": "tcp://127.0.0.1:1"}
 
 
-def ways(path: Path) -> dict[str, Callable[[], Awaitable[Any]]]:
+def refused_calls(path: Path) -> dict[str, Callable[[], Awaitable[Any]]]:
     return {
-        "run_ranks": lambda: run_ranks(2, nothing),
-        "run_processes": lambda: run_processes(2, its_place),
+        "run_ranks": lambda: run_ranks(2, add_one),
+        "run_processes": lambda: run_processes(2, describe_rank),
         "spawn_ranks": spawned,
         "spawn_ranks of processes": in_processes,
-        "HashStore": lambda: used(HashStore()),
-        "FileStore": lambda: used(FileStore(path / "file")),
-        "TCPStore": lambda: used(TCPStore("127.0.0.1", 1)),
-        "Meeting": lambda: entered(aiocoll.Meeting(1)),
-        "new_group": lambda: entered(aiocoll.new_group(**HERE)),  # type: ignore[arg-type]
-        "elastic": lambda: first(aiocoll.elastic(**HERE)),  # type: ignore[arg-type]
+        "HashStore": lambda: use_store(HashStore()),
+        "FileStore": lambda: use_store(FileStore(path / "file")),
+        "TCPStore": lambda: use_store(TCPStore("127.0.0.1", 1)),
+        "Meeting": lambda: enter(aiocoll.Meeting(1)),
+        "new_group": lambda: enter(aiocoll.new_group(**HERE)),  # type: ignore[arg-type]
+        "elastic": lambda: first_group(aiocoll.elastic(**HERE)),  # type: ignore[arg-type]
         "init_process_group": lambda: dist.init_process_group(**HERE),  # type: ignore[arg-type]
-        "a group of nobody knows which ranks": lambda: entered(aiocoll.new_group()),
+        "a group without arguments": lambda: enter(aiocoll.new_group()),
         "a dry run": lambda: dist.init_process_group("fake", rank=0, world_size=4),
     }
 
@@ -157,7 +156,7 @@ def ways(path: Path) -> dict[str, Callable[[], Awaitable[Any]]]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:trio")
 def test_trio_program_is_refused_with_a_remedy(tmp_path: Path) -> None:
     trio = pytest.importorskip("trio")
-    for name, way in ways(tmp_path).items():
+    for name, way in refused_calls(tmp_path).items():
         with pytest.raises(RuntimeError, match=REMEDY):
             raise AssertionError(f"{name} works: {trio.run(way)}")
 
@@ -182,6 +181,6 @@ trio.run(in_trio)
 def test_remedy_for_a_trio_program_works() -> None:
     pytest.importorskip("trio")
     command = [sys.executable, "-c", PROGRAM]
-    env = {**os.environ, "PYTHONASYNCIODEBUG": ""}  # it reports slow steps, which a busy machine makes
+    env = {**os.environ, "PYTHONASYNCIODEBUG": ""}  # debug mode reports slow steps, which occur on a busy machine
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[2, 2]\n", "")

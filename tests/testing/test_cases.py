@@ -1,4 +1,4 @@
-"""The test case classes under unittest: what runs where, and what a result says."""
+"""The test case classes under unittest: where each step runs, and the reported outcomes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_rank_goes_through_all_steps_of_a_test_case() -> None:
 @pytest.mark.parametrize("cls", [samples.InProcess, samples.MultiProcess])
 def test_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCase]) -> None:
     result = run_all(cls)
-    # This one release does not count what a decorator skips.
+    # Python 3.12.1 alone does not count tests skipped by a decorator.
     assert result.testsRun == (8 if sys.version_info[:3] == (3, 12, 1) else 9)
     assert words(result.skipped) == {
         "test_skip": "not here",
@@ -75,7 +75,7 @@ def test_test_has_its_own_processes() -> None:
     result = run_all(samples.OwnProcesses)
     assert (result.testsRun, len(result.errors)) == (2, 1)
     text = words(result.errors)["test_failure"]
-    # The rank's traceback is the only one.
+    # the report contains no other traceback
     assert text.count("Traceback") == 1
     assert text.index("KeyError: 'lost'\nits traceback on rank 1 of 2:\nTraceback") < text.index("in test_failure")
 
@@ -168,7 +168,7 @@ def test_unittest_runs_a_script_of_test_cases(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stderr.startswith("FEs\n===="), done.stderr
-    # What the test of a rank raises is all that its report is about.
+    # The report of a failed rank contains the error of the rank only.
     error, failed = done.stderr.split("=" * 70)[1:]
     assert failed.count("  File ") == 1
     assert "assert await self.pg.allreduce(1) == 3" in failed

@@ -1,4 +1,4 @@
-"""Ranks that are expected to die: `expect_death`."""
+"""Ranks that are expected to die, by `expect_death`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KILLED = {2: signal.SIGKILL}
 
 
 async def survive(pg: ProcessGroup, how: str, dying: int = 2) -> Any:
-    """Let one rank die; the others go on without it."""
+    """Let one rank die; the others continue without it."""
     if pg.rank() == dying:
         match how:
             case "kill":
@@ -44,7 +44,7 @@ async def survive(pg: ProcessGroup, how: str, dying: int = 2) -> Any:
             return how
         async with await pg.shrink() as survivors:
             return await survivors.allreduce(pg.rank())
-    return "nobody died"
+    return "no rank died"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ async def test_signal_differs_from_the_exit_code_of_its_number() -> None:
     assert "rank 1 of 2 was expected to exit with code 9" in caught.value.__notes__
 
 
-async def fail_beside(pg: ProcessGroup) -> None:
+async def fail_on_rank_0(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     raise LookupError("a survivor")
@@ -106,7 +106,7 @@ async def fail_beside(pg: ProcessGroup) -> None:
 @pytest.mark.slow
 async def test_failure_of_another_rank_fails_the_run() -> None:
     with pytest.raises(LookupError, match="a survivor") as caught:
-        await run_processes(2, fail_beside, expect_death={1: signal.SIGKILL})
+        await run_processes(2, fail_on_rank_0, expect_death={1: signal.SIGKILL})
     assert "rank 0 of 2 failed first" in caught.value.__notes__
 
 

@@ -1,4 +1,4 @@
-"""A test on ranks fails if a rank never retrieved the failure of a call."""
+"""Failures of calls that a rank never retrieves, which fail its test."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_retrieved_failures_do_not_fail_a_test() -> None:
 
 
 async def test_own_error_of_a_peer_is_the_verdict() -> None:
-    """Its abort fails what others have not awaited, which says nothing new."""
+    """Abort the group by an error: the resulting failures of other ranks are not reported."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
@@ -187,7 +187,7 @@ async def test_forgotten_call_explains_the_error_of_a_peer() -> None:
 
 
 async def test_groups_made_outside_of_a_run_are_ignored() -> None:
-    """Only what ranks have made in the run counts."""
+    """Leave a failure in a group that no rank of the run has made."""
 
     async def rank(pg: ProcessGroup) -> int:
         return pg.rank()
@@ -209,12 +209,12 @@ class Forgiving(Forgetting):
     allow_unretrieved = True
 
 
-del InProcessTestCase  # pytest collects no test of it, nor of these
+del InProcessTestCase  # pytest must collect neither the base class nor these classes
 Forgetting.__test__ = Forgiving.__test__ = False  # type: ignore[attr-defined]
 
 
-def outcome(cls: type[unittest.TestCase]) -> dict[str, str]:
-    """Run the tests of a class; return the text of those that failed."""
+def failures_of(cls: type[unittest.TestCase]) -> dict[str, str]:
+    """Run the tests of a class; return the texts of failed tests."""
     result = unittest.TestResult()
     unittest.defaultTestLoader.loadTestsFromTestCase(cls).run(result)
     assert not result.errors
@@ -222,15 +222,15 @@ def outcome(cls: type[unittest.TestCase]) -> dict[str, str]:
 
 
 def test_unretrieved_failure_fails_a_test_of_a_class() -> None:
-    failed = outcome(Forgetting)
+    failed = failures_of(Forgetting)
     assert failed.keys() == {"test_it"}
     assert "rank 1 of 2, group 'world:0': exception of ALLREDUCE (sequence 1) called at" in failed["test_it"]
-    assert outcome(Forgiving) == {}
+    assert failures_of(Forgiving) == {}
 
 
 def test_unretrieved_failure_fails_its_own_test_on_continuous_ranks() -> None:
-    """Also one of a call that was pending at the end: it does not show up in the next test."""
-    failed = outcome(samples.ContinuousForgetting)
+    """Check that a failure of a pending call is not reported for the next test."""
+    failed = failures_of(samples.ContinuousForgetting)
     assert failed.keys() == {"test_1_forget_and_go_on", "test_2_forget_at_the_end"}
     for name, text in failed.items():
         assert text.count("exception of ALLREDUCE") == 2, name

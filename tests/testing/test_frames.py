@@ -1,4 +1,4 @@
-"""Reports of failing ranks show the lines of the test and the error, and nothing of how aiocoll came to it."""
+"""Reports of failing ranks: lines of the test and the error, without frames of aiocoll."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ class TestProcesses(MultiProcessTestCase):
     async def test_method(self):
         await self.pg.allreduce(np.ones(2 + self.rank))
 """
-#: A line that places a frame in this package, as pytest and Python write it.
-OURS = re.compile(r"^.*/aiocoll/[\w/]+\.py(?::\d+|\", line).*$", re.MULTILINE)
+#: A line with the place of a frame in the package, in the format of pytest or Python.
+PACKAGE_FRAME = re.compile(r"^.*/aiocoll/[\w/]+\.py(?::\d+|\", line).*$", re.MULTILINE)
 
 
 def test_report_shows_the_frames_of_the_test(project: Project) -> None:
     result = project.run(SUITE)
     result.assert_outcomes(failed=9)
-    said = result.stdout.str()
-    assert OURS.findall(said) == []
-    assert "direct cause" not in said
-    assert "runners.py" not in said
+    text = result.stdout.str()
+    assert PACKAGE_FRAME.findall(text) == []
+    assert "direct cause" not in text
+    assert "runners.py" not in text
     result.stdout.fnmatch_lines(
         [
             "*_ test_raises[[]ranks=2[]] _*",
@@ -108,14 +108,14 @@ def test_report_shows_the_frames_of_the_test(project: Project) -> None:
 def test_report_shows_the_frames_of_other_kinds_of_tests(project: Project) -> None:
     result = project.run(SUITE + SLOW, "--tb=native")
     result.assert_outcomes(failed=11)
-    assert OURS.findall(result.stdout.str()) == []
+    assert PACKAGE_FRAME.findall(result.stdout.str()) == []
 
 
 @pytest.mark.slow
 def test_report_shows_all_frames_on_request(project: Project) -> None:
     result = project.run(SUITE + SLOW, "--full-trace")
     result.assert_outcomes(failed=11)
-    found = OURS.findall(result.stdout.str())
+    found = PACKAGE_FRAME.findall(result.stdout.str())
     for place in ("aiocoll/work.py:", "aiocoll/testing/ranks.py:", 'E.*aiocoll/work.py", line'):
         assert any(re.search(place, each) for each in found), place
 

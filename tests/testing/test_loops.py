@@ -1,4 +1,4 @@
-"""Ranks that are processes run on the event loop of their test."""
+"""The event loop of ranks in processes, which is the loop of their test by default."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _pipe_of_libuv() -> None:
-    """Open a first loop: libuv keeps its pipe for good, which is no leak of the first test."""
+    """Make a first loop: libuv never closes its pipe, which must not count as a leak of the first test."""
     with contextlib.suppress(ImportError):
         loop_factory("uvloop")().close()
 
 
 def run(factory: Callable[[], asyncio.AbstractEventLoop], call: Callable[[], Any]) -> Any:
-    """Run a coroutine function on a loop of a factory."""
+    """Run a coroutine function on a loop from a factory."""
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(call())
 
 
 def test_processes_run_on_the_loop_of_their_caller() -> None:
     uvloop = pytest.importorskip("uvloop")
-    for rank in run(uvloop.new_event_loop, lambda: run_processes(2, jobs.its_place)):
+    for rank in run(uvloop.new_event_loop, lambda: run_processes(2, jobs.describe_rank)):
         assert rank["loop"] == "uvloop"
 
 
 def test_named_loop_is_not_that_of_the_caller() -> None:
     uvloop = pytest.importorskip("uvloop")
-    for rank in run(uvloop.new_event_loop, lambda: run_processes(2, jobs.its_place, loop="asyncio")):
+    for rank in run(uvloop.new_event_loop, lambda: run_processes(2, jobs.describe_rank, loop="asyncio")):
         assert rank["loop"] == "asyncio"
 
 
 def test_processes_run_on_a_class_of_loops_of_their_module() -> None:
-    for rank in run(jobs.OwnLoop, lambda: run_processes(2, jobs.its_place)):
+    for rank in run(jobs.OwnLoop, lambda: run_processes(2, jobs.describe_rank)):
         assert rank["loop"] == "tests"
 
 
@@ -65,14 +65,14 @@ def test_loop_that_no_other_process_can_import_is_refused() -> None:
     with pytest.raises(
         TypeError, match=r"the test's event loop is a .*<locals>\.Local, which ranks that are processes"
     ):
-        run(Local, lambda: run_processes(2, jobs.its_place))
+        run(Local, lambda: run_processes(2, jobs.describe_rank))
 
 
 def test_loop_that_needs_arguments_is_refused_by_the_rank() -> None:
     with pytest.raises(
         TypeError, match="event loop is a NeedyLoop, which the process of a rank cannot make without arg"
     ):
-        run(lambda: jobs.NeedyLoop(1), lambda: run_processes(2, jobs.its_place))
+        run(lambda: jobs.NeedyLoop(1), lambda: run_processes(2, jobs.describe_rank))
 
 
 def test_missing_loop_class_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Everything that the page on testing shows is run, and its reports are what pytest prints."""
+"""The tests and commands of the page on testing, with the reports that pytest prints."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ REPORTS = [
     for block in blocks(PAGE)
     if block.heading == "Reading a report" and block.language == "text"
 ]
-#: The only file whose tests fail, to show how that looks.
+#: The only file with failing tests, which show the reports.
 FAILING = "test_reports"
-#: The only one that another plugin runs.
+#: The only file for another pytest plugin.
 ANYIO = "test_anyio.py"
-#: Where ranks are tasks, time is virtual: no operation or test times out because the machine is busy.
+#: Tests whose ranks are tasks run in virtual time, so that a busy machine leads to no timeout.
 CONFTEST = """
 import asyncio
 
@@ -74,7 +74,7 @@ def test_page_commands_print_the_shown_output(tmp_path: Path) -> None:
     first, program, coverage = commands(PAGE)
     assert "1 passed" in shell(first, tmp_path)
     assert shell(program, tmp_path) == code(PAGE, "The first test", language="text")
-    # A report on the files of one section alone.
+    # The report covers the files of one section only.
     for name in FILES.keys() - {"shards.py", "test_shards.py", "job.py"}:
         (tmp_path / name).unlink()
     assert code(PAGE, "Coverage", language="text") in shell(coverage, tmp_path)

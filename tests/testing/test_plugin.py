@@ -1,4 +1,4 @@
-"""The pytest plugin, in a pytest of its own."""
+"""The pytest plugin, tested in separate pytest processes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_skip(pg):
     result = project.run(source)
     result.assert_outcomes(failed=1, skipped=1)
     result.stdout.fnmatch_lines(["E*AssertionError: unlucky*", "E*rank 1 of 3 failed first", "test_it.py:4: Assert*"])
-    result.stdout.no_fnmatch_line("*aiocoll*ranks.py:*")  # where the call came from is no part of the report
+    result.stdout.no_fnmatch_line("*aiocoll*ranks.py:*")  # the report omits the place of the call
 
 
 def test_ranks_can_be_processes(project: Project) -> None:

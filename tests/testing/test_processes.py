@@ -1,4 +1,4 @@
-"""`run_processes`: the same as `run_ranks`, and what only processes can do: die."""
+"""`run_processes`: the features of `run_ranks`, and ranks whose process dies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks import until
 from tests.testing import jobs
 
 ROOT = Path(__file__).parents[2]
-#: Seconds that the end of a process may take on a busy machine.
+#: Seconds within which a process must end, on a busy machine too.
 LIMIT = 60
 
 
@@ -36,7 +36,7 @@ def _no_process_left() -> Iterator[None]:
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 async def test_rank_is_a_separate_process(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOB_KEY", "the key of another job")
-    ranks = await run_processes(2, jobs.its_place, "a", 5, loop=loop)
+    ranks = await run_processes(2, jobs.describe_rank, "a", 5, loop=loop)
     assert len({rank["pid"] for rank in ranks} | {os.getpid()}) == 3
     for number, rank in enumerate(ranks):
         assert (rank["rank"], rank["size"], rank["args"], rank["loop"]) == (number, 2, ("a", 5), loop)
@@ -46,7 +46,7 @@ async def test_rank_is_a_separate_process(loop: Any, monkeypatch: pytest.MonkeyP
 
 async def test_processes_use_the_given_options() -> None:
     options = GroupOptions(transport="tcp", job_key="a key of sixteen bytes")
-    assert [rank["total"] for rank in await run_processes(2, jobs.its_place, options=options)] == [1, 1]
+    assert [rank["total"] for rank in await run_processes(2, jobs.describe_rank, options=options)] == [1, 1]
 
 
 @pytest.mark.usefixtures("frames_of_users")
@@ -84,24 +84,26 @@ async def test_unpicklable_result_is_an_error() -> None:
 
 @pytest.mark.slow
 async def test_timeout_shows_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Time is up when all ranks hang, and when two have said where, however long that takes on a busy machine."""
+    """Let the time expire when all ranks hang, and again when two have reported their stacks, on a busy machine too."""
     file = tmp_path / "hanging"
     os.mkfifo(file)
-    limit, wait, asked = 1000.0, asyncio.wait, []
+    limit, wait, answers = 1000.0, asyncio.wait, []
 
-    async def events(awaited: Any, *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED) -> Any:
+    async def wait_for_events(
+        awaited: Any, *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED
+    ) -> Any:
         if timeout == limit:
             timeout = 0
-            hanging = asyncio.create_task(all_hang(file))
+            hanging = asyncio.create_task(wait_until_all_hang(file))
             await wait([*awaited, hanging], return_when=asyncio.FIRST_COMPLETED)
             hanging.cancel()
         elif timeout == children.ANSWER:
             timeout = 0
-            asked.extend(awaited)
-            await until(lambda: sum(answer.done() for answer in asked) == 2)
+            answers.extend(awaited)
+            await until(lambda: sum(answer.done() for answer in answers) == 2)
         return await wait(awaited, timeout=timeout, return_when=return_when)
 
-    monkeypatch.setattr(asyncio, "wait", events)
+    monkeypatch.setattr(asyncio, "wait", wait_for_events)
     with pytest.raises(TimeoutError) as caught:
         await run_processes(4, jobs.hang, str(file), timeout=limit)
     text = str(caught.value)
@@ -118,8 +120,8 @@ async def test_timeout_shows_the_place_of_every_rank(monkeypatch: pytest.MonkeyP
     assert stopped == "  it does not answer, and cannot even abort: it may be stopped\n"
 
 
-async def all_hang(file: Path) -> None:
-    numbers = await written(file, 8)
+async def wait_until_all_hang(file: Path) -> None:
+    numbers = await numbers_from(file, 8)
     pids = dict(zip(numbers[::2], numbers[1::2], strict=True))
     await until(lambda: state(pids[2]) == "S")
     os.kill(pids[3], signal.SIGSTOP)
@@ -130,25 +132,25 @@ async def test_cancelled_run_ends_the_processes_and_their_children(tmp_path: Pat
     file = tmp_path / "pids"
     os.mkfifo(file)
     running = asyncio.create_task(run_processes(2, jobs.leave_a_child, str(file)))
-    processes = [os.pidfd_open(pid) for pid in await written(file, 4)]
+    processes = [os.pidfd_open(pid) for pid in await numbers_from(file, 4)]
     try:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        # What a rank has started is killed, but not waited for: it is no child of this process.
-        assert all(ended(process) for process in processes)
+        # Children of a rank are killed but not awaited, since they are not children of this process.
+        assert all(wait_for_end(process) for process in processes)
     finally:
         for process in processes:
             os.close(process)
 
 
-def ended(process: int) -> bool:
-    """Wait for the end of a process, whoever its parent is by then; its file is readable from then on."""
+def wait_for_end(process: int) -> bool:
+    """Wait until a process has ended, whatever its parent is then; its pidfd is readable from then on."""
     return bool(select.select([process], [], [], LIMIT)[0])
 
 
-async def written(file: Path, count: int) -> list[int]:
-    """Return the first numbers that others write into a FIFO."""
+async def numbers_from(file: Path, count: int) -> list[int]:
+    """Return the first numbers that other processes write to a FIFO."""
     loop, readable, numbers = asyncio.get_running_loop(), asyncio.Event(), list[int]()
     with os.fdopen(os.open(file, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as lines:
         loop.add_reader(lines, readable.set)
@@ -163,7 +165,7 @@ async def written(file: Path, count: int) -> list[int]:
 
 
 def state(pid: int) -> str | None:
-    """Return the letter of a process in proc(5), None if it is gone; Z has ended, and nobody has waited for it yet."""
+    """Return the state letter of a process as in proc(5), such as Z for a zombie; None if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -217,7 +219,7 @@ def test_processes_do_not_outlive_their_parent(tmp_path: Path, number: signal.Si
         ranks = [os.pidfd_open(int(process.stdout.readline())) for _ in range(2)]
         process.send_signal(number)
         try:
-            assert all(ended(rank) for rank in ranks)
+            assert all(wait_for_end(rank) for rank in ranks)
         finally:
             for rank in ranks:
                 os.close(rank)
@@ -228,7 +230,7 @@ async def test_unpicklable_argument_is_refused() -> None:
     with pytest.raises(TypeError, match="fn must be importable, a function at the top of a module"):
         await run_processes(2, lambda pg: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match=r"fn and its arguments are pickled .* cannot be: cannot pickle 'generator'"):
-        await run_processes(2, jobs.its_place, (i for i in range(3)))
+        await run_processes(2, jobs.describe_rank, (i for i in range(3)))
 
 
 @pytest.mark.parametrize(
@@ -242,4 +244,4 @@ async def test_unpicklable_argument_is_refused() -> None:
 )
 async def test_wrong_arguments_are_named(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        await run_processes(**({"world_size": 2, "fn": jobs.its_place} | arguments))
+        await run_processes(**({"world_size": 2, "fn": jobs.describe_rank} | arguments))

@@ -1,4 +1,4 @@
-"""`run_ranks`: results, failures, timeouts and their reports."""
+"""`run_ranks`: results, failures, timeouts, and their reports."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from aiocoll.testing import run_ranks, run_virtual
 from tests.testing.every import every_call
 
 
-async def its_rank(pg: ProcessGroup, *args: Any) -> tuple[Any, ...]:
+async def describe_rank(pg: ProcessGroup, *args: Any) -> tuple[Any, ...]:
     return pg.rank(), pg.size(), *args
 
 
 async def test_results_come_in_rank_order() -> None:
-    assert await run_ranks(3, its_rank, "a", 5) == [(0, 3, "a", 5), (1, 3, "a", 5), (2, 3, "a", 5)]
+    assert await run_ranks(3, describe_rank, "a", 5) == [(0, 3, "a", 5), (1, 3, "a", 5), (2, 3, "a", 5)]
 
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
@@ -45,9 +45,9 @@ async def test_rank_has_its_own_current_group() -> None:
 
 async def test_ranks_meet_in_the_given_store() -> None:
     async with HashStore() as store:
-        await run_ranks(2, its_rank, store=store)
+        await run_ranks(2, describe_rank, store=store)
         assert await store.get("aiocoll/world_size") == b"2"
-        await run_ranks(2, its_rank, store=store)
+        await run_ranks(2, describe_rank, store=store)
 
 
 async def test_store_made_by_the_run_is_closed() -> None:
@@ -60,13 +60,13 @@ async def test_store_made_by_the_run_is_closed() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("aiocoll.testing.ranks.HashStore", Seen)
-        await run_ranks(2, its_rank)
+        await run_ranks(2, describe_rank)
     with pytest.raises(StoreUnavailableError):
         await stores[0].num_keys()
 
 
 class GiveUp(Exception):
-    """What a rank raises here."""
+    """An error that only the ranks of these tests raise."""
 
 
 async def test_first_failure_is_raised_unchanged_and_named() -> None:
@@ -151,7 +151,7 @@ def test_scale_of_time_limits_does_not_apply_to_virtual_time(monkeypatch: pytest
 async def test_wrong_scale_of_time_limits_is_named(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_TEST_TIMEOUT_SCALE", scale)
     with pytest.raises(ValueError, match=f"AIOCOLL_TEST_TIMEOUT_SCALE='{scale}': must be a number above 0"):
-        await run_ranks(2, its_rank)
+        await run_ranks(2, describe_rank)
 
 
 async def test_pytest_outcome_is_passed_on() -> None:
@@ -245,15 +245,15 @@ def test_timeout_reports_an_unfinished_rendezvous() -> None:
             return await super().add(key, amount)
 
     with asyncio.Runner() as runner, pytest.raises(TimeoutError, match="rank 1\n  the group is not formed\n"):
-        runner.run(run_ranks(2, its_rank, store=Silent(), timeout=0.05))
+        runner.run(run_ranks(2, describe_rank, store=Silent(), timeout=0.05))
 
 
 @pytest.mark.parametrize(
     ("world_size", "fn", "error", "message"),
     [
-        (0, its_rank, ValueError, "world_size=0: give the number of ranks, at least 1"),
-        ("2", its_rank, TypeError, "world_size must be an int, not str"),
-        (True, its_rank, TypeError, "world_size must be an int, not bool"),
+        (0, describe_rank, ValueError, "world_size=0: give the number of ranks, at least 1"),
+        ("2", describe_rank, TypeError, "world_size must be an int, not str"),
+        (True, describe_rank, TypeError, "world_size must be an int, not bool"),
         (2, 5, TypeError, "fn must be an async function that takes a group, not int"),
         (2, lambda pg: 7, TypeError, "fn must be an async function: it returned int"),
     ],
@@ -265,4 +265,4 @@ async def test_wrong_arguments_are_named(world_size: Any, fn: Any, error: type[E
 
 async def test_wrong_timeout_is_named() -> None:
     with pytest.raises(ValueError, match="timeout=-1: must be >= 0 seconds"):
-        await run_ranks(2, its_rank, timeout=-1)
+        await run_ranks(2, describe_rank, timeout=-1)

@@ -1,4 +1,4 @@
-"""The skips: whom they ask, when, and what they say."""
+"""Skips of tests: their conditions, the moment of the check, and their reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spawn_ranks`: one call, many ranks."""
+"""`spawn_ranks`: one call that runs many ranks."""
 
 from __future__ import annotations
 

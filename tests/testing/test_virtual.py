@@ -1,4 +1,4 @@
-"""The virtual clock: waiting costs nothing, and a seed decides everything."""
+"""The virtual clock: waits take no time, and the seed determines the order of all events."""
 
 from __future__ import annotations
 
@@ -95,33 +95,33 @@ def test_every_call_completes_without_latency() -> None:
     assert run_virtual(4, every_call) == [3] * 4
 
 
-Trace = list[tuple[float, int, int, Header]]
+Deliveries = list[tuple[float, int, int, Header]]
 
 
-def trace(seed: int, monkeypatch: pytest.MonkeyPatch) -> Trace:
-    """Return every delivery of a run: when, from whom, to whom, what."""
-    found: Trace = []
+def deliveries(seed: int, monkeypatch: pytest.MonkeyPatch) -> Deliveries:
+    """Return the time, sender, receiver and header of every delivery in a run."""
+    found: Deliveries = []
 
-    def arrived(link: MemoryLink, header: Header, _: bytes) -> None:
+    def record_delivery(link: MemoryLink, header: Header, _: bytes) -> None:
         found.append((asyncio.get_running_loop().time(), link.peer, sum(link.ends) - link.peer, header))
 
     with monkeypatch.context() as patch:
-        spied(patch, memory_arrived=arrived)
+        spied(patch, memory_arrived=record_delivery)
         run_virtual(4, every_call, (2, 20_000), seed=seed, latency=(0.001, 0.2))
     return found
 
 
 def test_seed_decides_every_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = trace(1, monkeypatch)
+    first = deliveries(1, monkeypatch)
     assert len(first) > 500
-    assert trace(1, monkeypatch) == first
-    assert trace(2, monkeypatch) != first
+    assert deliveries(1, monkeypatch) == first
+    assert deliveries(2, monkeypatch) != first
 
 
 PROGRAM = """
 import hashlib, pytest
-from tests.testing.test_virtual import trace
-print(hashlib.sha256(repr(trace(1, pytest.MonkeyPatch())).encode()).hexdigest())
+from tests.testing.test_virtual import deliveries
+print(hashlib.sha256(repr(deliveries(1, pytest.MonkeyPatch())).encode()).hexdigest())
 """
 
 
@@ -149,7 +149,7 @@ ORDER = {
 
 
 async def tasks_in_order(_: ProcessGroup | None = None) -> list[Any]:
-    """Return the order of what is ready at the same time: first steps, later steps, timers, and plain callbacks."""
+    """Return the order of simultaneous events: first steps of tasks, later steps, timers, and plain callbacks."""
     order: list[Any] = []
     loop = asyncio.get_running_loop()
 
@@ -168,18 +168,18 @@ async def tasks_in_order(_: ProcessGroup | None = None) -> list[Any]:
     return order
 
 
-def steps(order: list[str], what: str) -> tuple[str, ...]:
-    return tuple(each for each in order if each.startswith(what))
+def steps(order: list[str], kind: str) -> tuple[str, ...]:
+    return tuple(each for each in order if each.startswith(kind))
 
 
 @pytest.mark.parametrize("latency", [None, (0.01, 0.5)])
 def test_seeds_give_every_order_of_simultaneous_events(latency: Any) -> None:
     orders = [run_virtual(2, tasks_in_order, seed=seed, latency=latency)[0] for seed in range(60)]
-    for what in ("first", "second", "third", "timer"):
-        found = {steps(order, what) for order in orders}
-        assert all(sorted(each) == [f"{what} {number}" for number in range(4)] for each in found)
-        # Of 24 orders, 60 draws leave out 4 at most but once in 2,000 times; the seeds are fixed.
-        assert len(found) >= 20, what
+    for kind in ("first", "second", "third", "timer"):
+        found = {steps(order, kind) for order in orders}
+        assert all(sorted(each) == [f"{kind} {number}" for number in range(4)] for each in found)
+        # With probability 1 - 1/2000, 60 draws miss at most 4 of the 24 orders. The seeds are fixed.
+        assert len(found) >= 20, kind
     assert {steps(order, "call") for order in orders} == {("call 0", "call 1", "call 2", "call 3")}
 
 
@@ -202,7 +202,7 @@ def test_seeds_change_the_order_of_ranks() -> None:
 
 
 def test_task_steps_stay_on_their_side_of_a_callback() -> None:
-    """What a program schedules in order, and may rely on."""
+    """Keep the order of tasks and callbacks that a program schedules, which it may rely on."""
 
     async def main() -> list[str]:
         order: list[str] = []
@@ -271,7 +271,7 @@ def test_seed_decides_the_order_of_eager_tasks() -> None:
 def test_order_of_a_seed_is_the_same_on_every_python() -> None:
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(1)) as runner:
         order = runner.run(tasks_in_order())
-    assert {what: [int(each[-1]) for each in steps(order, what)] for what in ORDER} == ORDER
+    assert {kind: [int(each[-1]) for each in steps(order, kind)] for kind in ORDER} == ORDER
 
 
 def test_random_bytes_come_from_the_seed() -> None:

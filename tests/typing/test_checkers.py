@@ -1,4 +1,4 @@
-"""What mypy and pyright say of programs that use the library; they need no runs, so nothing of these is carried out."""
+"""The verdicts of mypy and pyright on programs that use the library. The programs are not run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACCEPTED, REFUSED = PROGRAMS
 
 
 class Verdict(NamedTuple):
-    """What a checker says: lines with errors, and what `reveal_type` shows, by file and line."""
+    """The result of a checker: errors, and the types from `reveal_type`, by file and line."""
 
     errors: dict[tuple[str, int], str]
     revealed: dict[tuple[str, int], str]
@@ -38,12 +38,12 @@ def mypy() -> Verdict:
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     verdict = Verdict({}, {})
-    for path, line, kind, said in re.findall(r"^(.*?\.py):(\d+): (\w+): (.*)$", done.stdout, re.MULTILINE):
+    for path, line, kind, message in re.findall(r"^(.*?\.py):(\d+): (\w+): (.*)$", done.stdout, re.MULTILINE):
         place = Path(path).name, int(line)
         if kind == "error":
-            verdict.errors[place] = said
-        elif shown := re.fullmatch(r'Revealed type is "(.*)"', said):
-            verdict.revealed[place] = plain(shown[1])
+            verdict.errors[place] = message
+        elif shown := re.fullmatch(r'Revealed type is "(.*)"', message):
+            verdict.revealed[place] = without_modules(shown[1])
     return verdict
 
 
@@ -67,17 +67,17 @@ def pyright() -> Verdict:
         if each["severity"] == "error":
             verdict.errors[place] = each["message"]
         elif shown := re.fullmatch(r'Type of ".*" is "(.*)"', each["message"], re.DOTALL):
-            verdict.revealed[place] = plain(shown[1])
+            verdict.revealed[place] = without_modules(shown[1])
     return verdict
 
 
-def plain(shown: str) -> str:
+def without_modules(shown: str) -> str:
     """Return a type without the modules of its names."""
     return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", shown)
 
 
-def commented(path: Path, pattern: str) -> dict[tuple[str, int], str]:
-    """Return what the comments of some lines say."""
+def comments_of(path: Path, pattern: str) -> dict[tuple[str, int], str]:
+    """Return the group in the pattern from each line that matches it."""
     lines = enumerate(path.read_text().splitlines(), 1)
     return {(path.name, number): found[1] for number, line in lines if (found := re.search(pattern, line))}
 
@@ -90,31 +90,31 @@ both = pytest.mark.parametrize(
 @pytest.mark.slow
 @both
 def test_awaited_expression_has_the_result_type(checker: Callable[[], Verdict]) -> None:
-    expected = commented(ACCEPTED, r"^ *reveal_type\(.*\)  # (.*)$")
+    expected = comments_of(ACCEPTED, r"^ *reveal_type\(.*\)  # (.*)$")
     assert len(expected) > 100
     revealed = checker().revealed
-    wrong = [f"line {place[1]}: {revealed.get(place)}, not {said}" for place, said in expected.items()
-             if revealed.get(place) != said]  # fmt: skip
+    wrong = [f"line {place[1]}: {revealed.get(place)}, not {type_}" for place, type_ in expected.items()
+             if revealed.get(place) != type_]  # fmt: skip
     assert not wrong, "\n".join(wrong)
     assert revealed.keys() == expected.keys()
 
 
 @both
 def test_valid_programs_are_accepted(checker: Callable[[], Verdict]) -> None:
-    assert {place: said for place, said in checker().errors.items() if place[0] == ACCEPTED.name} == {}
+    assert {place: error for place, error in checker().errors.items() if place[0] == ACCEPTED.name} == {}
 
 
 @both
 def test_invalid_programs_are_refused(checker: Callable[[], Verdict]) -> None:
-    expected = commented(REFUSED, r"  # (refused)$").keys()
+    expected = comments_of(REFUSED, r"  # (refused)$").keys()
     assert len(expected) > 30
     found = {place for place in checker().errors if place[0] == REFUSED.name}
-    assert sorted(expected - found) == [], "taken as good"
-    assert sorted(found - expected) == [], "refused besides"
+    assert sorted(expected - found) == [], "invalid lines are accepted"
+    assert sorted(found - expected) == [], "valid lines are refused"
 
 
 def test_few_expressions_have_the_type_any() -> None:
-    """Only what another rank has made, of which this one knows nothing, which library makes arrays, named dtypes."""
+    """Allow `Any` for objects of other ranks, for arrays of an unnamed library, and for dtypes by name."""
     unknown = {
         line.strip()
         for line in ACCEPTED.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Following a call by "go to definition", as an editor does: pyright leads from each caller to its callee."""
+"""The definitions that pyright finds, as for an editor: they lead from each caller on the drawing to its callee."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ..test_architecture import PACKAGE, drawn
+from ..test_architecture import PACKAGE, drawn_calls
 
 
 class Place(NamedTuple):
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class Server:
-    """A language server of pyright's."""
+    """A language server of pyright."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -38,7 +38,7 @@ class Server:
         self._send("initialized", {})
 
     def definitions(self, place: Place) -> list[Place]:
-        """Return where the name at `place` is defined."""
+        """Return the places where the name at `place` is defined."""
         uri = place.path.as_uri()
         if place.path not in self._opened:
             self._opened.add(place.path)
@@ -52,7 +52,7 @@ class Server:
         ]  # fmt: skip
 
     def request(self, method: str, **params: Any) -> Any:
-        """Return the result of a request; what the server asks meanwhile gets no answer of use."""
+        """Return the result of a request; requests of the server meanwhile get empty answers."""
         self._requests += 1
         self._send(method, params, id=self._requests)
         while True:
@@ -111,7 +111,7 @@ def functions(path: Path) -> dict[str, ast.FunctionDef]:
 
 
 def uses(path: Path, inside: ast.AST, *names: str) -> list[Place]:
-    """Return the places at which something in a file has one of `names`."""
+    """Return the places in a file where one of `names` is used."""
     found = []
     for node in ast.walk(inside):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -121,8 +121,8 @@ def uses(path: Path, inside: ast.AST, *names: str) -> list[Place]:
     return found
 
 
-def reached(server: Server, place: Place) -> set[str]:
-    """Return the functions to which a name leads, by way of the variables to which they are bound."""
+def definitions_of(server: Server, place: Place) -> set[str]:
+    """Return the functions to which a name leads, also through variables that are bound to them."""
     found: set[str] = set()
     for target in server.definitions(place):
         named = [name for name, each in functions(target.path).items() if each.lineno - 1 == target.line]
@@ -136,14 +136,14 @@ def reached(server: Server, place: Place) -> set[str]:
             for variable, value in pairs:
                 start = variable.end_col_offset or 0
                 if isinstance(value, ast.Attribute) and variable.col_offset <= target.column < start:
-                    found |= reached(server, uses(target.path, value, value.attr)[0])
+                    found |= definitions_of(server, uses(target.path, value, value.attr)[0])
     return found
 
 
 def calls() -> Iterator[tuple[str, str, str]]:
-    """Yield module, caller and callee of the calls that the architecture page draws."""
+    """Yield module, caller and callee of each call on the drawing in docs/architecture.md."""
     above: list[tuple[str, str]] = []
-    for line in drawn():
+    for line in drawn_calls():
         depth = (len(line) - len(line.lstrip())) // 2
         module, callee = line.strip().split(": ")
         del above[depth:]
@@ -154,16 +154,16 @@ def calls() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.slow
 def test_definitions_lead_from_allreduce_to_the_link(server: Server) -> None:
-    """A callee whose class has a base or an interface is reached there."""
-    lost, found = [], set()
+    """Follow each call to the definition; for a class with bases or an interface, the definition may be there."""
+    missing, found = [], set()
     for module, caller, callee in calls():
         path, name = PACKAGE / f"{module.replace('.', '/')}.py", callee.rpartition(".")[2]
         places = [] if name.startswith("__") else uses(path, functions(path)[caller], name, f"_{name}")
-        ends = {end for place in places for end in reached(server, place)}
+        ends = {end for place in places for end in definitions_of(server, place)}
         found |= ends
         if places and name not in {end.rpartition(".")[2] for end in ends}:
-            lost.append(f"{caller} -> {callee}: {ends}")
-    assert not lost, "\n".join(lost)
+            missing.append(f"{caller} -> {callee}: {ends}")
+    assert not missing, "\n".join(missing)
     way = {
         "Dispatcher.one",
         "Dispatcher.start_plan",

@@ -21,7 +21,7 @@ import aiocoll.torch
 
 
 def train(rank: int) -> dict[str, Any]:
-    """Train one step, and use a subgroup and the store, in a thread."""
+    """Train one step, and use a subgroup and the store."""
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     ddp = DistributedDataParallel(model)
@@ -39,8 +39,8 @@ def train(rank: int) -> dict[str, Any]:
     }
 
 
-async def failure(call: Callable[[], Coroutine[Any, Any, Any]]) -> str:
-    """Return class and text of the exception that `call` raises."""
+async def error_of(call: Callable[[], Coroutine[Any, Any, Any]]) -> str:
+    """Return class and text of the exception of `call`; "none" without one."""
     try:
         await call()
     except Exception as error:
@@ -80,7 +80,7 @@ async def main(folder: Path) -> None:
             found["same group"] = aiocoll.torch.group() is pg and aiocoll.torch.group(group) is pg
             half = await pg.split_group([rank], local=True)
             assert half is not None
-            found["other size"] = await failure(lambda: enter(half))
+            found["other size"] = await error_of(lambda: enter(half))
             async with aiocoll.torch.attach(pg) as second:
                 total = torch.tensor([rank + 1.0])
                 await asyncio.to_thread(dist.all_reduce, total, group=second)
@@ -88,11 +88,11 @@ async def main(folder: Path) -> None:
             await half.shutdown()
         found["initialized after the block"] = dist.is_initialized()
         found["total after the block"] = (await pg.allreduce(torch.tensor([rank + 1.0]))).item()
-        found["on the loop"] = await failure(lambda: reduce_on_the_loop(pg))
-        found["in the block"] = await failure(lambda: raise_an_error(pg))
-        found["mismatch"] = await failure(lambda: fail_in_a_thread(pg))
-        found["failed"] = await failure(lambda: enter(pg))
-    found["closed"] = await failure(lambda: enter(pg))
+        found["on the loop"] = await error_of(lambda: reduce_on_the_loop(pg))
+        found["in the block"] = await error_of(lambda: raise_an_error(pg))
+        found["mismatch"] = await error_of(lambda: fail_in_a_thread(pg))
+        found["failed"] = await error_of(lambda: enter(pg))
+    found["closed"] = await error_of(lambda: enter(pg))
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""Faults of programs of torch, as one rank: `python -m tests.integrations.torch.faults CASE RANK FOLDER`.
+"""Faults of torch programs, on one rank: `python -m tests.integrations.torch.faults CASE RANK FOLDER`.
 
 Prints a line of JSON: the class of the error, its text, its cause, and the seconds from the fault to the error.
 """
@@ -26,14 +26,14 @@ CASES: dict[str, Callable[[int, Path], float | None]] = {}
 
 
 def case(function: Callable[[int, Path], float | None]) -> Callable[[int, Path], float | None]:
-    """Register a case by its name."""
+    """Register a case by the name of its function."""
     CASES[function.__name__] = function
     return function
 
 
 @case
 def killed(rank: int, folder: Path) -> float | None:
-    """Kill rank 1 while both train."""
+    """Kill rank 1 while both ranks train."""
     model = DistributedDataParallel(torch.nn.Linear(16, 16))
     for step in range(1_000_000):
         if step == 3 and rank == 1:
@@ -80,7 +80,7 @@ def timeout_of_a_wait(rank: int, folder: Path) -> None:
     try:
         work.wait(timedelta(seconds=0.1))
     finally:
-        dist.barrier()  # rank 1 sends after it
+        dist.barrier()  # rank 1 sends after the barrier
         work.wait()
 
 
@@ -99,7 +99,7 @@ def own_thread(rank: int, folder: Path) -> None:
 
 @case
 def interrupted(rank: int, folder: Path) -> float | None:
-    """Return the shortest of three times from SIGINT to its exception."""
+    """Return the shortest of three times from SIGINT to `KeyboardInterrupt`."""
     if rank == 1:
         dist.barrier()
         return None

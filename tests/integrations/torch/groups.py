@@ -19,7 +19,7 @@ from aiocoll import GroupOptions
 
 
 def use_pair(rank: int) -> dict[str, Any]:
-    """Make a group of the ranks 2 and 0, in this order, by their calls alone; return the results of two collectives."""
+    """Make a group of ranks 2 and 0, in this order, without rank 1; return the results of two collectives."""
     pair = dist.new_group([2, 0], use_local_synchronization=True, sort_ranks=False)
     broadcast = torch.full((2,), rank)
     dist.broadcast(broadcast, 2, group=pair)
@@ -60,7 +60,7 @@ def use_timeout() -> dict[str, Any]:
 
 
 def gather_in_one_tensor(rank: int) -> dict[str, Any]:
-    """Gather in one tensor on rank 1, by the method that torch 2.14 calls."""
+    """Gather into one tensor on rank 1, by the method that torch 2.14 calls."""
     options = dist.GatherOptions()
     options.rootRank = 1
     output = torch.zeros(6 if rank == 1 else 0)

@@ -1,6 +1,6 @@
-"""Groups with several backends, as one rank: `python -m tests.integrations.torch.mixed BACKENDS RANK FOLDER`.
+"""A group with several backends, on one rank: `python -m tests.integrations.torch.mixed BACKENDS RANK FOLDER`.
 
-Backend "recorder" carries meta tensors: it records the calls and moves nothing. It prints a line of JSON.
+The backend "recorder" carries meta tensors: it records the calls and moves no data. The rank prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SIZE = 2
 
 
 class Done(dist.Work):  # type: ignore[misc]
-    """A work that has ended."""
+    """A finished work."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
 
 class Recorder(dist.ProcessGroup):  # type: ignore[misc]
-    """A group that records the names of its calls."""
+    """A backend that records the names of its calls."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -84,8 +84,8 @@ CALLS = ("allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "ga
          "reduce_scatter_single", "all_to_all_single")  # fmt: skip
 
 
-def failure(call: Callable[[], Any]) -> str:
-    """Return class and text of the exception that `call` raises."""
+def error_of(call: Callable[[], Any]) -> str:
+    """Return class and text of the exception of `call`; "none" without one."""
     try:
         call()
     except Exception as error:
@@ -100,11 +100,11 @@ def main(backends: str, rank: int, folder: Path) -> None:
     group = dist.group.WORLD
     found: dict[str, Any] = {"devices": [each.type for each in group._device_types]}
     x = torch.full((2,), rank + 1.0)
-    found["cpu"] = failure(lambda: dist.all_reduce(x))
+    found["cpu"] = error_of(lambda: dist.all_reduce(x))
     found["total"] = x.tolist()
-    found["meta"] = failure(lambda: call_all(torch.empty(2, device="meta"), 1 - rank))
+    found["meta"] = error_of(lambda: call_all(torch.empty(2, device="meta"), 1 - rank))
     gathered: list[Any] = [None] * SIZE
-    found["objects"] = failure(lambda: dist.all_gather_object(gathered, rank))
+    found["objects"] = error_of(lambda: dist.all_gather_object(gathered, rank))
     found["gathered"] = gathered
     others = [each for each in dist.distributed_c10d._world.pg_map if isinstance(each, Recorder)]
     if "gloo" in backends and "cpu:aio" in backends:

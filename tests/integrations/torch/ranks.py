@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a program of torch."""
+"""Processes that are the ranks of a torch program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start_ranks(module: str, first: str, world_size: int, folder: Path) -> list[
 
 
 def run_ranks(module: str, first: str, world_size: int, folder: Path, timeout: float = 120.0) -> list[str]:
-    """Run ranks to their ends; return what they print. Those that hang are killed."""
+    """Run ranks until they end; return their output. Ranks that hang are killed at the timeout."""
     ranks = start_ranks(module, first, world_size, folder)
     try:
         return [rank.communicate(timeout=timeout)[0] for rank in ranks]
@@ -58,6 +58,6 @@ def run_launched(launcher: list[str], program: str, world_size: int, folder: Pat
 
 
 def last_json(printed: str) -> dict[str, Any]:
-    """Return the last JSON object that a rank has printed; an empty one if there is none."""
+    """Return the last JSON object in the output of a rank, or an empty one."""
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {}

@@ -1,6 +1,7 @@
 """Torch's own tests of a backend, over aio and over Gloo: `python -m tests.integrations.torch.suite`.
 
-Every test that passes over Gloo has to pass over aio. Ranks are forked: one that is spawned imports torch for seconds.
+Every test that passes over Gloo must pass over aio. Ranks are forked, since a spawned process takes seconds to import
+torch.
 """
 
 from __future__ import annotations
@@ -16,43 +17,43 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-#: Backends; the second one says what has to pass.
+#: The tested backend, and the one whose passed tests must pass.
 BACKENDS = ("aio", "gloo")
-#: Tests that need more than two ranks, by their names; all others run with two.
-OF_FOUR = ("*_group", "*subgroup*", "*averager*", "*_object*", "*monitored_barrier*", "*undefined_grad*")
-#: What tests see as the name of a backend.
-SHOWN = {"aio": "gloo"}
-#: Seconds that all tests of a backend may take.
+#: Patterns of tests that need more than two ranks. All other tests run with two.
+FOUR_RANK_TESTS = ("*_group", "*subgroup*", "*averager*", "*_object*", "*monitored_barrier*", "*undefined_grad*")
+#: Names of backends as tests see them.
+SHOWN_NAMES = {"aio": "gloo"}
+#: Seconds within which all tests of a backend must end.
 LIMIT = 3600
 
 
 class Outcome(unittest.TextTestResult):
-    """Collects what became of each test."""
+    """A result that records the outcome of each test."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.outcomes: dict[str, str] = {}
 
-    def _note(self, test: unittest.TestCase, outcome: str) -> None:
+    def _record(self, test: unittest.TestCase, outcome: str) -> None:
         self.outcomes[test.id().rpartition(".")[2]] = outcome
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         super().addSuccess(test)
-        self._note(test, "passed")
+        self._record(test, "passed")
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         super().addSkip(test, reason)
-        self._note(test, "skipped")
+        self._record(test, "skipped")
 
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:
         super().addFailure(test, err)
-        self._note(test, "failed")
+        self._record(test, "failed")
 
     addError = addFailure
 
 
-def stand_in_for_gloo() -> None:
-    """Carry out by aio what tests ask of Gloo: by the name of a backend they skip, and choose what to expect."""
+def replace_gloo() -> None:
+    """Replace Gloo by aio; tests see the name "gloo", by which they skip and choose expectations."""
     import torch.distributed as dist
 
     from aiocoll.integrations.torch import aio_group, register
@@ -61,22 +62,22 @@ def stand_in_for_gloo() -> None:
     c10d = dist.distributed_c10d
     get_backend, init, new_group = c10d.get_backend, c10d.init_process_group, c10d.new_group
 
-    def other(backend: Any) -> Any:
+    def actual_backend(backend: Any) -> Any:
         return "aio" if backend == "gloo" else backend
 
-    def renamed(*args: Any, **kwargs: Any) -> str:
+    def shown_backend(*args: Any, **kwargs: Any) -> str:
         found: str = get_backend(*args, **kwargs)
-        return SHOWN.get(found, found)
+        return SHOWN_NAMES.get(found, found)
 
     def init_by_aio(backend: Any = None, *args: Any, **kwargs: Any) -> None:
-        init(other(backend), *args, **kwargs)
+        init(actual_backend(backend), *args, **kwargs)
 
     def new_by_aio(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
-        return new_group(*args, backend=other(backend), **kwargs)
+        return new_group(*args, backend=actual_backend(backend), **kwargs)
 
-    aio_group.AioGroup.getBackendName = lambda _: "aio"  # which C++ asks for
-    aio_group.NAME = "gloo"  # in the events of the profiler
-    c10d.get_backend = dist.get_backend = renamed
+    aio_group.AioGroup.getBackendName = lambda _: "aio"  # torch's C++ code calls this
+    aio_group.NAME = "gloo"  # the name in events of the profiler
+    c10d.get_backend = dist.get_backend = shown_backend
     c10d.init_process_group = dist.init_process_group = init_by_aio
     c10d.new_group = dist.new_group = new_by_aio
 
@@ -87,15 +88,15 @@ def run_tests(backend: str, out: str, patterns: list[str]) -> None:
     from torch.testing._internal.distributed import distributed_test as tests
 
     if backend == "aio":
-        stand_in_for_gloo()
+        replace_gloo()
     torch.set_num_threads(1)
 
     class Tests(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
             super().setUp()
-            # This one compares the name with that which C++ has.
-            SHOWN["aio"] = "aio" if self._testMethodName == "test_ddp_logging_data_cpu" else "gloo"
-            # The module has read it before; a rank would wait for ever at the file of an earlier test.
+            # This test compares the name with that in the C++ code.
+            SHOWN_NAMES["aio"] = "aio" if self._testMethodName == "test_ddp_logging_data_cpu" else "gloo"
+            # The module has read the variable at its import. A rank would wait forever at the file of an earlier test.
             tests.INIT_METHOD = self.init_method
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
@@ -106,7 +107,7 @@ def run_tests(backend: str, out: str, patterns: list[str]) -> None:
 
 
 def outcomes(backend: str, ranks: int, patterns: list[str]) -> dict[str, str]:
-    """Return what became of each test over a backend."""
+    """Return the outcome of each test over a backend."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "outcomes")
         env = {
@@ -137,17 +138,17 @@ def outcomes(backend: str, ranks: int, patterns: list[str]) -> dict[str, str]:
 
 
 def compare(ranks: int, patterns: list[str]) -> bool:
-    """Run tests over both backends; return whether aio passes what Gloo passes, and fails none."""
+    """Run tests over both backends; return whether aio passes all tests that Gloo passes, and fails none."""
     found = {backend: outcomes(backend, ranks, patterns) for backend in BACKENDS}
     for backend, each in found.items():
         counts = {kind: sum(value == kind for value in each.values()) for kind in ("passed", "failed", "skipped")}
         print(f"{ranks} ranks over {backend}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    ours, theirs = found["aio"], found["gloo"]
-    wrong = [name for name, kind in ours.items() if kind == "failed"]
-    wrong += [name for name, kind in theirs.items() if kind == "passed" and ours.get(name) == "skipped"]
+    aio, gloo = found["aio"], found["gloo"]
+    wrong = [name for name, kind in aio.items() if kind == "failed"]
+    wrong += [name for name, kind in gloo.items() if kind == "passed" and aio.get(name) == "skipped"]
     for name in sorted(wrong):
-        print(f"{ranks} ranks: {name} is {ours[name]} over aio, {theirs.get(name)} over gloo")
-    return not wrong and bool(ours)
+        print(f"{ranks} ranks: {name} is {aio[name]} over aio, {gloo.get(name)} over gloo")
+    return not wrong and bool(aio)
 
 
 def main() -> int:
@@ -161,7 +162,7 @@ def main() -> int:
     if arguments.out:
         run_tests(*arguments.out, patterns)
         return 0
-    right = [compare(ranks, patterns if ranks == 2 else list(OF_FOUR)) for ranks in arguments.ranks]
+    right = [compare(ranks, patterns if ranks == 2 else list(FOUR_RANK_TESTS)) for ranks in arguments.ranks]
     return int(not all(right))
 
 

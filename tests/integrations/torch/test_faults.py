@@ -1,4 +1,4 @@
-"""Faults of programs of torch are named, on every rank and soon."""
+"""Errors of torch programs, which name the fault on every rank within a second."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SIZE = 2
 
 
 def outcomes(case: str, folder: Path) -> list[dict[str, Any]]:
-    """Return what each rank says of its error; nothing of one that was killed."""
+    """Return the printed error of each rank; an empty one for a killed rank."""
     return [last_json(printed) for printed in run_ranks("faults", case, SIZE, folder)]
 
 
 def test_rank_killed_during_ddp_training_is_named_within_a_second(tmp_path: Path) -> None:
     left, killed = outcomes("killed", tmp_path)
     assert killed == {}
-    # C++ passes on the text of the error and not its class.
+    # torch's C++ code forwards the text of the error, but not its class.
     assert left["error"] == "RuntimeError"
     assert "DistBackendError: [Rank 0] Connection closed by peer: all_reduce failed: rank 1 " in left["text"]
     assert left["seconds"] < 1.0

@@ -1,4 +1,4 @@
-"""Groups with several backends: each carries the tensors of its device, and a wrong choice is refused by name."""
+"""Groups with several backends: each carries the tensors of its device, and wrong choices are refused."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 SIZE = 2
 CALLS = ["allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "gather", "scatter", "reduce_scatter",
          "_reduce_scatter_base", "alltoall", "alltoall_base"]  # fmt: skip
-#: Names of calls since torch 2.14.
+#: Old names of the calls that torch 2.14 has renamed.
 NEW_NAMES = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base",
              "all_to_all_single": "alltoall_base"}  # fmt: skip
 
 
 def outcomes(backends: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the results of each rank of a group with some backends."""
+    """Return the results of each rank of a group with these backends."""
     printed = run_ranks("mixed", backends, SIZE, folder)
     found = [last_json(each) for each in printed]
     assert all(found), "\n".join(printed)

@@ -1,4 +1,4 @@
-"""Programs of docs/pytorch.md and docs/porting.md print what the pages show."""
+"""The programs of docs/pytorch.md and docs/porting.md, and the output on these pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_programs_of_the_page_print_the_shown_text(folder: Path) -> None:
 
 
 def test_ddp_of_the_page_survives_a_killed_rank_with_the_weights_of_an_undisturbed_run(folder: Path) -> None:
-    """The average of the inputs 1, 2 and 3 is the gradient of each step: the expected weight takes no ranks."""
+    """Expect the weight of one process: the gradient of each step is the average of the inputs 1, 2 and 3."""
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.125, momentum=0.5)
     for _ in range(20):

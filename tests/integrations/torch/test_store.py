@@ -1,4 +1,4 @@
-"""A store of torch's as a store of aiocoll."""
+"""A torch store as a store of aiocoll."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocoll.integrations.torch.store import TorchStore, host_of, is_loopback  #
 
 pytestmark = pytest.mark.torch
 
-# The first server of a process opens a pipe that libuv keeps for good.
+# The first server of a process opens a pipe that libuv never closes.
 dist.TCPStore("127.0.0.1", 0, 1, True)
 
 

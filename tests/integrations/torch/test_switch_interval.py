@@ -1,4 +1,4 @@
-"""The switch interval of Python's threads, which torch programs shorten."""
+"""The switch interval of Python threads, which aiocoll shortens in torch programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(autouse=True)
 def interval() -> Iterator[None]:
-    """Begin with Python's default of 5 ms, and restore the interval afterwards."""
+    """Set Python's default of 5 ms, and restore the interval afterwards."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.005)
     yield
@@ -33,7 +33,7 @@ def test_switch_interval_is_shortened_to_the_value_of_the_variable(
     if given is not None:
         monkeypatch.setenv("AIOCOLL_SWITCH_INTERVAL", given)
     set_switch_interval()
-    assert sys.getswitchinterval() == pytest.approx(expected, abs=1e-6)  # kept in microseconds
+    assert sys.getswitchinterval() == pytest.approx(expected, abs=1e-6)  # Python keeps the interval in microseconds
 
 
 def test_switch_interval_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Programs of torch give over aio, to the bit, what they give over Gloo."""
+"""Training programs over aio and over Gloo, whose results must be equal, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 SIZE = 2
-#: What 2.13 does not forward to a group in Python; see docs/pytorch.md.
+#: All programs of `training.py`.
 NAMES = ("compiled", "ddp", "ddp_with_a_sampler_and_loader_workers", "ddp_with_buffers_and_unused_parameters",
          "ddp_without_synchronization_in_some_steps", "dtensor", "edges", "fp16_hook", "fsdp_with_a_checkpoint",
          "functional_collectives", "hybrid_sharding",
@@ -36,8 +36,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 @pytest.mark.parametrize("name", NAMES)
 def test_program_gives_the_same_bits_as_over_gloo(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
     assert results["aio"][0].keys() == set(NAMES)
-    for ours, theirs in zip(results["aio"], results["gloo"], strict=True):
-        assert not isinstance(theirs[name], str), theirs[name]
-        assert not isinstance(ours[name], str), ours[name]
-        assert ours[name]
-        assert all(torch.equal(one, other) for one, other in zip(ours[name], theirs[name], strict=True))
+    for aio, gloo in zip(results["aio"], results["gloo"], strict=True):
+        assert not isinstance(gloo[name], str), gloo[name]
+        assert not isinstance(aio[name], str), aio[name]
+        assert aio[name]
+        assert all(torch.equal(one, other) for one, other in zip(aio[name], gloo[name], strict=True))

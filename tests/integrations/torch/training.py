@@ -1,6 +1,6 @@
-"""Programs of torch as one rank of two: `python -m tests.integrations.torch.training BACKEND RANK FOLDER`.
+"""Training programs, on one of two ranks: `python -m tests.integrations.torch.training BACKEND RANK FOLDER`.
 
-Each returns tensors that must be equal, to the bit, over aio and over Gloo.
+Each program returns tensors that must be equal, bit by bit, over aio and over Gloo.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {}
 
 
 def program(function: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """Register a program by its name."""
+    """Register a program by the name of its function."""
     PROGRAMS[function.__name__] = function
     return function
 
@@ -248,7 +248,7 @@ def objects() -> list[Tensor]:
 
 @program
 def edges() -> list[Tensor]:
-    """Return what calls make of arguments that few backends take."""
+    """Return the results of calls with arguments that few backends accept."""
     rank = dist.get_rank()
     expanded = torch.full((1,), rank + 1.0).expand(4)
     dist.all_reduce(expanded)
@@ -264,7 +264,7 @@ def edges() -> list[Tensor]:
 
 
 def main(backend: str, rank: int) -> None:
-    """Run all programs and save what they return."""
+    """Run all programs and save their results."""
     if backend == "aio":
         import aiocoll.torch  # noqa: F401
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What a user writes, with the type that a checker must see in a comment: it is compared, never run."""
+"""Valid programs, with the type of each expression in a comment. Checkers read this file; it is never run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A = TypeVar("A", bound=Array)
 
 
 class Config:
-    """An object of the user's."""
+    """A class of the user."""
 
 
 async def all_kinds(pg: ProcessGroup, t: torch.Tensor, c: cupy.ndarray, j: jax.Array) -> None:
@@ -60,7 +60,7 @@ async def arrays(pg: ProcessGroup, x: Doubles, y: Doubles, t: torch.Tensor) -> N
     reveal_type(await pg.reduce_scatter_tensor_coalesced([t], [x]))  # list[Tensor]
     reveal_type(await pg.empty(3, np.float64))  # ndarray[tuple[Any, ...], dtype[float64]]
     reveal_type(await pg.empty((3, 4), "bfloat16"))  # ndarray[tuple[Any, ...], dtype[Any]]
-    await pg.allreduce_coalesced([x, t])  # of different types
+    await pg.allreduce_coalesced([x, t])  # arrays of different types
     async with pg.coalescing() as batch:
         reveal_type(batch.seq)  # int | None
     with pg.time_estimator() as estimate:
@@ -83,7 +83,7 @@ async def messages(pg: ProcessGroup, x: Doubles, t: torch.Tensor) -> None:
     reveal_type(await pg.recv_anysource(x))  # ndarray[tuple[Any, ...], dtype[float64]]
     reveal_type(pg.recv(t, 1).source_rank())  # int
     reveal_type(await pg.batch([Send(t, 1), Recv(t, None)]))  # list[Tensor]
-    await pg.batch([Send(t, 1), Recv(x, 1)])  # of different types
+    await pg.batch([Send(t, 1), Recv(x, 1)])  # arrays of different types
     reveal_type(Send(t, 1).tensor)  # Tensor
     reveal_type(await pg.send_object("hello", 1))  # None
     reveal_type(await pg.recv_object(1))  # Any

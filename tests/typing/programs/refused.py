@@ -1,4 +1,4 @@
-"""What a checker must refuse: each line with such a comment, and no other."""
+"""Invalid programs: a checker must refuse each line with the comment, and no other line."""
 
 from __future__ import annotations
 
