@@ -1,7 +1,6 @@
 """A check of the prose: first words of docstrings, retired words, long sentences of pages.
 
 `python tools/prose.py` prints `file:line: problem; remedy` for each finding, and exits with 1 if there are any.
-`python tools/prose.py --counts` prints the number of findings per folder and page, with those of exempt folders.
 
 The rules are in `tools/prose.toml`. The check covers docstrings, comments and messages of Python files, comments of C
 files, and Markdown pages. It skips code: blocks and `spans`.
@@ -9,7 +8,6 @@ files, and Markdown pages. It skips code: blocks and `spans`.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import re
@@ -17,12 +15,11 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Finding", "Rules", "check_c", "check_file", "check_page", "check_python", "main", "without_allowed"]
+__all__ = ["Finding", "Rules", "check_c", "check_file", "check_page", "check_python", "main"]
 
 ROOT = Path(__file__).parents[1]
 #: A string of at least this many words is a message. Shorter strings are names, keys and formats.
@@ -48,22 +45,14 @@ class Rules:
     Attributes:
         first_words: first words that docstrings must not have, in lower case.
         sentence_words: the largest number of words in a sentence of a page.
-        exempt: folders and files without a check.
-        pages: the number of findings that a page may have, by path.
     """
 
     def __init__(self, text: str) -> None:
         table = tomllib.loads(text)
         self.first_words = set(table["first-words"])
         self.sentence_words: int = table["sentence-words"]
-        self.exempt: list[str] = table["exempt"]
-        self.pages: dict[str, int] = table["pages"]
         self._replacements = list(table["retired"].values())
         self._retired = re.compile("|".join(rf"\b({word})\b" for word in table["retired"]), re.IGNORECASE)
-
-    def is_exempt(self, path: str) -> bool:
-        """Return whether `path` or a folder above it is exempt."""
-        return any(path == each or path.startswith(f"{each}/") for each in self.exempt)
 
     def find_retired(self, line: int, text: str) -> Iterator[Finding]:
         """Yield the retired words in a text that starts on `line`."""
@@ -132,39 +121,13 @@ def check_file(path: str, text: str, rules: Rules) -> list[Finding]:
     return sorted(found)
 
 
-def without_allowed(path: str, found: list[Finding], rules: Rules) -> list[Finding]:
-    """Return no findings for a page that has as many as it may have, and one if the number can be lowered."""
-    allowed = rules.pages.get(path, 0)
-    if len(found) < allowed:
-        return [Finding(1, f"{len(found)} findings, {allowed} allowed", f"set {len(found)} in tools/prose.toml")]
-    return found if len(found) > allowed else []
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Check all files that git tracks; print the findings, or their counts.
-
-    Returns:
-        1 if findings were printed, else 0.
-    """
-    parser = argparse.ArgumentParser(description="Check docstrings, comments, messages and pages by tools/prose.toml.")
-    parser.add_argument("--counts", action="store_true", help="print the number of findings per folder and page")
-    counts = parser.parse_args(arguments).counts
+def main() -> int:
+    """Check all files that git tracks, and print the findings; return 1 if there are any, else 0."""
     rules = Rules((ROOT / "tools" / "prose.toml").read_text())
-    found = {
-        path: check_file(path, (ROOT / path).read_text(), rules)
-        for path in _files()
-        if counts or not rules.is_exempt(path)
-    }
-    if counts:
-        numbers: Counter[str] = Counter()
-        for path, each in found.items():
-            numbers[path if path.endswith(".md") else "/".join(path.split("/")[:-1][:2]) or path] += len(each)
-        print(*(f"{number:5}  {place}" for place, number in sorted(numbers.items()) if number), sep="\n")
-        return 0
     lines = [
         f"{path}:{line}: {problem}; {remedy}"
-        for path, each in found.items()
-        for line, problem, remedy in without_allowed(path, each, rules)
+        for path in _files()
+        for line, problem, remedy in check_file(path, (ROOT / path).read_text(), rules)
     ]
     print("\n".join(lines) or "prose: no findings")
     return bool(lines)
