@@ -25,7 +25,7 @@ def launching(cuda: FakeCuda) -> dict[str, Callable[..., None]]:
     def until(flag: int, nanoseconds: int) -> None:
         end, never = monotonic() + nanoseconds / 1e9, threading.Event()
         looked_at = cuda.memory.at(flag, 4, HOST).view(np.int32)
-        while not (looked_at[0] or cuda.blocked.over) and monotonic() < end:
+        while not (looked_at[0] or cuda.blocked.is_closed) and monotonic() < end:
             cuda.blocked.wait(never, LOOK)
 
     def add(values: int, number: float, count: int, device: int) -> None:
