@@ -1,7 +1,10 @@
-"""What tests on a device may run with. It imports nothing, as `run.py` has to say what is missing."""
+"""Names of devices and adapters in tests.
 
-#: Devices that are played, and what arrays on real ones are of; see `on_device/worlds.py`.
+This module imports nothing, because `run.py` must work without any package.
+"""
+
+#: Simulated devices, and the array libraries for real devices; see `on_device/worlds.py`.
 PLAYED, REAL = ("fake", "played"), ("cupy", "torch")
-#: The variable that says by which adapter devices are called, and what it may be; not set: by none, or the default.
+#: The environment variable that selects an adapter, and its values. Without it, tests use the default, or the fakes.
 ADAPTER = "GPU_ADAPTER"
 ADAPTERS = ("cupy", "ctypes")

@@ -12,7 +12,7 @@ from aiocoll import GroupError, ProcessGroup, ReduceOp
 from aiocoll.gpu.provider import runtime
 
 from ..ranks import run_ranks
-from .groups import WAYS, Gpus, every_kind, gpus, host
+from .groups import WAYS, Gpus, check_block_of_every_kind, gpus, host
 from .kinds import ADAPTER, ADAPTERS
 
 adapters = pytest.mark.parametrize("adapter", ADAPTERS)
@@ -26,7 +26,7 @@ async def test_every_kind_of_call(adapter: str, way: str, monkeypatch: pytest.Mo
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         assert type(runtime()[0]).__module__ != "tests.fakes.cuda"
         for _ in range(3):
-            await every_kind(pg, gpu)
+            await check_block_of_every_kind(pg, gpu)
 
     with gpus(3, way) as gpu:
         await run_ranks(3, body, gpu)

@@ -27,7 +27,7 @@ from aiocoll.gpu.waiter import AT_MOST
 from ..fakes.streams import ROOM
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, launcher_rests, looped
+from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 LARGE = 40_000
@@ -59,7 +59,7 @@ async def test_a_loop_launches_at_the_call_and_its_first_pass_waits(world_size: 
         await pg.barrier()
         calls.clear()
         await pg.barrier()
-        await launcher_rests(pg, gpu)
+        await wait_for_idle_launcher(pg, gpu)
         works = [pg.allreduce(tensor) for _ in range(5)]
         # All are on the device, though no rank has heard of any other one.
         assert calls.count("all_reduce") >= 5
@@ -74,7 +74,7 @@ async def test_a_launch_waits_for_no_turn_of_the_loop() -> None:
     """However long each of them takes."""
 
     async def body(pg: ProcessGroup, gpu: Gpus, launched: set[int]) -> None:
-        tensor = await looped(pg, gpu, 3)
+        tensor = await repeat_allreduce(pg, gpu, 3)
         for _ in range(20):
             launched.clear()
             work = pg.allreduce(tensor)
@@ -98,16 +98,16 @@ async def test_a_call_that_starts_later_finds_another_device_current(
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, cuda = pg.rank(), gpu.cuda
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.broadcast(tensor, 0)
-        await launcher_rests(pg, gpu)
+        await wait_for_idle_launcher(pg, gpu)
         await pg.barrier()
         cuda.use(rank)
         later = pg.allreduce(tensor)  # follows what it has not followed before
         cuda.use(1 - rank)
         gpu.engine(rank)._events.destroy()  # so one has to be made, on the right device
         await later
-        await launcher_rests(pg, gpu)
+        await wait_for_idle_launcher(pg, gpu)
         cuda.use(rank)
         looks.clear()
         work = pg.allreduce(tensor)
@@ -130,7 +130,7 @@ async def test_a_call_that_starts_later_finds_another_device_current(
 
 async def test_on_stream_needs_no_other_rank() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         if pg.rank():
             await pg.recv(np.zeros(1), 0)
         work = pg.allreduce(tensor)
@@ -148,7 +148,7 @@ async def test_on_stream_needs_no_other_rank() -> None:
 async def test_an_await_ends_when_the_device_is_done_and_all_are_known_to_have_called() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = pg.rank()
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
         program, confirmed = program_of(pg), []
         with monkeypatch.context() as patched:
@@ -174,7 +174,7 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
     count = 1200 if behind == "ours" else ROOM - 24  # the caller's own stream has room for no more than that
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         ours = dispatcher_of(pg).device_calls.state.communicator.stream  # type: ignore[union-attr]
         device = gpu.engine(0)
         gate = gpu.cuda.gate(ours if behind == "ours" else gpu.stream(0), 0)
@@ -222,7 +222,7 @@ async def test_few_pairs_of_calls_are_remembered(monkeypatch: pytest.MonkeyPatch
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for count in (1, 2, 3, 1, 2, 3):
-            await looped(pg, gpu, 3, count)
+            await repeat_allreduce(pg, gpu, 3, count)
             assert len(program_of(pg)._known) == 1
         assert not dispatcher_of(pg).device_calls.state.communicator._connected  # type: ignore[union-attr]
 
@@ -236,13 +236,13 @@ async def test_one_rank_that_wants_all_compared_first_is_enough(monkeypatch: pyt
         assert dispatcher.options.verify == "behind"
         if pg.rank() == 1:
             monkeypatch.setattr(dispatcher, "options", dispatcher.options.resolve(None, {"AIOCOLL_VERIFY": "before"}))
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         assert order_of(pg) is None
         for _ in range(2):
             with pytest.raises(CollectiveMismatchError):
                 await pg.allreduce(tensor := gpu.tensor(np.ones(3 + pg.rank()), pg.rank()))
             assert (host(tensor) == 1).all()
-            await looped(pg, gpu)
+            await repeat_allreduce(pg, gpu)
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -257,7 +257,7 @@ async def test_a_mismatch_names_both_sides_and_ends_the_group(other: int, known:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         rank = pg.rank()
         for _ in range(3 if known else 1):
-            await looped(pg, gpu, 1)
+            await repeat_allreduce(pg, gpu, 1)
             await pg.broadcast(gpu.tensor(np.ones(2), rank), 1)
         await pg.barrier()  # or one may still await these when the group ends
         works = [pg.allreduce(gpu.tensor(np.ones(3), rank)) for _ in range(3)] if rank != other else []
@@ -286,7 +286,7 @@ async def test_a_mismatch_names_both_sides_and_ends_the_group(other: int, known:
 async def test_of_calls_that_are_told_together_the_first_that_differs_is_named() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         rank = pg.rank()
-        tensor = await looped(pg, gpu, 3)
+        tensor = await repeat_allreduce(pg, gpu, 3)
         await pg.barrier()
         works = [pg.allreduce(tensor) for _ in range(3)]
         # It does not go ahead, and so tells at once what was called before it, too.
@@ -303,7 +303,7 @@ async def test_of_calls_that_are_told_together_the_first_that_differs_is_named()
 
 async def test_shapes_that_differ_are_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         work = pg.allreduce(gpu.tensor(np.ones((2, 3) if pg.rank() else (3, 2)), pg.rank()))
         assert "differ in the following: shape" in str(await pg.wait_revoked())
         await asyncio.gather(work, return_exceptions=True)
@@ -315,7 +315,7 @@ async def test_shapes_that_differ_are_a_mismatch() -> None:
 async def test_blocks_that_differ_are_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         tensors = [gpu.tensor(np.ones(2), rank), gpu.tensor(np.ones(3 + rank), rank)]
         with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLREDUCE.* on rank 0, ALLREDUCE.* on rank 1"):
             await pg.allreduce_coalesced(tensors)
@@ -328,7 +328,7 @@ async def test_a_call_of_the_host_between_is_a_mismatch() -> None:
     """Rank 0 has called something on the host under the number of the other's call on a device."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         if pg.rank():
             await pg.recv(np.zeros(1), 0)
             work: Work[Any] = pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
@@ -347,7 +347,7 @@ async def test_a_call_of_the_host_between_is_a_mismatch() -> None:
 async def test_what_a_rank_says_too_often_or_too_early_ends_the_link() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, sender: int, note: dict[str, Any]) -> None:
         rank, comm = pg.rank(), comm_of(pg)
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         await pg.barrier()
         if rank == sender:
             comm.channels[1 - rank].send_control({"t": "device", "g": comm.id, **note})
@@ -369,7 +369,7 @@ async def test_an_order_where_there_is_none_ends_the_link(monkeypatch: pytest.Mo
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         comm = comm_of(pg)
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         await pg.barrier()
         if pg.rank() == 0:
             comm.channels[1].send_control({"t": "device", "g": comm.id, "confirmed": 1})
@@ -387,7 +387,7 @@ async def test_keys_and_messages_have_their_place(monkeypatch: pytest.MonkeyPatc
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         assert program_of(pg).through is None
         for number in range(4):
             tensor = gpu.tensor(np.ones(3), rank)
@@ -416,7 +416,7 @@ async def test_what_others_come_to_only_later_does_not_hold_it_up(what: str) -> 
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
 
         async def other() -> None:
@@ -451,7 +451,7 @@ async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pyte
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
         rank = pg.rank()
-        tensor, keyed = await looped(pg, gpu), gpu.tensor(np.ones(3), rank)
+        tensor, keyed = await repeat_allreduce(pg, gpu), gpu.tensor(np.ones(3), rank)
         copies = gpu.cuda.calls["copy_to_host"]
         await pg.barrier()
         if rank:
@@ -471,7 +471,7 @@ async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pyte
 
 async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         state = dispatcher_of(pg).device_calls.state
         assert state is not None
         begun: list[int] = []
@@ -492,7 +492,7 @@ async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
 @pytest.mark.parametrize("leaver", [0, 1])
 async def test_a_rank_that_leaves_before_its_call(leaver: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
         if pg.rank() == leaver:
             return
@@ -505,7 +505,7 @@ async def test_a_rank_that_leaves_before_its_call(leaver: int) -> None:
 
 async def test_a_rank_that_leaves_after_its_call_is_not_needed() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.allreduce(tensor)
         assert host(tensor).tolist() == [3.0] * 3
 
@@ -516,7 +516,7 @@ async def test_a_rank_that_leaves_after_its_call_is_not_needed() -> None:
 
 async def test_a_rank_that_never_calls_is_named() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
         if pg.rank() < 2:
             with pytest.raises(CollectiveTimeoutError):

@@ -17,7 +17,7 @@ from aiocoll.gpu.device import Device
 from ..fakes.arrays import FakeArray
 from ..internals import Limits, dispatcher_of, nccl_end
 from ..ranks import run_ranks, until
-from .devices import Gated, begin, faked
+from .devices import GatedCall, fake_cuda, launch_call
 from .groups import Gpus, gpus, host
 
 COUNTS = (1, 1000, 300_000)
@@ -163,11 +163,11 @@ async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) ->
 
 
 async def test_calls_on_a_stream_that_is_given_up_still_occupy_the_device() -> None:
-    with faked(1) as cuda:
+    with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         stream = device.common_stream()
-        gated = Gated(cuda, stream)
-        _, ended = begin(device, stream, gated)
+        gated = GatedCall(cuda, stream)
+        _, ended = launch_call(device, stream, gated)
         assert not await device.leave_common_stream(0.001)
         assert await device.run(lambda: device.page_locked(100)) is None
         assert device.staging.kept == 0
@@ -179,7 +179,7 @@ async def test_calls_on_a_stream_that_is_given_up_still_occupy_the_device() -> N
 
 async def test_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounce, "NBYTES", 100)
-    with faked(1) as cuda:
+    with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         block = await device.run(lambda: Bounce(cuda))
         source = FakeArray(cuda, np.arange(123.0))

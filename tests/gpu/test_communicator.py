@@ -17,7 +17,7 @@ from aiocoll.gpu.waiter import AT_MOST
 
 from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
 from ..ranks import run_ranks, until
-from .groups import Gpus, allreduced, called, fails, gpus, host, ones
+from .groups import Gpus, check_allreduce, check_failure, gpus, host, ones, start_unless_revoked
 
 
 def of(pg: ProcessGroup) -> DeviceCommunicator:
@@ -48,10 +48,10 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(
         return "too late"
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         nccl_end(pg).async_error = slow
         gate = gpu.gate(0)
-        work = called(pg, gpu)
+        work = start_unless_revoked(pg, gpu)
         await until(lambda: questions)
         so_far = len(asked)
         await until(lambda: len(asked) > so_far + 3)
@@ -59,7 +59,7 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(
         pg.abort("enough")
         answer.set()
         await dispatcher_of(pg).device_calls.state.device.run(lambda: None)  # type: ignore[union-attr]
-        await fails(pg, work, "enough")
+        await check_failure(pg, work, "enough")
         gate.open()
 
     with gpus(1) as gpu:
@@ -73,10 +73,10 @@ async def test_the_loop_gives_way_until_the_launcher_has_come_to_a_call(monkeypa
     given: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         device = dispatcher_of(pg).device_calls.state.device  # type: ignore[union-attr]
         waiting = device.run(lambda: free.wait(10))
-        work = called(pg, gpu)
+        work = start_unless_revoked(pg, gpu)
         await until(lambda: len(given) >= 4)
         free.set()
         await waiting
@@ -89,7 +89,7 @@ async def test_the_loop_gives_way_until_the_launcher_has_come_to_a_call(monkeypa
         # The launcher may come to it behind a look.
         assert len(given) <= found.count(False)
         gate = gpu.gate(0)
-        works = [called(pg, gpu) for _ in range(2 * AT_MOST)]
+        works = [start_unless_revoked(pg, gpu) for _ in range(2 * AT_MOST)]
         await until(lambda: not device.is_launching)
         looks.clear()
         # The next look may be at a call that has been launched since.
@@ -131,11 +131,11 @@ async def test_a_group_that_ends_before_its_communicator_is_made(limits: Limits)
     make = threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        called = gpu.calls()
+        calls = gpu.calls()
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
         await pg.shutdown()
         make.set()
-        await until(lambda: called and called[-1] == "abort")
+        await until(lambda: calls and calls[-1] == "abort")
 
     with gpus(1) as gpu:
         gpu.nccl.hooks.append(lambda call: call != "init" or make.wait(10))
@@ -146,7 +146,7 @@ async def test_a_communicator_that_cannot_be_made_ends_a_group_of_which_nothing_
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.nccl.fail_next("init", "unhandled cuda error")
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
-        await fails(pg, None, "group .* failed on rank 0, device 0: init: unhandled cuda error")
+        await check_failure(pg, None, "group .* failed on rank 0, device 0: init: unhandled cuda error")
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
@@ -157,7 +157,7 @@ async def test_who_has_said_that_he_ends_may_leave(limits: Limits) -> None:
     ends: dict[int, Any] = {}
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         ends[pg.rank()] = nccl_end(pg)
         await pg.barrier()
         if pg.rank() == 0:
@@ -183,10 +183,10 @@ async def test_who_has_said_that_he_ends_may_leave(limits: Limits) -> None:
 
 async def test_an_error_in_the_first_of_several_verdicts_ends_the_others() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        works = [called(pg, gpu), called(pg, gpu)]
+        works = [start_unless_revoked(pg, gpu), start_unless_revoked(pg, gpu)]
         gpu.cuda.fail_next("stream_create", "out of memory")
         for work in works:
-            await fails(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
+            await check_failure(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
@@ -225,7 +225,7 @@ async def test_groups_that_end_at_once_do_not_wait_for_each_other(
         groups = [await pg.split_group([[0, 1]], group_name=name) for name in ("one", "other")]
         for each in groups:
             assert each is not None
-            await allreduced(each, gpu)
+            await check_allreduce(each, gpu)
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -243,12 +243,12 @@ async def test_no_abort_comes_while_a_thread_is_in_a_call(limits: Limits, caplog
             assert go_on.wait(10)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         end: Any = nccl_end(pg)
         work = pg.broadcast(ones(pg, gpu), 0)
         await until(calling.is_set)
         pg.abort("enough")
-        await fails(pg, work, "enough")
+        await check_failure(pg, work, "enough")
         await until(lambda: "or did not return from a call of it" in caplog.text)
         assert not end.aborted
         go_on.set()
@@ -264,7 +264,7 @@ async def test_a_group_is_not_closed_before_its_communicator_is_aborted(monkeypa
     go_on = threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         end = nccl_end(pg)
         abort, destroyed = end.abort, gpu.cuda.calls["stream_destroy"]
         monkeypatch.setattr(end, "abort", lambda: go_on.wait(10) and abort())
@@ -293,17 +293,17 @@ async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Li
             assert go_on.wait(10)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await gpu.engine(0).run(lambda: None)
         gpu.nccl.hooks.append(slow)
         made: Any = nccl_end(pg)
         gate = gpu.gate(0)
-        work = called(pg, gpu)
+        work = start_unless_revoked(pg, gpu)
         await until(asking.is_set)
         gate.open()
         if end == "abort":
             pg.abort("enough")
-            await fails(pg, work, "enough")
+            await check_failure(pg, work, "enough")
         else:
             await work
         shut = asyncio.ensure_future(pg.shutdown())

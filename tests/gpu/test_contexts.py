@@ -19,7 +19,7 @@ from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
 from ..internals import Limits, dispatcher_of
 from ..ranks import run_ranks, until
-from .devices import begin, faked
+from .devices import fake_cuda, launch_call
 from .groups import WAYS, Gpus, gpus
 
 CONNECT = "NCCL_RUNTIME_CONNECT"
@@ -82,7 +82,7 @@ async def test_a_rank_that_makes_a_communicator_only_to_abort_it(monkeypatch: py
 
 
 async def test_threads_of_their_own_use_the_device() -> None:
-    with faked(2) as cuda:
+    with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         nccl = FakeNccl(cuda)
         assert await device.run_in_thread(cuda.current) == 1
@@ -99,7 +99,7 @@ async def test_threads_of_their_own_use_the_device() -> None:
 
 
 async def test_a_device_that_nobody_may_use_is_told_by_what_is_called() -> None:
-    with faked(1) as cuda:
+    with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         cuda.fail_next("use", "invalid device ordinal 7")
         assert await device.run_in_thread(lambda: 5) == 5
@@ -149,10 +149,10 @@ async def test_the_communicator_is_ended_on_its_device(limits: Limits) -> None:
 
 
 async def test_calls_on_a_device_that_the_loop_has_not_chosen() -> None:
-    with faked(2) as cuda:
+    with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         stream = device.stream()
-        launched, ended = begin(device, stream)
+        launched, ended = launch_call(device, stream)
         await launched.on_stream(0)
         await ended
         device.check_capture(0)

@@ -54,7 +54,7 @@ def test_signatures_are_those_of_the_headers() -> None:
     for table, headers in tables:
         assert table.keys() == headers.keys()
         for name, types in table.items():
-            declared = stub.kinds(headers[name])
+            declared = stub.ctypes_of(headers[name])
             assert len(types) == len(declared), name
             for used, kind in zip(types, declared, strict=True):
                 if kind is stub.UniqueId:

@@ -20,8 +20,8 @@ from aiocoll.errors import BackendUnavailableError
 from aiocoll.gpu.api import Cuda, DeviceError, NcclCommunicator
 
 from .cupy_signatures import CONSTANTS, INSPECTED, NCCL_NUMBERS, SIGNATURES
-from .processes import run
-from .stub_cupy import CUDARuntimeError, Log, NcclError, forget, loaded, stub
+from .processes import run_code
+from .stub_cupy import CUDARuntimeError, Log, NcclError, import_cupy_api, stub, unload_cupy_api
 from .stub_driver import CONTEXT
 
 real = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
@@ -37,8 +37,8 @@ def api(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`cupy_api` on a stub."""
     for name, module in stub(log).items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield loaded(log)
-    forget()
+    yield import_cupy_api(log)
+    unload_cupy_api()
 
 
 @pytest.fixture
@@ -184,8 +184,8 @@ def test_a_cupy_that_is_too_old(log: Log, monkeypatch: pytest.MonkeyPatch) -> No
     for name, module in stub(log, version="13.6.0").items():
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(ImportError, match=r"CuPy 13.6.0 is too old, it must be 14 or later"):
-        loaded(log)
-    forget()
+        import_cupy_api(log)
+    unload_cupy_api()
 
 
 # -- NCCL
@@ -310,7 +310,7 @@ def test_a_cupy_without_nccl(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = stub(log, nccl=False)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    api = loaded(log)
+    api = import_cupy_api(log)
     assert api.nccl() == (None, "NCCL is not there")
 
     def missing(name: str) -> Any:
@@ -330,7 +330,7 @@ def test_a_cupy_without_nccl(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     modules["cupy.cuda"].__getattr__ = broken  # type: ignore[method-assign]
     api.nccl.cache_clear()
     assert api.nccl() == (None, "CuPy 14.2.0 has no NCCL: no symbol")
-    forget()
+    unload_cupy_api()
 
 
 # -- the real one
@@ -373,7 +373,7 @@ def test_what_cupy_does_its_own_way() -> None:
             nccl.NcclError(status)
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
     # In a process of its own, since the text of the error is CUDA's, which keeps what it opens.
-    assert run("from cupy.cuda import runtime; print(runtime.CUDARuntimeError(600).status)") == "600"
+    assert run_code("from cupy.cuda import runtime; print(runtime.CUDARuntimeError(600).status)") == "600"
     # What `init` takes for granted: it can be made first, and is nothing then.
     made = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
     assert made.comm == 0
@@ -384,7 +384,7 @@ def test_nccl_of_the_real_cupy() -> None:
     resolve("cuda.nccl")
     # In a process of its own, since NCCL listens for ever on what it has named.
     code = "from aiocoll.gpu.cupy_api import nccl; print(nccl()[0].version(), len(nccl()[0].unique_id()))"
-    version, length = run(code).split()
+    version, length = run_code(code).split()
     assert int(version) >= 21800
     assert length == "128"
 
@@ -412,4 +412,4 @@ else:
 @real
 def test_the_real_cupy_with_or_without_a_device() -> None:
     # In a process of its own, since CUDA keeps what it opens.
-    assert re.search("^used$|finds no CUDA device", run(USE))
+    assert re.search("^used$|finds no CUDA device", run_code(USE))

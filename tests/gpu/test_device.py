@@ -23,7 +23,7 @@ from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..internals import Limits, waiter_of
 from ..ranks import until
-from .devices import Batch, Gated, Kept, begin, hold_up, nothing
+from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 
 async def test_calls_are_launched_done_and_told_in_their_order(cuda: FakeCuda, device: Device) -> None:
@@ -41,7 +41,7 @@ async def test_calls_are_launched_done_and_told_in_their_order(cuda: FakeCuda, d
 
     for number in range(300):
         device.launch(stream, partial(call, number), None, lambda error, number=number: told.append(number))
-    _, last = begin(device, stream)
+    _, last = launch_call(device, stream)
     await last
     assert launched == ran == told == list(range(300))
     assert len(threads) == 1
@@ -52,8 +52,8 @@ async def test_the_end_is_told_when_the_device_is_done_and_on_stream_when_it_is_
     cuda: FakeCuda, device: Device
 ) -> None:
     comm, user = device.stream(), cuda.stream_create()
-    held = Gated(cuda, comm)
-    launched, ended = begin(device, comm, held, before=user)
+    held = GatedCall(cuda, comm)
+    launched, ended = launch_call(device, comm, held, before=user)
     await launched.on_stream(user)
     assert launched.enqueued
     after = cuda.event_create()
@@ -76,7 +76,7 @@ async def test_what_is_on_the_callers_stream_at_the_call_comes_first(cuda: FakeC
     ran: list[str] = []
     before = cuda.gate(user)
     cuda.kernel(user, lambda: ran.append("before"))
-    launched, ended = begin(device, comm, lambda: cuda.kernel(comm, lambda: ran.append("call")), before=user)
+    launched, ended = launch_call(device, comm, lambda: cuda.kernel(comm, lambda: ran.append("call")), before=user)
     after = cuda.gate(user)
     await until(lambda: launched.enqueued)
     assert ran == []
@@ -88,7 +88,7 @@ async def test_what_is_on_the_callers_stream_at_the_call_comes_first(cuda: FakeC
 
 async def test_a_call_may_wait_for_nothing(cuda: FakeCuda, device: Device) -> None:
     user = cuda.gate(0)
-    _, ended = begin(device, device.stream(), before=None)
+    _, ended = launch_call(device, device.stream(), before=None)
     await ended
     user.open()
 
@@ -100,7 +100,7 @@ async def test_the_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
     stream = other.stream()
     gate = cuda.gate(0, device=ordinal)
     ran: list[int] = []
-    launched, ended = begin(other, stream, lambda: cuda.kernel(stream, lambda: ran.append(cuda.calls["use"])))
+    launched, ended = launch_call(other, stream, lambda: cuda.kernel(stream, lambda: ran.append(cuda.calls["use"])))
     assert cuda.current() == 0
     await launched.on_stream(0)
     assert cuda.current() == 0
@@ -110,7 +110,7 @@ async def test_the_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
     assert len(ran) == 1
     cuda.fail("broken", device=ordinal)
     with pytest.raises(DeviceError, match="broken"):
-        begin(other, stream)
+        launch_call(other, stream)
     assert cuda.current() == 0
 
 
@@ -125,7 +125,7 @@ async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, 
         device.after([mark], stream)
         cuda.kernel(stream, lambda: ran.append("call"))
 
-    launched, ended = begin(device, stream, call, before=None)
+    launched, ended = launch_call(device, stream, call, before=None)
     await until(lambda: launched.enqueued)
     assert ran == []
     first.open()
@@ -144,7 +144,7 @@ async def test_marks_that_cannot_be_waited_for_are_given_back(cuda: FakeCuda, de
     for _ in range(3):
         marks = [device.mark(0) for _ in range(2)]
         cuda.fail_next("stream_wait", "busy")
-        _, ended = begin(device, stream, partial(device.after, marks, stream), before=None)
+        _, ended = launch_call(device, stream, partial(device.after, marks, stream), before=None)
         with pytest.raises(DeviceError, match="busy"):
             await ended
     assert cuda.live()["events"] <= 3
@@ -153,18 +153,18 @@ async def test_marks_that_cannot_be_waited_for_are_given_back(cuda: FakeCuda, de
 async def test_nothing_is_launched_behind_a_stream_that_is_captured(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     cuda.capture(0, True)
-    for call in (partial(begin, device, stream), partial(device.mark, 0), partial(device.check_capture, 0)):
+    for call in (partial(launch_call, device, stream), partial(device.mark, 0), partial(device.check_capture, 0)):
         with pytest.raises(RuntimeError, match="call them before the capture begins"):
             call()
     cuda.capture(0, False)
     device.check_capture(0)
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
 
 
 def test_without_a_loop_nothing_is_launched(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     with pytest.raises(RuntimeError, match="no running event loop"):
-        device.launch(stream, nothing, None, lambda error: None)
+        device.launch(stream, do_nothing, None, lambda error: None)
     assert cuda.live()["events"] == 0
 
 
@@ -174,8 +174,8 @@ def test_without_a_loop_nothing_is_launched(cuda: FakeCuda, device: Device) -> N
 async def test_on_stream_waits_for_a_launcher_that_is_busy(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     busy = threading.Event()
-    begin(device, stream, lambda: busy.wait(10) and None)
-    launched, ended = begin(device, stream)
+    launch_call(device, stream, lambda: busy.wait(10) and None)
+    launched, ended = launch_call(device, stream)
     waiting = [asyncio.ensure_future(launched.on_stream(0)) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[1].cancel()
@@ -190,8 +190,8 @@ async def test_on_stream_waits_for_a_launcher_that_is_busy(cuda: FakeCuda, devic
 async def test_on_stream_hears_of_a_launch_in_its_midst(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     busy = threading.Event()
-    begin(device, stream, lambda: busy.wait(10) and None)
-    launched, ended = begin(device, stream)
+    launch_call(device, stream, lambda: busy.wait(10) and None)
+    launched, ended = launch_call(device, stream)
 
     class Wanted(list[Any]):
         """Lets the launcher go, and goes on only when it is through."""
@@ -213,7 +213,7 @@ async def test_on_stream_hears_of_a_launch_in_its_midst(cuda: FakeCuda, device: 
 async def test_a_short_call_ends_without_a_thread_that_waits(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(10):
-        await begin(device, stream)[1]
+        await launch_call(device, stream)[1]
     assert cuda.calls["event_done"] == 10
     assert cuda.calls["event_synchronize"] == 0
 
@@ -222,11 +222,11 @@ async def test_the_launcher_looks_no_longer_when_it_is_wanted(cuda: FakeCuda, de
     looks = 1 << 14  # a second or more
     limits(device_looks=looks)
     stream = device.stream()
-    held = Gated(cuda, stream)
-    launched, ended = begin(device, stream, held)
+    held = GatedCall(cuda, stream)
+    launched, ended = launch_call(device, stream, held)
     await until(lambda: launched.enqueued and cuda.calls["event_done"])
     assert cuda.calls["event_synchronize"] == 0
-    other, done = begin(device, device.stream())
+    other, done = launch_call(device, device.stream())
     await done
     assert other.enqueued
     assert cuda.calls["event_done"] < looks
@@ -237,12 +237,12 @@ async def test_the_launcher_looks_no_longer_when_it_is_wanted(cuda: FakeCuda, de
 
 async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
-    held = Gated(cuda, stream)
-    first, second = begin(device, stream, held)[1], begin(device, stream)[1]
+    held = GatedCall(cuda, stream)
+    first, second = launch_call(device, stream, held)[1], launch_call(device, stream)[1]
     await until(lambda: cuda.calls["event_synchronize"])
     looks = cuda.calls["event_done"]
-    third = begin(device, stream)[1]
-    await begin(device, device.stream())[1]
+    third = launch_call(device, stream)[1]
+    await launch_call(device, device.stream())[1]
     assert cuda.calls["event_done"] == looks + 1, "at that of another stream"
     held.open()
     await third
@@ -251,7 +251,7 @@ async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, d
     waiter = waiter_of(device, stream)
     await until(lambda: not waiter._is_awake)
     waits = cuda.calls["event_synchronize"]
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
     assert cuda.calls["event_synchronize"] == waits
 
 
@@ -314,15 +314,15 @@ def test_a_loop_that_is_held_up_does_not_hide_the_ends_of_another(cuda: FakeCuda
     told: list[str] = []
 
     async def held_up() -> None:
-        _, ended = begin(device, stream)
-        hold_up(device)
+        _, ended = launch_call(device, stream)
+        block_until_launched(device)
         other.start()
         assert go_on.wait(10)
         await ended
         told.append("held up")
 
     async def loop() -> None:
-        await begin(device, stream)[1]
+        await launch_call(device, stream)[1]
         told.append("other")
         go_on.set()
 
@@ -336,14 +336,14 @@ def test_a_loop_that_is_held_up_does_not_hide_the_ends_of_another(cuda: FakeCuda
 
 
 async def test_references_live_until_the_device_is_done_though_nobody_waits(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+    kept = TrackedObjects()
     stream = device.stream()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
 
     async def wait() -> None:
         first, second = kept.new(), kept.new()
-        begin(device, stream, held)
-        _, ended = begin(device, stream, partial(id, first), keep=(first, second))
+        launch_call(device, stream, held)
+        _, ended = launch_call(device, stream, partial(id, first), keep=(first, second))
         del first, second
         await ended
 
@@ -353,23 +353,23 @@ async def test_references_live_until_the_device_is_done_though_nobody_waits(cuda
     await asyncio.gather(waiting, return_exceptions=True)
     del waiting
     gc.collect()
-    assert kept.gone == []
+    assert kept.freed_in == []
     await until(lambda: hasattr(held, "gate"))
     held.open()
-    await until(lambda: len(kept.gone) == 2)
-    await begin(device, stream)[1]
+    await until(lambda: len(kept.freed_in) == 2)
+    await launch_call(device, stream)[1]
 
 
 async def test_the_last_reference_ends_in_the_loop(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+    kept = TrackedObjects()
     stream = device.stream()
     for _ in range(50):
         array = kept.new()
-        _, ended = begin(device, stream, partial(id, array), keep=array)
+        _, ended = launch_call(device, stream, partial(id, array), keep=array)
         del array
         await ended
-    assert set(kept.gone) == {threading.get_ident()}
-    assert len(kept.gone) == 50
+    assert set(kept.freed_in) == {threading.get_ident()}
+    assert len(kept.freed_in) == 50
 
 
 async def test_the_memory_of_an_array_is_there_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
@@ -377,7 +377,7 @@ async def test_the_memory_of_an_array_is_there_until_the_device_is_done(cuda: Fa
     stream = device.stream()
     array, target = FakeArray(cuda, np.arange(4)), FakeArray(cuda, np.zeros(4, int))
     gate = cuda.gate(0)
-    _, ended = begin(device, stream, partial(cuda.copy, target.ptr, array.ptr, 32, stream), keep=array)
+    _, ended = launch_call(device, stream, partial(cuda.copy, target.ptr, array.ptr, 32, stream), keep=array)
     del array
     gc.collect()
     gate.open()
@@ -410,8 +410,8 @@ async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(cuda: Fa
     stream = device.stream()
     loop = Counting(asyncio.get_running_loop())
     batch = Batch(cuda, device, stream)
-    calls = [begin(device, stream, call) for call in [batch, *[nothing] * (AT_MOST - 1)]]
-    await batch.waited_for(AT_MOST)
+    calls = [launch_call(device, stream, call) for call in [batch, *[do_nothing] * (AT_MOST - 1)]]
+    await batch.wait_until_queued(AT_MOST)
     for launched, _ in calls:
         launched.loop = loop  # type: ignore[assignment]
     batch.open()
@@ -431,11 +431,11 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeC
         told.append(0)
         while waiter._is_awake:
             time.sleep(0)
-        device.launch(stream, nothing, None, lambda error: told.append(AT_MOST))
-        more.append(begin(device, stream)[1])
+        device.launch(stream, do_nothing, None, lambda error: told.append(AT_MOST))
+        more.append(launch_call(device, stream)[1])
         # What tells of it comes in the loop's queue before the rest does.
         if by == "launcher":
-            hold_up(device)
+            block_until_launched(device)
         else:
             ran = threading.Event()
             device._launcher.put(lambda: waiter.stop(ran.set))
@@ -443,8 +443,8 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeC
 
     device.launch(stream, batch, None, first)
     for number in range(1, AT_MOST):
-        device.launch(stream, nothing, None, lambda error, number=number: told.append(number))
-    await batch.waited_for(AT_MOST)
+        device.launch(stream, do_nothing, None, lambda error, number=number: told.append(number))
+    await batch.wait_until_queued(AT_MOST)
     batch.open()
     await until(lambda: more)
     await more[0]
@@ -459,7 +459,7 @@ async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) 
         calls = []
         for _ in range(number):
             block = device.staging.take(100)
-            launched, ended = begin(device, stream, nothing, keep=block)
+            launched, ended = launch_call(device, stream, do_nothing, keep=block)
             alive.add(launched)
             ended.add_done_callback(lambda _, block=block: device.staging.give(block))
             calls.append(ended)
@@ -475,7 +475,7 @@ async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) 
     after = cuda.live()
     assert after.pop("events") <= 2 * 50 + 1
     assert after == live
-    await begin(device, stream)[1]  # the threads hold on to the last one they have seen
+    await launch_call(device, stream)[1]  # the threads hold on to the last one they have seen
     assert len(alive) <= 2
 
 
@@ -485,7 +485,7 @@ async def test_the_loop_turns_while_a_kernel_runs(cuda: FakeCuda, device: Device
     turns = 0
     gc.disable()  # the garbage of other tests
     try:
-        _, ended = begin(device, stream, lambda: cuda.kernel(stream, nothing, seconds=0.2))
+        _, ended = launch_call(device, stream, lambda: cuda.kernel(stream, do_nothing, seconds=0.2))
         while not ended.done():
             # The time of this thread: that of other processes is not ours.
             began = time.thread_time()
@@ -536,9 +536,9 @@ def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device)
 async def test_streams_do_not_hide_the_ends_of_each_other(cuda: FakeCuda, device: Device) -> None:
     """Else a collective that waits for another rank could wait for ever: that rank may wait for the other stream."""
     first, second = device.stream(), device.stream()
-    held = Gated(cuda, first)
-    _, later = begin(device, first, held)
-    await begin(device, second)[1]
+    held = GatedCall(cuda, first)
+    _, later = launch_call(device, first, held)
+    await launch_call(device, second)[1]
     assert not later.done()
     held.open()
     await later

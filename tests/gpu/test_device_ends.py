@@ -27,7 +27,7 @@ from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
 from ..internals import Limits, waiter_of
 from ..ranks import until
-from .devices import Batch, Gated, Kept, begin, hold_up, nothing
+from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 FLOAT32, SUM = 7, 0
 
@@ -42,9 +42,9 @@ async def test_a_call_that_fails_fails_alone(cuda: FakeCuda, device: Device, err
     def fail() -> None:
         raise error
 
-    _, first = begin(device, stream)
-    launched, second = begin(device, stream, fail)
-    _, third = begin(device, stream)
+    _, first = launch_call(device, stream)
+    launched, second = launch_call(device, stream, fail)
+    _, third = launch_call(device, stream)
     await first
     with pytest.raises(DeviceError, match="no") as caught:
         await second
@@ -56,24 +56,24 @@ async def test_a_call_that_fails_fails_alone(cuda: FakeCuda, device: Device, err
 
 
 async def test_a_call_that_fails_keeps_what_it_has_put_on_the_stream_by_then(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+    kept = TrackedObjects()
     stream = device.stream()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
 
     def half() -> None:
         held()
         raise DeviceError("ncclGroupEnd", "no")
 
-    launched, ended = begin(device, stream, half, keep=kept.new())
+    launched, ended = launch_call(device, stream, half, keep=kept.new())
     with pytest.raises(DeviceError, match="no"):
         await launched.on_stream(0)
     gc.collect()
-    assert kept.gone == []
+    assert kept.freed_in == []
     assert not ended.done()
     held.open()
     with pytest.raises(DeviceError, match="no"):
         await ended
-    assert kept.gone == [threading.get_ident()]
+    assert kept.freed_in == [threading.get_ident()]
 
 
 @pytest.mark.parametrize("call", ["stream_wait", "event_record"])
@@ -82,11 +82,11 @@ async def test_a_launch_that_cuda_refuses(cuda: FakeCuda, device: Device, call: 
     ran: list[int] = []
     before = 0 if call == "stream_wait" else None
     cuda.fail_next(call, "busy")
-    _, ended = begin(device, stream, lambda: ran.append(1), before=before)
+    _, ended = launch_call(device, stream, lambda: ran.append(1), before=before)
     with pytest.raises(DeviceError, match=f"{call}: busy"):
         await ended
     assert ran == ([] if before == 0 else [1])
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
 
 
 async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -> None:
@@ -96,7 +96,7 @@ async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -
         cuda.fail_next("event_record", "second")
         raise DeviceError("call", "first")
 
-    _, ended = begin(device, stream, fail)
+    _, ended = launch_call(device, stream, fail)
     with pytest.raises(DeviceError, match="first"):
         await ended
 
@@ -104,19 +104,19 @@ async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -
 @pytest.mark.parametrize("call", ["event_record", "event_done", "event_synchronize"])
 async def test_no_error_ends_a_thread(cuda: FakeCuda, device: Device, call: str) -> None:
     stream = device.stream()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
 
     def fail(called: str) -> None:
         if called == call:
             raise KeyError(7)
 
     cuda.hooks.append(fail)
-    _, ended = begin(device, stream, held, before=None)
+    _, ended = launch_call(device, stream, held, before=None)
     with pytest.raises(DeviceError, match=r"KeyError\(7\)"):
         await ended
     cuda.hooks.remove(fail)
     held.open()
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
 
 
 async def test_a_callers_stream_that_cannot_be_waited_for_is_told_at_the_call(cuda: FakeCuda, device: Device) -> None:
@@ -124,15 +124,15 @@ async def test_a_callers_stream_that_cannot_be_waited_for_is_told_at_the_call(cu
     for _ in range(3):
         cuda.fail_next("event_record", "busy")
         with pytest.raises(DeviceError, match="event_record: busy"):
-            begin(device, stream)
+            launch_call(device, stream)
     assert cuda.live()["events"] == 1, "the event is used again"
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
 
 
 async def test_a_device_that_fails_fails_all_that_is_pending(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
-    held = Gated(cuda, stream)
-    calls = [begin(device, stream, held)] + [begin(device, stream) for _ in range(9)]
+    held = GatedCall(cuda, stream)
+    calls = [launch_call(device, stream, held)] + [launch_call(device, stream) for _ in range(9)]
     await until(lambda: calls[-1][0].enqueued)
     cuda.fail("unspecified launch failure")
     for _, ended in calls:
@@ -140,8 +140,8 @@ async def test_a_device_that_fails_fails_all_that_is_pending(cuda: FakeCuda, dev
             await ended
         assert caught.value.fatal
     with pytest.raises(DeviceError, match="unspecified launch failure"):
-        begin(device, stream)
-    _, ended = begin(device, stream, before=None)
+        launch_call(device, stream)
+    _, ended = launch_call(device, stream, before=None)
     with pytest.raises(DeviceError, match="unspecified launch failure"):
         await ended
     held.open()
@@ -151,8 +151,8 @@ async def test_a_device_that_fails_fails_all_that_is_pending(cuda: FakeCuda, dev
 async def test_an_error_of_one_look_is_of_one_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     batch = Batch(cuda, device, stream)
-    calls = [begin(device, stream, call) for call in (batch, nothing, nothing)]
-    await batch.waited_for(3)
+    calls = [launch_call(device, stream, call) for call in (batch, do_nothing, do_nothing)]
+    await batch.wait_until_queued(3)
     cuda.fail_next("event_done", "what")
     batch.open()
     errors = await asyncio.gather(*(ended for _, ended in calls), return_exceptions=True)
@@ -168,8 +168,8 @@ async def test_a_callback_that_fails_does_not_stop_the_others(cuda: FakeCuda, de
     def fail(error: DeviceError | None) -> None:
         raise ZeroDivisionError
 
-    device.launch(stream, nothing, None, fail)
-    await begin(device, stream)[1]
+    device.launch(stream, do_nothing, None, fail)
+    await launch_call(device, stream)[1]
     loop.set_exception_handler(None)
     assert [type(each) for each in seen] == [ZeroDivisionError]
 
@@ -178,15 +178,15 @@ async def test_a_callback_that_fails_does_not_stop_the_others(cuda: FakeCuda, de
 
 
 def test_a_loop_that_is_closed_is_forgotten(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    kept = Kept()
+    kept = TrackedObjects()
     stream = device.stream()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
     busy = threading.Event()
 
     async def main() -> None:
-        await begin(device, stream, held, keep=kept.new())[0].on_stream(0)
-        begin(device, stream, lambda: busy.wait(10) and None, keep=kept.new())
-        launched, _ = begin(device, stream, keep=kept.new())
+        await launch_call(device, stream, held, keep=kept.new())[0].on_stream(0)
+        launch_call(device, stream, lambda: busy.wait(10) and None, keep=kept.new())
+        launched, _ = launch_call(device, stream, keep=kept.new())
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await launched.on_stream(0)
@@ -194,22 +194,22 @@ def test_a_loop_that_is_closed_is_forgotten(cuda: FakeCuda, device: Device, capl
     asyncio.run(main())
     busy.set()
     gc.collect()
-    assert kept.gone == []
+    assert kept.freed_in == []
     held.open()
     assert device.close(10)
-    assert len(kept.gone) == 3
+    assert len(kept.freed_in) == 3
     assert cuda.live()["events"] == 0
     assert caplog.records == []
 
 
 def test_a_loop_that_is_closed_before_the_ends_have_their_turn(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+    kept = TrackedObjects()
     stream = device.stream()
     loop = asyncio.new_event_loop()
     busy = threading.Event()
 
     async def main() -> weakref.ref[Any]:
-        return weakref.ref(begin(device, stream, lambda: busy.wait(10) and None, keep=kept.new())[0])
+        return weakref.ref(launch_call(device, stream, lambda: busy.wait(10) and None, keep=kept.new())[0])
 
     launched = loop.run_until_complete(main())
     busy.set()
@@ -219,13 +219,13 @@ def test_a_loop_that_is_closed_before_the_ends_have_their_turn(cuda: FakeCuda, d
     loop.close()
     gc.collect()
     assert launched() is None
-    assert len(kept.gone) == 1
+    assert len(kept.freed_in) == 1
     assert device.close(10)
     assert cuda.live()["events"] == 0
 
 
 def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+    kept = TrackedObjects()
     stream = device.stream()
     loop = asyncio.new_event_loop()
     batch = Batch(cuda, device, stream)
@@ -233,18 +233,18 @@ def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: D
     async def main() -> None:
         device.launch(stream, batch, None, lambda error: loop.stop())
         for _ in range(AT_MOST - 1):
-            begin(device, stream, keep=kept.new())
-        await batch.waited_for(AT_MOST)
+            launch_call(device, stream, keep=kept.new())
+        await batch.wait_until_queued(AT_MOST)
 
     loop.run_until_complete(main())
     batch.open()
     loop.run_forever()
-    assert 0 < len(kept.gone) < AT_MOST - 1
+    assert 0 < len(kept.freed_in) < AT_MOST - 1
     loop.close()
     waiter = waiter_of(device, stream)
     assert device.close(10)  # its thread may have had a batch in its hands
     gc.collect()
-    assert len(kept.gone) == AT_MOST - 1
+    assert len(kept.freed_in) == AT_MOST - 1
     assert not waiter._left
     assert cuda.live()["events"] == 0
 
@@ -342,13 +342,13 @@ def test_a_result_for_a_closed_loop_is_undone(device: Device) -> None:
 async def test_a_stream_is_closed_behind_what_is_on_it(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     assert cuda.live()["streams"] == 1
-    held = Gated(cuda, stream)
-    _, ended = begin(device, stream, held)
+    held = GatedCall(cuda, stream)
+    _, ended = launch_call(device, stream, held)
     closing = asyncio.create_task(device.close_stream(stream, 10))
     await until(lambda: hasattr(held, "gate"))
     assert not closing.done()
     with pytest.raises(ValueError, match=f"stream {stream:#x} is closed, or is not one of CUDA device 0"):
-        begin(device, stream)
+        launch_call(device, stream)
     held.open()
     assert await closing
     assert ended.done()
@@ -361,24 +361,24 @@ async def test_a_stream_is_closed_behind_what_is_on_it(cuda: FakeCuda, device: D
 async def test_a_stream_that_does_not_end_is_left_behind(
     cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = Kept()
+    kept = TrackedObjects()
     stream = device.stream()
-    held = Gated(cuda, stream)
-    _, ended = begin(device, stream, held, keep=kept.new())
+    held = GatedCall(cuda, stream)
+    _, ended = launch_call(device, stream, held, keep=kept.new())
     with caplog.at_level(logging.WARNING):
         assert not await device.close_stream(stream, 0.02)
     assert "CUDA device 0: calls on a stream have not ended within 0.02 s" in caplog.text
-    assert kept.gone == []
-    await begin(device, other := device.stream())[1]
+    assert kept.freed_in == []
+    await launch_call(device, other := device.stream())[1]
     assert await device.close_stream(other, 10)
     held.open()
     await ended
-    assert len(kept.gone) == 1
+    assert len(kept.freed_in) == 1
 
 
 async def test_a_device_that_is_closed_gives_back_a_stream_that_is_being_closed(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
     closing = asyncio.create_task(device.close_stream(stream, 10))
     await asyncio.sleep(0)  # it has begun
     assert device.close(10)
@@ -402,7 +402,7 @@ async def test_abort_frees_who_waits(cuda: FakeCuda) -> None:
         *(device.run(lambda rank=rank: nccl.init(2, unique_id, rank)) for rank, device in enumerate(devices))
     )
     array, stream = FakeArray(cuda, np.ones(4, np.float32)), devices[0].stream()
-    launched, ended = begin(
+    launched, ended = launch_call(
         devices[0], stream, lambda: ends[0].all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, stream), keep=array
     )
     await launched.on_stream(0)
@@ -417,7 +417,9 @@ async def test_an_abort_that_hangs_holds_nothing_up(cuda: FakeCuda, device: Devi
     end = await device.run(lambda: nccl.init(1, nccl.unique_id(), 0))
     end.fail("network is gone")
     array, stream = FakeArray(cuda, np.ones(4, np.float32)), device.stream()
-    _, ended = begin(device, stream, lambda: end.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, stream), keep=array)
+    _, ended = launch_call(
+        device, stream, lambda: end.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, stream), keep=array
+    )
     nccl.abort_hangs = True
     aborting = device.run_in_thread(end.abort)
     assert not await device.close_stream(stream, 0.02)
@@ -428,7 +430,7 @@ async def test_an_abort_that_hangs_holds_nothing_up(cuda: FakeCuda, device: Devi
 async def test_a_launcher_that_is_stuck_holds_nothing_up(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     stuck = threading.Event()
-    _, ended = begin(device, stream, lambda: stuck.wait(10) and None)
+    _, ended = launch_call(device, stream, lambda: stuck.wait(10) and None)
     assert not await device.close_stream(stream, 0.02)
     stuck.set()
     await ended
@@ -436,20 +438,20 @@ async def test_a_launcher_that_is_stuck_holds_nothing_up(cuda: FakeCuda, device:
 
 async def test_closing_a_device_is_bounded(cuda: FakeCuda, device: Device) -> None:
     streams = [device.stream(), device.stream()]
-    held = Gated(cuda, streams[0])
-    _, ended = begin(device, streams[0], held)
-    hold_up(device)
+    held = GatedCall(cuda, streams[0])
+    _, ended = launch_call(device, streams[0], held)
+    block_until_launched(device)
     assert not close_devices(0.02)
     with pytest.raises(ValueError, match="is closed"):
-        begin(device, streams[0])
+        launch_call(device, streams[0])
     held.open()
     await ended
     assert device.close(10)
 
 
 async def test_closing_a_device_does_not_need_the_loop(cuda: FakeCuda, device: Device) -> None:
-    _, ended = begin(device, device.stream())
-    hold_up(device)
+    _, ended = launch_call(device, device.stream())
+    block_until_launched(device)
     assert device.close(10)
     assert not ended.done()
     await ended
@@ -458,7 +460,7 @@ async def test_closing_a_device_does_not_need_the_loop(cuda: FakeCuda, device: D
 async def test_closing_a_device_whose_launcher_is_stuck_is_bounded(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     stuck = threading.Event()
-    _, ended = begin(device, stream, lambda: stuck.wait(10) and None)
+    _, ended = launch_call(device, stream, lambda: stuck.wait(10) and None)
     assert not device.close(0.02)
     stuck.set()
     await ended
@@ -468,7 +470,7 @@ async def test_closing_devices_gives_all_back(cuda: FakeCuda) -> None:
     devices = [Device.of(cuda, ordinal) for ordinal in range(2)]
     for device in devices:
         stream = device.stream()
-        await asyncio.gather(*(begin(device, stream)[1] for _ in range(20)))
+        await asyncio.gather(*(launch_call(device, stream)[1] for _ in range(20)))
         device.staging.give(device.staging.take(10))
     assert close_devices()
     assert set(cuda.live().values()) == {0}
@@ -488,7 +490,7 @@ def test_a_forked_child_is_told(cuda: FakeCuda, device: Device) -> None:
     if child == 0:
         try:
             for call in (lambda: Device.of(cuda, 0), lambda: Device.of(cuda, 1), device.stream,
-                         lambda: device.launch(stream, nothing, None, print)):  # fmt: skip
+                         lambda: device.launch(stream, do_nothing, None, print)):  # fmt: skip
                 try:
                     call()
                 except RuntimeError as error:

@@ -13,7 +13,7 @@ from aiocoll.gpu import driver as module
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.driver import Driver, load
 
-from .processes import run
+from .processes import run_code
 from .stub_driver import CONTEXT, MODES, Log
 from .stub_driver import driver as stub
 
@@ -118,4 +118,4 @@ print(answers)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or ctypes.sizeof(ctypes.c_void_p) != 8, reason="looks into glibc")
 def test_a_query_that_stalls_holds_up_no_other_thread() -> None:
-    assert run(STALL) == "[True]"
+    assert run_code(STALL) == "[True]"

@@ -17,7 +17,7 @@ from ..fakes.arrays import FakeArray
 from ..fakes.calls import DTYPES
 from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
-from .fake_ranks import Rank, on_ranks
+from .fake_ranks import Rank, results_by_rank
 
 WORLDS = [1, 2, 3, 4, 8]
 SUM, PROD, MAX, MIN, AVG = range(5)
@@ -82,7 +82,7 @@ def test_reductions_of_all_dtypes_and_ops(cuda: FakeCuda, nccl: FakeNccl, world_
                 me.communicator.reduce_scatter(parts.ptr, target.ptr, 2, code, op, me.stream)
                 assert loaded(target.numpy(me.stream), dtype) == [expected] * 3
 
-    on_ranks(cuda, nccl, world_size, rank)
+    results_by_rank(cuda, nccl, world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -95,7 +95,7 @@ def test_averages_of_floats(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> 
                 me.communicator.all_reduce(array.ptr, array.ptr, 1, code, AVG, me.stream)
                 assert loaded(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all of them
 
-    on_ranks(cuda, nccl, world_size, rank)
+    results_by_rank(cuda, nccl, world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -115,7 +115,7 @@ def test_copies_of_all_dtypes(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -
                 me.communicator.broadcast(mine.ptr, target.ptr, 2, code, root, me.stream)
                 assert loaded(target.numpy(me.stream), dtype) == [root, root]
 
-    on_ranks(cuda, nccl, world_size, rank)
+    results_by_rank(cuda, nccl, world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -133,7 +133,7 @@ def test_everybody_sends_to_everybody_in_a_group(cuda: FakeCuda, nccl: FakeNccl,
         nccl.group_end()
         assert list(into.numpy(me.stream)) == [10 * peer + me.rank for peer in range(world_size)]
 
-    on_ranks(cuda, nccl, world_size, rank)
+    results_by_rank(cuda, nccl, world_size, rank)
 
 
 def test_messages_between_two_keep_their_order(cuda: FakeCuda, nccl: FakeNccl) -> None:
@@ -144,7 +144,7 @@ def test_messages_between_two_keep_their_order(cuda: FakeCuda, nccl: FakeNccl) -
             move(array.ptr + 8 * place, 1, 4, 1 - me.rank, me.stream)
         return list(array.numpy(me.stream))
 
-    assert on_ranks(cuda, nccl, 2, rank)[1] == list(range(100))
+    assert results_by_rank(cuda, nccl, 2, rank)[1] == list(range(100))
 
 
 def test_collectives_of_a_group_start_at_its_end(cuda: FakeCuda, nccl: FakeNccl) -> None:
@@ -157,7 +157,7 @@ def test_collectives_of_a_group_start_at_its_end(cuda: FakeCuda, nccl: FakeNccl)
         nccl.group_end()
         assert array.numpy(me.stream) == 8.0
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
 def test_nothing_to_do_is_not_done(cuda: FakeCuda, nccl: FakeNccl) -> None:
@@ -167,7 +167,7 @@ def test_nothing_to_do_is_not_done(cuda: FakeCuda, nccl: FakeNccl) -> None:
             me.communicator.send(0, 0, FLOAT32, 1, me.stream)
         me.finish()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
 # -- what hangs
@@ -232,7 +232,7 @@ def test_what_does_not_belong_together_hangs_until_abort(cuda: FakeCuda, nccl: F
         with pytest.raises(DeviceError, match="aborted"):
             me.communicator.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, me.stream)
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
 def test_it_says_why_it_hangs(cuda: FakeCuda, nccl: FakeNccl) -> None:
@@ -243,7 +243,7 @@ def test_it_says_why_it_hangs(cuda: FakeCuda, nccl: FakeNccl) -> None:
             time.sleep(0)
         me.communicator.abort()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
     assert nccl.complaints == [
         "collective 0: rank 0 ('all_reduce', 4, 'float32', 2, None), rank 1 ('all_reduce', 4, 'float32', 0, None)"
     ]
@@ -266,7 +266,7 @@ def test_two_communicators_on_one_stream_in_different_order_hang(cuda: FakeCuda,
         me.communicator.abort()
         me.finish()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
 def test_a_group_that_is_aborted_before_its_end_is_not_started(cuda: FakeCuda, nccl: FakeNccl) -> None:
@@ -279,7 +279,7 @@ def test_a_group_that_is_aborted_before_its_end_is_not_started(cuda: FakeCuda, n
             nccl.group_end()
         me.finish()
 
-    on_ranks(cuda, nccl, 2, body)
+    results_by_rank(cuda, nccl, 2, body)
 
 
 # -- init, abort, destroy
@@ -288,7 +288,7 @@ def test_a_group_that_is_aborted_before_its_end_is_not_started(cuda: FakeCuda, n
 def test_init_waits_for_all_and_refuses_two_on_one_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
     cuda.bus_ids[1] = cuda.bus_ids[0]
     with pytest.raises(DeviceError, match="Duplicate GPU detected"):
-        on_ranks(cuda, nccl, 2, lambda me: None)
+        results_by_rank(cuda, nccl, 2, lambda me: None)
 
 
 def test_init_refuses_versions_that_differ(cuda: FakeCuda) -> None:
@@ -350,7 +350,7 @@ def test_destroy_waits_for_all_ranks(cuda: FakeCuda, nccl: FakeNccl) -> None:
             with pytest.raises(DeviceError, match="destroyed"):
                 me.communicator.async_error()
 
-    on_ranks(cuda, nccl, 3, rank)
+    results_by_rank(cuda, nccl, 3, rank)
     assert order[0] == 2
 
 
@@ -368,7 +368,7 @@ def test_destroy_refuses_what_is_in_flight_and_abort_frees_it(cuda: FakeCuda, nc
             freeing.start()
             freeing.join()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
 def test_abort_does_not_look_at_memory_that_is_gone(cuda: FakeCuda, nccl: FakeNccl) -> None:
@@ -380,7 +380,7 @@ def test_abort_does_not_look_at_memory_that_is_gone(cuda: FakeCuda, nccl: FakeNc
         me.communicator.abort()
         me.finish()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
 def test_memory_that_goes_too_early_takes_a_device_with_it(cuda: FakeCuda, nccl: FakeNccl) -> None:
@@ -399,7 +399,7 @@ def test_memory_that_goes_too_early_takes_a_device_with_it(cuda: FakeCuda, nccl:
             return str(exc)
         return None
 
-    failed = [error for error in on_ranks(cuda, nccl, 2, rank) if error is not None]
+    failed = [error for error in results_by_rank(cuda, nccl, 2, rank) if error is not None]
     assert len(failed) == 1
     assert "illegal memory access" in failed[0]
 
@@ -434,7 +434,7 @@ def test_bad_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
         with pytest.raises(DeviceError, match="no group_start"):
             nccl.group_end()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
 def test_a_communicator_belongs_to_a_thread_and_a_device(cuda: FakeCuda, nccl: FakeNccl) -> None:

@@ -13,7 +13,7 @@ from aiocoll import ProcessGroup, Recv, Send
 
 from ..group.test_garbage import all_garbage
 from ..ranks import run_ranks
-from .groups import WAYS, Gpus, gpus, launcher_rests
+from .groups import WAYS, Gpus, gpus, wait_for_idle_launcher
 
 SIZE = 2
 #: Takes what makes a tensor of this rank's.
@@ -49,7 +49,7 @@ async def test_a_call_leaves_nothing_to_the_collector(name: str, way: str) -> No
         async def call() -> None:
             await CALLS[name](pg, lambda: gpu.tensor(np.zeros(3), pg.rank()))
             await pg.barrier()
-            await launcher_rests(pg, gpu)
+            await wait_for_idle_launcher(pg, gpu)
 
         for _ in range(3):  # what is made once for all such calls
             await call()

@@ -29,8 +29,8 @@ from ..fakes.arrays import FakeArray
 from ..internals import Limits, comm_of, dispatcher_of, plans_of, set_nccl_only
 from ..ranks import run_ranks, until
 from ..reductions import numpy_dtype
-from .groups import WAYS, Gpus, allreduced, gpus, host
-from .stub_cupy import forget
+from .groups import WAYS, Gpus, check_allreduce, gpus, host
+from .stub_cupy import unload_cupy_api
 
 both = pytest.mark.parametrize("way", WAYS)
 
@@ -40,7 +40,7 @@ both = pytest.mark.parametrize("way", WAYS)
 
 async def test_without_gpu_support_the_call_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
-    forget()
+    unload_cupy_api()
 
     class Foreign:
         __cuda_array_interface__ = {  # noqa: RUF012
@@ -139,12 +139,12 @@ async def test_a_communicator_that_nobody_can_name() -> None:
 
 async def test_a_group_is_of_one_device() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         with pytest.raises(ValueError, match=r"works on CUDA device 0, where .* these are on device 1"):
             pg.allreduce(gpu.tensor(np.ones(3), 1))
         with pytest.raises(TypeError, match="on one device"):
             pg.alltoall([gpu.tensor(np.ones(1), 1)], [gpu.tensor(np.ones(1), 0)])
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
 
     with gpus(2) as gpu:
         await run_ranks(1, body, gpu)
@@ -180,7 +180,7 @@ async def test_calls_that_differ_are_refused_everywhere_and_the_group_goes_on(
             with pytest.raises(CollectiveMismatchError) as caught:
                 await pg.allreduce(tensor)
             assert (host(tensor) == 1).all()
-            await allreduced(pg, gpu)
+            await check_allreduce(pg, gpu)
         return str(caught.value)
 
     with gpus(3, way) as gpu:
@@ -217,7 +217,7 @@ async def test_groups_and_parts_of_groups_on_one_device(way: str) -> None:
         for work, group in zip(works, (pg, other, half, other, pg), strict=True):
             assert host(await work).tolist() == [group.size()] * 3
         await half.shutdown()
-        await allreduced(other, gpu)
+        await check_allreduce(other, gpu)
 
     with gpus(3, way) as gpu:
         await run_ranks(3, body, gpu)
@@ -226,7 +226,7 @@ async def test_groups_and_parts_of_groups_on_one_device(way: str) -> None:
 @both
 async def test_ranks_on_sockets(way: str) -> None:
     with gpus(3, way) as gpu:
-        await run_ranks(3, allreduced, gpu, transport="unix")
+        await run_ranks(3, check_allreduce, gpu, transport="unix")
 
 
 # -- streams
@@ -256,7 +256,7 @@ async def test_on_stream_waits_for_nothing_but_the_launch(way: str) -> None:
         rank = pg.rank()
         stream = gpu.stream(rank)
         tensor = gpu.tensor(np.ones(3), rank)
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gpu.cuda.latency = 0.01
         seen: list[Any] = []
         work = pg.allreduce(tensor)
@@ -275,7 +275,7 @@ async def test_on_stream_by_nccl_does_not_wait_for_the_data() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         stream = gpu.stream(rank)
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gate = gpu.gate(rank)
         tensor = gpu.tensor(np.ones(3), rank)
         work = pg.allreduce(tensor)
@@ -326,7 +326,7 @@ async def test_a_stream_that_is_being_captured_is_refused(way: str) -> None:
             pg.allreduce(gpu.tensor(np.ones(3), 0))
         assert gpu.cuda.live()["streams"] == 1, "something was made for a call that was refused"
         gpu.cuda.capture(stream, False, 0)
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
 
     with gpus(1, way) as gpu:
         await run_ranks(1, body, gpu)
@@ -363,7 +363,7 @@ async def test_arrays_live_until_the_device_is_done_with_them(way: str) -> None:
 @both
 async def test_arrays_are_given_back_without_the_garbage_collector(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         for size in (1, 1, 1, 0):
             tensor = gpu.tensor(np.ones(size), pg.rank())
             gone = weakref.ref(tensor)
@@ -502,14 +502,14 @@ async def test_blocks_that_differ_only_in_the_device(way: str) -> None:
 @both
 async def test_groups_that_compare_every_call(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         for tensor in (gpu.tensor(np.ones(2 + pg.rank()), pg.rank()), gpu.tensor(np.ones(2), 1) if pg.rank() else 1.0):
             with pytest.raises(CollectiveMismatchError):
                 await pg.allreduce(tensor)
         outputs = [gpu.tensor(np.ones(1), pg.rank()) for _ in range(1 + pg.rank())]
         with pytest.raises(CollectiveMismatchError):
             await pg.allgather(outputs, gpu.tensor(np.ones(1), pg.rank()))
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         async with pg.coalescing():
             work = pg.allreduce(gpu.tensor(np.ones(1), pg.rank()))
         assert host(work.result()).tolist() == [2]
@@ -574,7 +574,7 @@ async def test_what_nccl_can_do_is_not_copied_to_the_host(dtype: str) -> None:
 
 async def test_without_elements_nothing_is_launched() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         before = gpu.cuda.calls["event_synchronize"]
         await pg.barrier()
@@ -628,7 +628,7 @@ async def test_a_source_that_lies_across_parts_behind_each_other() -> None:
 @both
 async def test_no_thread_disturbs_what_another_one_captures(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         own, captured = gpu.stream(0), gpu.stream(0)
         gpu.torch.streams[0] = own
         gate = gpu.gate(0)
@@ -642,7 +642,7 @@ async def test_no_thread_disturbs_what_another_one_captures(way: str) -> None:
             pg.allreduce(gpu.tensor(np.ones(3), 0))
         gpu.cuda.capture(captured, False)
         assert gpu.cuda.disturbed == []
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gpu.cuda.fail_next("is_capturing", "unknown")
         with pytest.raises(DeviceError, match="unknown"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))
@@ -654,7 +654,7 @@ async def test_no_thread_disturbs_what_another_one_captures(way: str) -> None:
 @both
 async def test_no_thread_that_begins_to_wait_disturbs_a_capture(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         own, captured = gpu.stream(0), gpu.stream(0)
         gpu.torch.streams[0] = own
         waits = gpu.cuda.calls["event_synchronize"]
@@ -703,7 +703,7 @@ async def test_what_the_parts_of_a_group_refuse_themselves() -> None:
     """Messages are checked before, as they are read."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         state = dispatcher_of(pg).device_calls.state
         assert state is not None
         with pytest.raises(ValueError, match="names a rank outside the group"):
@@ -717,7 +717,7 @@ async def test_what_the_parts_of_a_group_refuse_themselves() -> None:
 
 async def test_a_part_of_a_staged_call_that_fails() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gate = gpu.gate(0)
         work = pg.scan(gpu.tensor(np.ones(3), 0))
         await until(lambda: comm_of(pg).in_flight.pending)
@@ -726,7 +726,7 @@ async def test_a_part_of_a_staged_call_that_fails() -> None:
         with pytest.raises(ZeroDivisionError, match="ours"):
             await work
         gate.open()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

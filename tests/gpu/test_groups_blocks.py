@@ -22,7 +22,7 @@ from aiocoll import (
 
 from ..internals import nccl_end, set_nccl_only, spied
 from ..ranks import run_ranks, until
-from .groups import WAYS, Gpus, allreduced, every_kind, fails, gpus, host, several
+from .groups import WAYS, Gpus, check_allreduce, check_block_of_every_kind, check_failure, gpus, host, start_list
 
 both = pytest.mark.parametrize("way", WAYS)
 sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -55,17 +55,17 @@ class Counts:
 @sizes
 async def test_every_kind_in_one_block(way: str, world_size: int) -> None:
     with gpus(world_size, way) as gpu:
-        await run_ranks(world_size, every_kind, gpu)
+        await run_ranks(world_size, check_block_of_every_kind, gpu)
 
 
 @sizes
 async def test_a_block_is_one_group_and_one_launch(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()
-        await every_kind(pg, gpu)
+        await check_block_of_every_kind(pg, gpu)
         await pg.barrier()
         assert counts.nccl["group_start"] == counts.nccl["group_end"] == pg.size()
         assert counts.nccl["all_reduce"] == 3 * pg.size()
@@ -78,7 +78,7 @@ async def test_a_block_is_one_group_and_one_launch(world_size: int, monkeypatch:
 async def test_lists_are_one_group_each(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()
@@ -104,7 +104,7 @@ async def test_lists_are_one_group_each(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_what_nccl_cannot_do_is_staged_beside_the_group(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()
@@ -249,7 +249,7 @@ async def test_blocks_that_differ_in_what_two_ranks_exchange(way: str) -> None:
             await block()
         assert host(one).tolist() == [1] * 3
         # It has been compared before anything began: the group goes on.
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
@@ -270,7 +270,7 @@ async def test_a_group_that_is_to_use_nccl() -> None:
 
 async def test_a_wait_that_is_cancelled_leaves_the_block_going() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gate = gpu.gate(pg.rank())
         tensors = [gpu.tensor(np.ones(3), pg.rank()) for _ in range(2)]
         work = pg.allreduce_coalesced(tensors)
@@ -303,7 +303,7 @@ async def test_a_block_that_is_left_sends_nothing(way: str) -> None:
             await block()
         for work in works:
             assert isinstance(work.exception(), GroupError)
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         assert host(tensors[0]).tolist() == [1] * 3
 
     with gpus(2, way) as gpu:
@@ -312,12 +312,12 @@ async def test_a_block_that_is_left_sends_nothing(way: str) -> None:
 
 async def test_groups_that_compare_every_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await every_kind(pg, gpu)
+        await check_block_of_every_kind(pg, gpu)
         with pytest.raises(CollectiveMismatchError, match="member 1"):
             await pg.allreduce_coalesced(
                 [gpu.tensor(np.ones(2), pg.rank()), gpu.tensor(np.ones(2 + pg.rank()), pg.rank())]
             )
-        await every_kind(pg, gpu)
+        await check_block_of_every_kind(pg, gpu)
 
     with gpus(2) as gpu:
         await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
@@ -327,7 +327,7 @@ async def test_an_abort_lets_the_launcher_finish_its_calls() -> None:
     calling, go_on = threading.Event(), threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         end: Any = nccl_end(pg)
 
         def slow(call: str) -> None:
@@ -336,10 +336,10 @@ async def test_an_abort_lets_the_launcher_finish_its_calls() -> None:
                 assert go_on.wait(10)
 
         gpu.nccl.hooks.append(slow)
-        work = several(pg, gpu)
+        work = start_list(pg, gpu)
         await until(calling.is_set)
         pg.abort("enough")
-        await fails(pg, work, "enough")
+        await check_failure(pg, work, "enough")
         assert not end.aborted
         go_on.set()
         await until(lambda: end.aborted)
@@ -351,7 +351,7 @@ async def test_an_abort_lets_the_launcher_finish_its_calls() -> None:
 async def test_parts_that_lie_apart_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()
@@ -398,7 +398,7 @@ async def test_members_whose_elements_lie_apart(way: str) -> None:
 async def test_many_members(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()

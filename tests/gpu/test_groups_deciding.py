@@ -19,7 +19,7 @@ from aiocoll.gpu.turns import Turn, Turns
 
 from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrapped
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, is_native
+from .groups import Gpus, gpus, host, uses_nccl
 
 LARGE = EAGER_WINDOW + 1
 
@@ -35,11 +35,11 @@ async def test_messages_alone_are_enough(late: int) -> None:
         if rank != late:
             peer = others[1 - others.index(rank)]
             await (pg.send(tensor, peer) if rank == others[0] else pg.recv(tensor, peer))
-            assert not is_native(pg)
+            assert not uses_nccl(pg)
         await pg.barrier()
         if rank == late:
             work = pg.send(gpu.tensor(np.zeros(1), rank), others[0])
-        await until(lambda: is_native(pg))
+        await until(lambda: uses_nccl(pg))
         if rank == late:
             await work
             await pg.send(tensor, others[1])
@@ -73,8 +73,8 @@ async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatc
         await pg.barrier()
         one, two = (gpu.tensor(np.full(3, rank), rank, "float32") for _ in range(2))
         await asyncio.gather(first.allreduce(one).join(), second.allreduce(two).join())
-        assert is_native(first)
-        assert is_native(second)
+        assert uses_nccl(first)
+        assert uses_nccl(second)
         assert host(one).tolist() == [rank + (rank + 1) % 3] * 3
         assert host(two).tolist() == [rank + (rank - 1) % 3] * 3
 
@@ -99,7 +99,7 @@ async def test_jobs_that_number_the_same_devices_differently_do_not_wait_for_eac
     async def body(pg: ProcessGroup, gpu: Gpus, devices: list[int]) -> None:
         tensor = gpu.tensor(np.ones(3), devices[pg.rank()])
         await pg.allreduce(tensor, timeout=1)
-        assert is_native(pg)
+        assert uses_nccl(pg)
         assert host(tensor).tolist() == [2] * 3
 
     with gpus(2) as gpu:
@@ -128,7 +128,7 @@ async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.
         with pytest.raises(CollectiveTimeoutError):
             await lost
         await work
-        assert is_native(other)
+        assert uses_nccl(other)
         assert host(tensor).tolist() == [2]
 
     wrapped(monkeypatch, take_turn=taken)
@@ -149,7 +149,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
         tensor = gpu.tensor(np.ones(3), rank)
         await part.allreduce(tensor)
         assert host(tensor).tolist() == [part.size()] * 3
-        assert is_native(part)
+        assert uses_nccl(part)
         assert not any(group.messages for group in unmade_groups(pg).values())
 
     with gpus(3) as gpu:
@@ -225,13 +225,13 @@ async def test_a_rank_that_leaves_is_not_waited_for(
         else:
             await until(lambda: leaver in comm_of(part).left)
         await other.allreduce(gpu.tensor(np.ones(2), rank))
-        assert is_native(other)
+        assert uses_nccl(other)
         if rank != leaver:
             long = gpu.tensor(np.full(LARGE, rank, np.uint8), rank)
             peer = (3 - leaver) - rank
             await (part.send(long, peer) if rank < peer else part.recv(long, peer))
             assert (host(long) == min(rank, peer)).all()
-            assert not is_native(part)
+            assert not uses_nccl(part)
 
     with gpus(3) as gpu:
         turns.on(gpu, stuck)
@@ -259,7 +259,7 @@ async def test_a_rank_that_leaves_makes_the_communicator_that_others_wait_for(
         if rank == 1:
             await ending
         else:
-            await until(lambda: is_native(part))
+            await until(lambda: uses_nccl(part))
 
     with gpus(3) as gpu:
         turns.on(gpu, 2)
@@ -304,7 +304,7 @@ async def test_turns_that_are_late_are_not_taken() -> None:
         rank, member = pg.rank(), comm_of(pg)
         tensor = gpu.tensor(np.ones(1), rank)
         await pg.allreduce(tensor)
-        await until(lambda: is_native(pg))
+        await until(lambda: uses_nccl(pg))
         member.endpoint.control.tell(
             1 - rank, {"t": "device", "g": member.id, **({"ready": True, "shares": False} if rank else {"turn": True})}
         )
@@ -399,7 +399,7 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
             await work
         tensor = gpu.tensor(np.full(1, rank), rank)
         await second.allreduce(tensor)
-        assert is_native(second)
+        assert uses_nccl(second)
         assert host(tensor).tolist() == [3]
 
     with gpus(3) as gpu:
@@ -423,7 +423,7 @@ async def test_a_note_of_a_rank_that_is_not_in_the_group_waits_for_another_group
         made.append(rank)
         tensor = gpu.tensor(np.full(1, rank), rank)
         await part.allreduce(tensor)
-        assert is_native(part)
+        assert uses_nccl(part)
         assert host(tensor).tolist() == [1 if rank < 2 else 2]
         if rank == 0:
             assert unmade_groups(pg)[identity].messages == [(2, note)]

@@ -26,7 +26,7 @@ from aiocoll import (
 from ..internals import comm_of
 from ..ranks import LINKS, run_ranks
 from ..reductions import WIDE, data
-from .groups import Gpus, ended, gpus, host
+from .groups import Gpus, end_group, gpus, host
 
 
 @pytest.mark.parametrize("transport", LINKS)
@@ -335,7 +335,7 @@ async def test_a_group_that_ends_while_messages_are_copied(end: str) -> None:
         other = 1 - pg.rank()
         works = [pg.send(gpu.tensor(np.ones(9), pg.rank()), other), pg.recv(gpu.tensor(np.ones(9), pg.rank()), other)]
         await pg.barrier()
-        await ended(pg, works, end, gate)
+        await end_group(pg, works, end, gate)
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)

@@ -13,7 +13,7 @@ from aiocoll.gpu.calls import cards
 
 from ..internals import set_nccl_only
 from ..ranks import run_ranks
-from .groups import WAYS, Gpus, allreduced, gpus, host
+from .groups import WAYS, Gpus, check_allreduce, gpus, host
 
 both = pytest.mark.parametrize("way", WAYS)
 SETTING = "NCCL_COMM_BLOCKING"
@@ -56,7 +56,7 @@ async def test_all_ranks_refuse_it(
         assert await pg.allreduce(1) == world_size
         other = await pg.split_group(range(world_size))
         assert other is not None
-        await allreduced(other, gpu)
+        await check_allreduce(other, gpu)
         return text
 
     with gpus(world_size, way) as gpu:

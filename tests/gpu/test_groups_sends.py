@@ -27,7 +27,7 @@ from aiocoll.gpu.calls import matching
 from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replaced
 from ..ranks import LINKS, run_ranks, until
 from ..reductions import WIDE
-from .groups import Gpus, allreduced, gpus, host, is_native
+from .groups import Gpus, check_allreduce, gpus, host, uses_nccl
 
 #: Elements of 8 bytes that go by NCCL, and the most that do not.
 LARGE, SMALL = EAGER_WINDOW // 8 + 1, EAGER_WINDOW // 8
@@ -43,7 +43,7 @@ def counts(gpu: Gpus) -> Counter[str]:
 
 async def begun(pg: ProcessGroup, gpu: Gpus) -> None:
     """Make the communicator."""
-    await allreduced(pg, gpu)
+    await check_allreduce(pg, gpu)
 
 
 def full(gpu: Gpus, rank: int, value: float, count: int = LARGE) -> Any:
@@ -723,7 +723,7 @@ async def test_ranks_that_rank_0_has_no_link_to(transport: str) -> None:
             await pg.recv(short, rank - 1)
         if rank < 2:
             await pg.send(short, rank + 1)
-        await until(lambda: is_native(pg))
+        await until(lambda: uses_nccl(pg))
         long = full(gpu, rank, rank)
         if rank:
             await (pg.send(long, 2) if rank == 1 else pg.recv(long, 1))

@@ -14,8 +14,8 @@ from aiocoll.gpu.provider import driver_devices, needed, provide, runtime, why_n
 from aiocoll.group.dispatch.devices import devices
 
 from ..fakes.cuda import FakeCuda
-from .processes import run
-from .stub_cupy import Log, forget, loaded, stub
+from .processes import run_code
+from .stub_cupy import Log, import_cupy_api, stub, unload_cupy_api
 
 #: Makes CuPy a module that cannot be imported.
 BLOCK = """
@@ -33,7 +33,7 @@ def test_importing_it_loads_no_gpu() -> None:
 import sys, aiocoll, aiocoll.distributed
 print(*(name for name in sys.modules if name.startswith(("cupy", "torch", "aiocoll.gpu", "aiocoll.elements.device_"))))
 """
-    assert run(code) == ""
+    assert run_code(code) == ""
 
 
 def test_a_missing_cupy_is_missed_when_it_is_used() -> None:
@@ -44,7 +44,7 @@ try:
 except aiocoll.BackendUnavailableError as error:
     print(error)
 """
-    said = run(code)
+    said = run_code(code)
     assert said.startswith("CUDA arrays need CuPy: ")
     assert "pip install aiocoll[cuda1" in said
     assert "(cupy is not for this test; nor is the driver enough: libcuda.so.1: " in said
@@ -108,7 +108,7 @@ def test_what_to_install(torch: str | None, driver: int | None, message: str, mo
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=torch)))  # type: ignore[arg-type]
     monkeypatch.setattr(ctypes, "CDLL", no_library if driver is None else lambda name: Driver(driver))
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
-    forget()
+    unload_cupy_api()
     with pytest.raises(BackendUnavailableError, match=rf"^CUDA arrays need CuPy: {message} \(.*cupy.*\)$"):
         runtime()
 
@@ -143,8 +143,8 @@ def test_what_cupy_has(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
     for name, module in stub(log, nccl=nccl).items():
         monkeypatch.setitem(sys.modules, name, module)
-    api = loaded(log)
+    api = import_cupy_api(log)
     assert runtime() == (api.cuda(), api.nccl()[0])
     assert runtime()[0] is api.cuda()
     assert (why_no_nccl() is None) is nccl is (runtime()[1] is not None)
-    forget()
+    unload_cupy_api()

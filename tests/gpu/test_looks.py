@@ -20,8 +20,8 @@ from aiocoll.gpu.end_word import EndWord
 from ..fakes.cuda import FakeCuda
 from ..internals import Limits, comm_of, dispatcher_of, waiter_of
 from ..ranks import run_ranks, until
-from .devices import Gated, hold_up, nothing
-from .groups import Gpus, gpus, host, launcher_rests, looped
+from .devices import GatedCall, block_until_launched, do_nothing
+from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def device(device: Device) -> Device:
 Done = Callable[[DeviceError | None], None]
 
 
-def launch(device: Device, stream: int, done: Done, call: Callable[[], None] = nothing) -> None:
+def launch(device: Device, stream: int, done: Done, call: Callable[[], None] = do_nothing) -> None:
     """Launch a call in this thread."""
     assert device.launch(stream, call, None, done, at_once=True).enqueued
 
@@ -52,7 +52,7 @@ def notice(device: Device, stream: int) -> None:
     waiter = waiter_of(device, stream)
     while not waiter.is_idle or waiter._is_awake:
         time.sleep(0)
-    hold_up(device)
+    block_until_launched(device)
 
 
 async def test_calls_that_have_ended_are_reported_though_cuda_is_not_asked(cuda: FakeCuda, device: Device) -> None:
@@ -77,7 +77,7 @@ async def test_calls_that_have_ended_are_reported_though_cuda_is_not_asked(cuda:
 async def test_what_has_not_ended_is_left_to_the_thread(cuda: FakeCuda, device: Device) -> None:
     stream, loop = device.stream(), asyncio.get_running_loop()
     over = loop.create_future()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
     launch(device, stream, over.set_result, held)
     assert device.look(stream, loop) is False
     await until(lambda: waiter_of(device, stream)._is_awake)
@@ -97,7 +97,7 @@ async def test_the_device_writes_only_behind_a_call_that_has_none_before_it(cuda
     assert told == [0]
     assert device.look(stream, loop) is None
     await until(lambda: told == list(range(5)))
-    other, held = loop.create_future(), Gated(cuda, stream)
+    other, held = loop.create_future(), GatedCall(cuda, stream)
     notice(device, stream)
     device.launch(stream, held, None, other.set_result)  # in the launcher, which looks itself
     await until(lambda: waiter_of(device, stream)._is_awake)
@@ -108,7 +108,7 @@ async def test_the_device_writes_only_behind_a_call_that_has_none_before_it(cuda
 
 async def test_what_the_thread_has_found_is_reported_first(cuda: FakeCuda, device: Device) -> None:
     stream, told, loop = device.stream(), list[int](), asyncio.get_running_loop()
-    device.launch(stream, nothing, None, lambda _: told.append(1))
+    device.launch(stream, do_nothing, None, lambda _: told.append(1))
     notice(device, stream)
     launch(device, stream, lambda _: told.append(2))
     finish(cuda, stream)
@@ -144,7 +144,7 @@ async def test_a_device_that_cannot_write_is_waited_for_by_the_thread(why: str, 
 async def test_an_error_of_the_device_is_found_by_the_thread(cuda: FakeCuda, device: Device) -> None:
     stream, loop = device.stream(), asyncio.get_running_loop()
     over = loop.create_future()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
     launch(device, stream, over.set_result, held)
     cuda.fail("it is broken")
     held.open()
@@ -155,7 +155,7 @@ async def test_an_error_of_the_device_is_found_by_the_thread(cuda: FakeCuda, dev
 async def test_an_earlier_call_on_another_stream_hides_a_later_one(cuda: FakeCuda, device: Device) -> None:
     """The word is the device's: what was not seen is found by the thread."""
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
-    held = Gated(cuda, first)
+    held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]
     launch(device, first, ends[0].set_result, held)
     launch(device, second, ends[1].set_result)
@@ -169,7 +169,7 @@ async def test_an_earlier_call_on_another_stream_hides_a_later_one(cuda: FakeCud
 
 async def test_a_device_that_refuses_to_write_keeps_what_it_was_to_write_before(cuda: FakeCuda, device: Device) -> None:
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
-    held = Gated(cuda, first)
+    held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]
     launch(device, first, ends[0].set_result, held)
     locked = cuda.live()["pinned"]
@@ -246,7 +246,7 @@ def quiet(limits: Limits) -> None:
 
 async def rest(pg: ProcessGroup, gpu: Gpus) -> None:
     """Wait until the launcher has nothing to do, and the thread that waits for NCCL's stream sleeps."""
-    await launcher_rests(pg, gpu)
+    await wait_for_idle_launcher(pg, gpu)
     communicator = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
     waiter = waiter_of(gpu.engine(pg.rank()), communicator.stream)  # type: ignore[union-attr]
     await until(lambda: not waiter._is_awake)
@@ -255,7 +255,7 @@ async def rest(pg: ProcessGroup, gpu: Gpus) -> None:
 @pytest.mark.usefixtures("quiet")
 async def test_an_await_ends_in_the_turn_of_its_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         slow_clock(pg)
         turns: list[int] = []
         for number in range(5):
@@ -276,7 +276,7 @@ async def test_an_await_ends_in_the_turn_of_its_call() -> None:
 @pytest.mark.usefixtures("quiet")
 async def test_a_loop_does_not_look_while_a_thread_waits() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor, polling = await looped(pg, gpu), comm_of(pg).polling
+        tensor, polling = await repeat_allreduce(pg, gpu), comm_of(pg).polling
         await rest(pg, gpu)
         gate = gpu.cuda.gate(0)
         work = pg.allreduce(tensor)
@@ -297,7 +297,7 @@ async def test_a_group_that_is_closed_does_not_look() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         sub = await pg.split_group([list(range(pg.size()))])
         assert sub is not None
-        tensor = await looped(sub, gpu)
+        tensor = await repeat_allreduce(sub, gpu)
         await rest(sub, gpu)
         lookers = comm_of(pg).polling.lookers
         work = sub.allreduce(tensor)

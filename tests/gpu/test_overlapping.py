@@ -17,7 +17,7 @@ from aiocoll.gpu.calls import slots as slots_module
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end, set_nccl_only
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, is_native, launcher_rests
+from .groups import Gpus, gpus, host, uses_nccl, wait_for_idle_launcher
 
 LARGE = EAGER_WINDOW // 8 + 1
 ROUNDS = 5
@@ -68,8 +68,8 @@ async def test_rows_and_columns_in_another_order_on_each_rank(
             for group, tensor in tensors.items():
                 total = sum(group.global_ranks) * group.size() ** (len(works) // 2 - 1)
                 assert host(tensor).tolist() == [total] * 3
-        assert is_native(row)
-        assert is_native(column)
+        assert uses_nccl(row)
+        assert uses_nccl(column)
 
     with gpus(rows * columns) as gpu, only_nccl(gpu):
         await run_ranks(rows * columns, body, gpu)
@@ -140,7 +140,7 @@ async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(lim
             await pg.allreduce(tensor)
         calls.clear()
         await pg.barrier()
-        await launcher_rests(pg, gpu)
+        await wait_for_idle_launcher(pg, gpu)
         work = pg.allreduce(tensor)
         assert "all_reduce" in calls
         await work
@@ -148,7 +148,7 @@ async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(lim
         assert (other is None) == (rank == 2)
         if other is not None:
             await other.allreduce(gpu.tensor(np.ones(3), rank))
-            assert is_native(other)
+            assert uses_nccl(other)
         await until(lambda: state_of(pg).slots.is_shared)
         assert host(tensor).tolist() == [3.0**4] * 3
         await pg.allreduce(tensor)
@@ -194,7 +194,7 @@ async def test_what_was_launched_ahead_holds_up_no_group_for_long(forced: bool) 
         await waits
         assert host(another).tolist() == [2.0] * 3
         assert host(tensor).tolist() == [2.0**4] * 3
-        await until(lambda: is_native(other))
+        await until(lambda: uses_nccl(other))
         with only_nccl(gpu):
             await other.allreduce(another)
         assert host(another).tolist() == [4.0] * 3
@@ -280,7 +280,7 @@ async def test_a_group_of_which_a_rank_has_left_holds_up_no_other(leaver: int, l
         for _ in range(3):
             await other.allreduce(tensor := gpu.tensor(np.ones(3), rank))
             assert host(tensor).tolist() == [3.0] * 3
-        await until(lambda: is_native(other))
+        await until(lambda: uses_nccl(other))
         if rank != leaver:
             ends = [each for each in range(3) if each != leaver]
             large = gpu.tensor(np.full(LARGE, rank), rank)

@@ -14,12 +14,12 @@ from aiocoll.gpu.provider import runtime, why_no_nccl
 
 from .on_device import alone, real
 from .on_device.worlds import missing, world
-from .played import machine
+from .played import torch_machine
 
 
 def test_what_is_found_there() -> None:
     before, torch = ctypes.CDLL, sys.modules.get("torch")
-    with machine(2):
+    with torch_machine(2):
         cuda, nccl = runtime()
         assert isinstance(cuda, CtypesCuda)
         assert isinstance(nccl, CtypesNccl)

@@ -11,14 +11,14 @@ import pytest
 from aiocoll import GroupError, PeerLostError, ProcessGroup
 
 from ..ranks import hub, run_ranks, until
-from .groups import Gpus, allreduced, fails, gpus, ones
+from .groups import Gpus, check_allreduce, check_failure, gpus, ones
 
 
 async def test_a_rank_that_dies_while_queries_stall() -> None:
     """The kernel of the rank that is left waits for that of the other; an abort ends it, and nothing else does."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         gpu.cuda.stalls = True
         gate = gpu.gate(1) if pg.rank() == 1 else None  # so its kernel does not begin
@@ -26,9 +26,9 @@ async def test_a_rank_that_dies_while_queries_stall() -> None:
         if gate is None:
             await until(lambda: len(gpu.cuda.stalled) == 2)
             hub(pg).cut(0, 1)
-            await fails(pg, work, "rank 1", PeerLostError)
+            await check_failure(pg, work, "rank 1", PeerLostError)
         else:
-            await fails(pg, work, "rank 0", PeerLostError)
+            await check_failure(pg, work, "rank 0", PeerLostError)
             gate.open()
 
     with gpus(2) as gpu:
@@ -39,7 +39,7 @@ async def test_a_rank_that_dies_while_queries_stall() -> None:
 
 async def test_who_waits_for_the_order_of_a_stream_is_told_though_the_launcher_is_stuck() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gpu.cuda.stalls = True
         gate = gpu.gate(0)
         works = [pg.allreduce(ones(pg, gpu))]

@@ -1,12 +1,15 @@
-"""What stands in for another thing. It imports nothing, as `run.py` has to say what is missing."""
+"""A base class for wrappers.
+
+This module imports only the standard library, because `run.py` must work without any package.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class Through:
-    """Something in place of another, which does all that it does not do itself."""
+class Delegate:
+    """A wrapper that passes all attributes that it does not define on to another object."""
 
     def __init__(self, other: Any) -> None:
         self._other = other
