@@ -20,7 +20,9 @@ adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 
 @adapters
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_kind_of_call(adapter: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_kind_of_call_gives_right_results_by_each_adapter(
+    adapter: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -33,7 +35,7 @@ async def test_every_kind_of_call(adapter: str, way: str, monkeypatch: pytest.Mo
 
 
 @adapters
-async def test_a_group_that_fails_while_calls_are_in_flight(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_group_fails_its_calls_in_flight(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -55,7 +57,7 @@ async def test_a_group_that_fails_while_calls_are_in_flight(adapter: str, monkey
 
 
 @adapters
-async def test_a_call_that_is_refused(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_that_nccl_refuses_raises(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -47,7 +47,7 @@ def program_of(pg: ProcessGroup) -> program_order.ProgramOrder:
 
 
 @worlds
-async def test_a_loop_launches_at_the_call_and_its_first_pass_waits(world_size: int) -> None:
+async def test_repeated_call_is_launched_at_once_and_a_first_call_waits(world_size: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
         tensor = gpu.tensor(np.ones(3), pg.rank())
         calls.clear()
@@ -70,7 +70,7 @@ async def test_a_loop_launches_at_the_call_and_its_first_pass_waits(world_size: 
         await run_ranks(world_size, body, gpu, gpu.calls())
 
 
-async def test_a_launch_waits_for_no_turn_of_the_loop() -> None:
+async def test_launch_of_a_repeated_call_needs_no_loop_iteration() -> None:
     """However long each of them takes."""
 
     async def body(pg: ProcessGroup, gpu: Gpus, launched: set[int]) -> None:
@@ -91,7 +91,7 @@ async def test_a_launch_waits_for_no_turn_of_the_loop() -> None:
         await run_ranks(2, body, gpu, launched)
 
 
-async def test_a_call_that_starts_later_finds_another_device_current(
+async def test_deferred_call_uses_its_own_device_if_another_is_current(
     limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits(device_ask_every=1000)  # the launcher has nothing else to do
@@ -145,7 +145,7 @@ async def test_on_stream_needs_no_other_rank() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_an_await_ends_when_the_device_is_done_and_all_are_known_to_have_called() -> None:
+async def test_await_ends_after_the_device_and_the_confirmation_of_all_ranks() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = pg.rank()
         tensor = await repeat_allreduce(pg, gpu)
@@ -188,7 +188,7 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
         await run_ranks(1, body, gpu)
 
 
-async def test_other_kinds_between_and_reports_together() -> None:
+async def test_staged_and_host_calls_keep_their_place_among_launched_ones() -> None:
     """What is staged, private or of the host keeps its place; far more calls than are reported at once."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -216,7 +216,7 @@ async def test_other_kinds_between_and_reports_together() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_few_pairs_of_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_remembered_call_pairs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_order, "KEPT", 1)
     monkeypatch.setattr("aiocoll.gpu.calls.communicator.KEPT", 0)
 
@@ -230,7 +230,7 @@ async def test_few_pairs_of_calls_are_remembered(monkeypatch: pytest.MonkeyPatch
         await run_ranks(2, body, gpu)
 
 
-async def test_one_rank_that_wants_all_compared_first_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_rank_with_verify_before_makes_all_compare_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         dispatcher = dispatcher_of(pg)
         assert dispatcher.options.verify == "behind"
@@ -253,7 +253,7 @@ async def test_one_rank_that_wants_all_compared_first_is_enough(monkeypatch: pyt
 
 @pytest.mark.parametrize("other", [0, 1, 2])
 @pytest.mark.parametrize("known", [False, True])
-async def test_a_mismatch_names_both_sides_and_ends_the_group(other: int, known: bool) -> None:
+async def test_mismatch_names_both_calls_and_ends_the_group(other: int, known: bool) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         rank = pg.rank()
         for _ in range(3 if known else 1):
@@ -283,7 +283,7 @@ async def test_a_mismatch_names_both_sides_and_ends_the_group(other: int, known:
     )
 
 
-async def test_of_calls_that_are_told_together_the_first_that_differs_is_named() -> None:
+async def test_first_mismatch_among_calls_reported_together_is_named() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         rank = pg.rank()
         tensor = await repeat_allreduce(pg, gpu, 3)
@@ -301,7 +301,7 @@ async def test_of_calls_that_are_told_together_the_first_that_differs_is_named()
             assert "rank 0 called ALLREDUCE(shape=[3]" in text
 
 
-async def test_shapes_that_differ_are_a_mismatch() -> None:
+async def test_different_shapes_are_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await repeat_allreduce(pg, gpu)
         work = pg.allreduce(gpu.tensor(np.ones((2, 3) if pg.rank() else (3, 2)), pg.rank()))
@@ -312,7 +312,7 @@ async def test_shapes_that_differ_are_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_blocks_that_differ_are_a_mismatch() -> None:
+async def test_different_blocks_are_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await repeat_allreduce(pg, gpu)
@@ -324,7 +324,7 @@ async def test_blocks_that_differ_are_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_call_of_the_host_between_is_a_mismatch() -> None:
+async def test_host_call_in_place_of_a_device_call_is_a_mismatch() -> None:
     """Rank 0 has called something on the host under the number of the other's call on a device."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -344,7 +344,7 @@ async def test_a_call_of_the_host_between_is_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_what_a_rank_says_too_often_or_too_early_ends_the_link() -> None:
+async def test_repeated_or_early_order_message_ends_the_link() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, sender: int, note: dict[str, Any]) -> None:
         rank, comm = pg.rank(), comm_of(pg)
         await repeat_allreduce(pg, gpu)
@@ -364,7 +364,7 @@ async def test_what_a_rank_says_too_often_or_too_early_ends_the_link() -> None:
             await run_ranks(2, body, gpu, sender, note)
 
 
-async def test_an_order_where_there_is_none_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_order_message_without_an_order_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -382,7 +382,7 @@ async def test_an_order_where_there_is_none_ends_the_link(monkeypatch: pytest.Mo
 # -- beside what has another order
 
 
-async def test_keys_and_messages_have_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keyed_calls_and_messages_get_a_place_in_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacing, "CALM", 4)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -411,7 +411,7 @@ async def test_keys_and_messages_have_their_place(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("what", ["key", "message"])
-async def test_what_others_come_to_only_later_does_not_hold_it_up(what: str) -> None:
+async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: str) -> None:
     """Rank 0 has launched a call that rank 1 makes only when the other thing is done: that is staged."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -444,7 +444,7 @@ async def test_what_others_come_to_only_later_does_not_hold_it_up(what: str) -> 
         await run_ranks(2, body, gpu)
 
 
-async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has launched a call that rank 1 makes only when rank 0's patience with the other thing is over."""
     monkeypatch.setattr(pacing, "PATIENCE", 0.0)
 
@@ -469,7 +469,7 @@ async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pyte
         await run_ranks(2, body, gpu)
 
 
-async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
+async def test_placed_operation_waits_for_earlier_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         state = dispatcher_of(pg).device_calls.state
@@ -490,7 +490,7 @@ async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 1])
-async def test_a_rank_that_leaves_before_its_call(leaver: int) -> None:
+async def test_rank_that_leaves_before_its_call_is_named(leaver: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
@@ -503,7 +503,7 @@ async def test_a_rank_that_leaves_before_its_call(leaver: int) -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_leaves_after_its_call_is_not_needed() -> None:
+async def test_rank_that_leaves_after_its_call_is_not_needed() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         await pg.allreduce(tensor)
@@ -514,7 +514,7 @@ async def test_a_rank_that_leaves_after_its_call_is_not_needed() -> None:
             await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_never_calls_is_named() -> None:
+async def test_rank_that_never_calls_is_named() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
@@ -564,7 +564,7 @@ class Said:
         return self.order.hashes(self.order.called, self.order.called)[0]
 
 
-async def test_what_is_confirmed_while_ranks_halt_is_let_through() -> None:
+async def test_confirmation_during_a_halt_starts_the_placed_operations() -> None:
     it = Said()
     begun: list[bool] = []
     it.pacing.place(begun.append)
@@ -579,7 +579,7 @@ async def test_what_is_confirmed_while_ranks_halt_is_let_through() -> None:
     assert len(it.said) == 3
 
 
-async def test_a_mismatch_is_asked_about_once_and_nothing_is_confirmed_behind() -> None:
+async def test_mismatch_is_compared_once_and_blocks_later_confirmations() -> None:
     it = Said()
     it.comparison.reported(1, 1, it.call())
     first, second = it.call(), it.call()
@@ -591,7 +591,7 @@ async def test_a_mismatch_is_asked_about_once_and_nothing_is_confirmed_behind() 
     it.comparison.end()
 
 
-async def test_once_a_rank_has_left_all_is_staged() -> None:
+async def test_operations_are_staged_after_a_rank_has_left() -> None:
     it = Said()
     begun: list[bool] = []
     it.pacing.place(begun.append)

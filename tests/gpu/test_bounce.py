@@ -42,7 +42,7 @@ async def end(pg: ProcessGroup, gpu: Gpus, work: Any) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_messages_and_calls_go_through_ordinary_memory(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_staged_calls_use_ordinary_memory_while_nccl_runs(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounce, "NBYTES", 1 << 19)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -64,7 +64,7 @@ async def test_messages_and_calls_go_through_ordinary_memory(count: int, monkeyp
         assert gpu.cuda.live()["pinned"] >= bounce.NBYTES
 
 
-async def test_threads_that_copy_disturb_no_capture() -> None:
+async def test_copying_threads_disturb_no_capture() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         work = await busy(pg, gpu)
@@ -84,7 +84,7 @@ async def test_threads_that_copy_disturb_no_capture() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_what_was_missing_is_locked_when_the_device_is_idle(limits: Limits) -> None:
+async def test_missing_memory_is_locked_when_the_device_is_idle(limits: Limits) -> None:
     """And what is beyond the limit is freed then."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -119,7 +119,7 @@ async def test_what_was_missing_is_locked_when_the_device_is_idle(limits: Limits
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "stream_create"])
-async def test_a_copy_that_fails_ends_the_group(call: str) -> None:
+async def test_failed_copy_ends_the_group(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         calls = [await busy(pg, gpu)]
@@ -137,7 +137,7 @@ async def test_a_copy_that_fails_ends_the_group(call: str) -> None:
 
 
 @pytest.mark.parametrize("failing", ["stream_wait", "event_record"])
-async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) -> None:
+async def test_failed_call_before_the_copy_ends_the_group(failing: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
 
@@ -162,7 +162,7 @@ async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) ->
         await run_ranks(2, body, gpu)
 
 
-async def test_calls_on_a_stream_that_is_given_up_still_occupy_the_device() -> None:
+async def test_calls_on_an_abandoned_stream_still_occupy_the_device() -> None:
     with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         stream = device.common_stream()
@@ -177,7 +177,7 @@ async def test_calls_on_a_stream_that_is_given_up_still_occupy_the_device() -> N
         assert await device.run(lambda: device.page_locked(100)) is not None
 
 
-async def test_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_array_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounce, "NBYTES", 100)
     with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
@@ -196,7 +196,7 @@ async def test_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cuda.live() == live
 
 
-async def test_a_device_without_nccl_needs_none() -> None:
+async def test_device_without_nccl_needs_no_bounce_block() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await asyncio.gather(*(pg.allreduce(gpu.tensor(np.ones(3), pg.rank())).join() for _ in range(9)))
         assert dispatcher_of(pg).device_calls.state.device._bounce is None  # type: ignore[union-attr]

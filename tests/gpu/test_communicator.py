@@ -35,7 +35,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
     return asked
 
 
-async def test_one_question_at_a_time_and_late_answers_are_no_news(
+async def test_async_error_is_queried_once_at_a_time_and_a_late_result_is_ignored(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     asked = counted(monkeypatch, limits)
@@ -66,7 +66,7 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(
         await run_ranks(1, body, gpu)
 
 
-async def test_the_loop_gives_way_until_the_launcher_has_come_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less and less often: it may be in a call that waits for another rank; not where calls wait for a stream."""
     free = threading.Event()
     looks: dict[Launched, list[tuple[float, bool]]] = defaultdict(list)
@@ -110,7 +110,9 @@ async def test_the_loop_gives_way_until_the_launcher_has_come_to_a_call(monkeypa
         await run_ranks(1, body, gpu)
 
 
-async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+async def test_async_error_is_not_queried_before_the_communicator_exists(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
     asked = counted(monkeypatch, limits)
     make = threading.Event()
 
@@ -126,7 +128,7 @@ async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatc
         await run_ranks(1, body, gpu)
 
 
-async def test_a_group_that_ends_before_its_communicator_is_made(limits: Limits) -> None:
+async def test_communicator_created_after_the_end_of_its_group_is_aborted(limits: Limits) -> None:
     limits(device_release=0.05)
     make = threading.Event()
 
@@ -142,7 +144,7 @@ async def test_a_group_that_ends_before_its_communicator_is_made(limits: Limits)
         await run_ranks(1, body, gpu)
 
 
-async def test_a_communicator_that_cannot_be_made_ends_a_group_of_which_nothing_waits_for_it() -> None:
+async def test_failed_communicator_ends_a_group_without_waiting_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.nccl.fail_next("init", "unhandled cuda error")
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
@@ -152,7 +154,7 @@ async def test_a_communicator_that_cannot_be_made_ends_a_group_of_which_nothing_
         await run_ranks(1, body, gpu)
 
 
-async def test_who_has_said_that_he_ends_may_leave(limits: Limits) -> None:
+async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits: Limits) -> None:
     limits(device_parting=60)
     ends: dict[int, Any] = {}
 
@@ -181,7 +183,7 @@ async def test_who_has_said_that_he_ends_may_leave(limits: Limits) -> None:
     ]
 
 
-async def test_an_error_in_the_first_of_several_verdicts_ends_the_others() -> None:
+async def test_error_in_the_first_of_several_decided_calls_fails_the_others() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         works = [start_unless_revoked(pg, gpu), start_unless_revoked(pg, gpu)]
         gpu.cuda.fail_next("stream_create", "out of memory")
@@ -192,7 +194,7 @@ async def test_an_error_in_the_first_of_several_verdicts_ends_the_others() -> No
         await run_ranks(1, body, gpu)
 
 
-async def test_who_no_longer_waits_for_the_order_of_a_stream() -> None:
+async def test_cancelled_on_stream_does_not_affect_another_one() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             tensor = ones(pg, gpu)
@@ -210,7 +212,7 @@ async def test_who_no_longer_waits_for_the_order_of_a_stream() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_groups_that_end_at_once_do_not_wait_for_each_other(
+async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each rank comes to end another one of them first."""
@@ -232,7 +234,7 @@ async def test_groups_that_end_at_once_do_not_wait_for_each_other(
     assert "has not ended" not in caplog.text
 
 
-async def test_no_abort_comes_while_a_thread_is_in_a_call(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+async def test_communicator_is_not_aborted_during_a_call(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     """A call that does not return keeps the communicator, and holds up neither the loop nor other groups."""
     limits(device_aborting=0.02)
     calling, go_on = threading.Event(), threading.Event()
@@ -259,7 +261,7 @@ async def test_no_abort_comes_while_a_thread_is_in_a_call(limits: Limits, caplog
         await run_ranks(1, body, gpu)
 
 
-async def test_a_group_is_not_closed_before_its_communicator_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ended then would take down NCCL under the thread that aborts it."""
     go_on = threading.Event()
 
@@ -282,7 +284,7 @@ async def test_a_group_is_not_closed_before_its_communicator_is_aborted(monkeypa
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Limits) -> None:
+async def test_error_query_ends_before_its_communicator(end: str, limits: Limits) -> None:
     """The question is in the launcher, or on its way there."""
     limits(device_ask_every=0.001)
     asking, go_on = threading.Event(), threading.Event()
@@ -319,7 +321,9 @@ async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Li
 
 
 @pytest.mark.parametrize("connect", [None, "1"])
-async def test_first_calls_that_block_hold_up_no_loop(connect: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocking_first_calls_do_not_hold_up_the_loop(
+    connect: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless a user says otherwise, ranks are connected with the communicator, and no call blocks."""
     if connect is None:
         monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)

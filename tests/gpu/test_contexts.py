@@ -46,7 +46,7 @@ async def calls(pg: ProcessGroup, gpu: Gpus) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("end", ["shutdown", "abort"])
-async def test_no_call_makes_a_context_elsewhere(way: str, end: str) -> None:
+async def test_calls_create_contexts_only_on_their_devices(way: str, end: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await calls(pg, gpu)
         if end == "abort":
@@ -59,7 +59,7 @@ async def test_no_call_makes_a_context_elsewhere(way: str, end: str) -> None:
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_a_rank_that_makes_a_communicator_only_to_abort_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_communicator_is_created_on_the_right_device_and_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does where the group has failed on it while the others began to make one; it connects as these do."""
     settings: list[str | None] = []
 
@@ -81,7 +81,7 @@ async def test_a_rank_that_makes_a_communicator_only_to_abort_it(monkeypatch: py
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_threads_of_their_own_use_the_device() -> None:
+async def test_separate_threads_use_the_device() -> None:
     with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         nccl = FakeNccl(cuda)
@@ -98,7 +98,7 @@ async def test_threads_of_their_own_use_the_device() -> None:
     assert sorted(cuda.contexts) == [1]
 
 
-async def test_a_device_that_nobody_may_use_is_told_by_what_is_called() -> None:
+async def test_failed_device_selection_does_not_fail_a_function_in_a_thread() -> None:
     with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         cuda.fail_next("use", "invalid device ordinal 7")
@@ -114,7 +114,7 @@ def elsewhere(cuda: FakeCuda, call: Any) -> Any:
     return found[0]
 
 
-def test_a_thread_goes_back_to_its_device_where_that_has_been_used() -> None:
+def test_thread_returns_to_a_device_that_it_has_used() -> None:
     with FakeCuda(3) as cuda:
         events = Events(cuda, 2)
 
@@ -132,7 +132,7 @@ def test_a_thread_goes_back_to_its_device_where_that_has_been_used() -> None:
         assert sorted(cuda.contexts) == [1, 2]
 
 
-async def test_the_communicator_is_ended_on_its_device(limits: Limits) -> None:
+async def test_communicator_is_ended_on_its_device(limits: Limits) -> None:
     """Where the ranks do not end it together, too."""
     limits(device_parting=0.01)
 
@@ -148,7 +148,7 @@ async def test_the_communicator_is_ended_on_its_device(limits: Limits) -> None:
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_calls_on_a_device_that_the_loop_has_not_chosen() -> None:
+async def test_calls_use_a_device_that_the_loop_has_not_selected() -> None:
     with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         stream = device.stream()

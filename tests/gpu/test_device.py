@@ -26,7 +26,7 @@ from ..ranks import until
 from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 
-async def test_calls_are_launched_done_and_told_in_their_order(cuda: FakeCuda, device: Device) -> None:
+async def test_calls_are_launched_run_and_reported_in_order(cuda: FakeCuda, device: Device) -> None:
     launched: list[int] = []
     ran: list[int] = []
     told: list[int] = []
@@ -48,7 +48,7 @@ async def test_calls_are_launched_done_and_told_in_their_order(cuda: FakeCuda, d
     assert threading.get_ident() not in threads
 
 
-async def test_the_end_is_told_when_the_device_is_done_and_on_stream_when_it_is_enqueued(
+async def test_on_stream_ends_at_the_launch_and_the_call_when_the_device_is_done(
     cuda: FakeCuda, device: Device
 ) -> None:
     comm, user = device.stream(), cuda.stream_create()
@@ -71,7 +71,7 @@ async def test_the_end_is_told_when_the_device_is_done_and_on_stream_when_it_is_
     cuda.stream_synchronize(user)
 
 
-async def test_what_is_on_the_callers_stream_at_the_call_comes_first(cuda: FakeCuda, device: Device) -> None:
+async def test_earlier_work_on_the_callers_stream_runs_first(cuda: FakeCuda, device: Device) -> None:
     comm, user = device.stream(), cuda.stream_create()
     ran: list[str] = []
     before = cuda.gate(user)
@@ -86,14 +86,14 @@ async def test_what_is_on_the_callers_stream_at_the_call_comes_first(cuda: FakeC
     after.open()
 
 
-async def test_a_call_may_wait_for_nothing(cuda: FakeCuda, device: Device) -> None:
+async def test_call_without_a_mark_waits_for_no_stream(cuda: FakeCuda, device: Device) -> None:
     user = cuda.gate(0)
     _, ended = launch_call(device, device.stream(), before=None)
     await ended
     user.open()
 
 
-async def test_the_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
+async def test_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
     """The default stream is one of each device; an event of one device cannot be recorded on another's."""
     cuda.use(0)
     ordinal, other = 1, Device.of(cuda, 1)
@@ -114,7 +114,7 @@ async def test_the_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
     assert cuda.current() == 0
 
 
-async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, device: Device) -> None:
+async def test_deferred_call_runs_after_its_mark(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     ran: list[str] = []
     first = cuda.gate(0)
@@ -139,7 +139,7 @@ async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, 
     assert cuda.live()["events"] == events
 
 
-async def test_marks_that_cannot_be_waited_for_are_given_back(cuda: FakeCuda, device: Device) -> None:
+async def test_marks_that_cannot_be_waited_for_are_released(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(3):
         marks = [device.mark(0) for _ in range(2)]
@@ -150,7 +150,7 @@ async def test_marks_that_cannot_be_waited_for_are_given_back(cuda: FakeCuda, de
     assert cuda.live()["events"] <= 3
 
 
-async def test_nothing_is_launched_behind_a_stream_that_is_captured(cuda: FakeCuda, device: Device) -> None:
+async def test_launch_behind_a_captured_stream_is_refused(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     cuda.capture(0, True)
     for call in (partial(launch_call, device, stream), partial(device.mark, 0), partial(device.check_capture, 0)):
@@ -161,7 +161,7 @@ async def test_nothing_is_launched_behind_a_stream_that_is_captured(cuda: FakeCu
     await launch_call(device, stream)[1]
 
 
-def test_without_a_loop_nothing_is_launched(cuda: FakeCuda, device: Device) -> None:
+def test_launch_without_a_loop_is_refused(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     with pytest.raises(RuntimeError, match="no running event loop"):
         device.launch(stream, do_nothing, None, lambda error: None)
@@ -171,7 +171,7 @@ def test_without_a_loop_nothing_is_launched(cuda: FakeCuda, device: Device) -> N
 # -- on_stream
 
 
-async def test_on_stream_waits_for_a_launcher_that_is_busy(cuda: FakeCuda, device: Device) -> None:
+async def test_on_stream_waits_for_a_busy_launcher(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     busy = threading.Event()
     launch_call(device, stream, lambda: busy.wait(10) and None)
@@ -187,7 +187,7 @@ async def test_on_stream_waits_for_a_launcher_that_is_busy(cuda: FakeCuda, devic
     await ended
 
 
-async def test_on_stream_hears_of_a_launch_in_its_midst(cuda: FakeCuda, device: Device) -> None:
+async def test_on_stream_notices_a_concurrent_launch(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     busy = threading.Event()
     launch_call(device, stream, lambda: busy.wait(10) and None)
@@ -210,7 +210,7 @@ async def test_on_stream_hears_of_a_launch_in_its_midst(cuda: FakeCuda, device: 
 # -- who finds out
 
 
-async def test_a_short_call_ends_without_a_thread_that_waits(cuda: FakeCuda, device: Device) -> None:
+async def test_short_call_ends_without_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(10):
         await launch_call(device, stream)[1]
@@ -218,7 +218,7 @@ async def test_a_short_call_ends_without_a_thread_that_waits(cuda: FakeCuda, dev
     assert cuda.calls["event_synchronize"] == 0
 
 
-async def test_the_launcher_looks_no_longer_when_it_is_wanted(cuda: FakeCuda, device: Device, limits: Limits) -> None:
+async def test_launcher_stops_polling_for_a_new_call(cuda: FakeCuda, device: Device, limits: Limits) -> None:
     looks = 1 << 14  # a second or more
     limits(device_looks=looks)
     stream = device.stream()
@@ -235,7 +235,7 @@ async def test_the_launcher_looks_no_longer_when_it_is_wanted(cuda: FakeCuda, de
     await ended
 
 
-async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, device: Device) -> None:
+async def test_later_calls_are_left_to_the_waiting_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     held = GatedCall(cuda, stream)
     first, second = launch_call(device, stream, held)[1], launch_call(device, stream)[1]
@@ -264,7 +264,7 @@ async def at_once(device: Device, stream: int, calls: list[int], count: int) -> 
     return ended
 
 
-async def test_a_loop_does_not_overtake_what_the_launcher_is_about_to_call(
+async def test_call_of_the_loop_does_not_overtake_a_call_of_the_launcher(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, go_on = threading.Lock(), threading.Event()
@@ -291,7 +291,7 @@ async def test_a_loop_does_not_overtake_what_the_launcher_is_about_to_call(
     assert called == [1, 2]
 
 
-async def test_calls_that_a_turn_launches_wake_the_thread_when_it_is_over(
+async def test_calls_of_an_iteration_wake_the_completion_thread_at_its_end(
     cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would want the interpreter while they are launched."""
@@ -308,7 +308,7 @@ async def test_calls_that_a_turn_launches_wake_the_thread_when_it_is_over(
         assert wakes[0] == several
 
 
-def test_a_loop_that_is_held_up_does_not_hide_the_ends_of_another(cuda: FakeCuda, device: Device) -> None:
+def test_blocked_loop_does_not_delay_the_ends_of_another_loop(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     go_on = threading.Event()
     told: list[str] = []
@@ -335,7 +335,7 @@ def test_a_loop_that_is_held_up_does_not_hide_the_ends_of_another(cuda: FakeCuda
 # -- references
 
 
-async def test_references_live_until_the_device_is_done_though_nobody_waits(cuda: FakeCuda, device: Device) -> None:
+async def test_references_live_until_the_device_is_done_without_an_awaiter(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -360,7 +360,7 @@ async def test_references_live_until_the_device_is_done_though_nobody_waits(cuda
     await launch_call(device, stream)[1]
 
 
-async def test_the_last_reference_ends_in_the_loop(cuda: FakeCuda, device: Device) -> None:
+async def test_last_reference_is_released_in_the_loop(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     for _ in range(50):
@@ -372,7 +372,7 @@ async def test_the_last_reference_ends_in_the_loop(cuda: FakeCuda, device: Devic
     assert len(kept.freed_in) == 50
 
 
-async def test_the_memory_of_an_array_is_there_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
+async def test_array_memory_lives_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
     """The fake says so: work on memory that is gone takes the device with it."""
     stream = device.stream()
     array, target = FakeArray(cuda, np.arange(4)), FakeArray(cuda, np.zeros(4, int))
@@ -406,7 +406,9 @@ class Counting:
         self._loop.call_soon(call, *args)
 
 
-async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(cuda: FakeCuda, device: Device) -> None:
+async def test_batch_wakes_the_loop_once_and_is_reported_over_several_iterations(
+    cuda: FakeCuda, device: Device
+) -> None:
     stream = device.stream()
     loop = Counting(asyncio.get_running_loop())
     batch = Batch(cuda, device, stream)
@@ -420,7 +422,7 @@ async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(cuda: Fa
 
 
 @pytest.mark.parametrize("by", ["thread", "launcher"])
-async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeCuda, device: Device, by: str) -> None:
+async def test_batch_reported_over_several_iterations_keeps_its_place(cuda: FakeCuda, device: Device, by: str) -> None:
     stream = device.stream()
     waiter, told = waiter_of(device, stream), list[int]()
     batch = Batch(cuda, device, stream)
@@ -451,7 +453,7 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeC
     assert told == list(range(AT_MOST + 1))
 
 
-async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) -> None:
+async def test_thousands_of_calls_leave_no_objects(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     alive: weakref.WeakSet[Launched] = weakref.WeakSet()
 
@@ -479,7 +481,7 @@ async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) 
     assert len(alive) <= 2
 
 
-async def test_the_loop_turns_while_a_kernel_runs(cuda: FakeCuda, device: Device) -> None:
+async def test_loop_stays_free_while_a_kernel_runs(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     held: list[float] = []
     turns = 0
@@ -533,7 +535,7 @@ def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device)
     assert told == [list(range(100))] * 4
 
 
-async def test_streams_do_not_hide_the_ends_of_each_other(cuda: FakeCuda, device: Device) -> None:
+async def test_streams_do_not_delay_the_ends_of_each_other(cuda: FakeCuda, device: Device) -> None:
     """Else a collective that waits for another rank could wait for ever: that rank may wait for the other stream."""
     first, second = device.stream(), device.stream()
     held = GatedCall(cuda, first)

@@ -36,7 +36,7 @@ FLOAT32, SUM = 7, 0
 
 
 @pytest.mark.parametrize("error", [DeviceError("ncclAllReduce", "no", fatal=False), ValueError("no"), SystemExit("no")])
-async def test_a_call_that_fails_fails_alone(cuda: FakeCuda, device: Device, error: BaseException) -> None:
+async def test_failed_call_does_not_fail_others(cuda: FakeCuda, device: Device, error: BaseException) -> None:
     stream = device.stream()
 
     def fail() -> None:
@@ -55,7 +55,7 @@ async def test_a_call_that_fails_fails_alone(cuda: FakeCuda, device: Device, err
         await launched.on_stream(0)
 
 
-async def test_a_call_that_fails_keeps_what_it_has_put_on_the_stream_by_then(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_call_keeps_references_until_its_enqueued_work_ends(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -77,7 +77,7 @@ async def test_a_call_that_fails_keeps_what_it_has_put_on_the_stream_by_then(cud
 
 
 @pytest.mark.parametrize("call", ["stream_wait", "event_record"])
-async def test_a_launch_that_cuda_refuses(cuda: FakeCuda, device: Device, call: str) -> None:
+async def test_launch_that_cuda_refuses_raises(cuda: FakeCuda, device: Device, call: str) -> None:
     stream = device.stream()
     ran: list[int] = []
     before = 0 if call == "stream_wait" else None
@@ -89,7 +89,7 @@ async def test_a_launch_that_cuda_refuses(cuda: FakeCuda, device: Device, call: 
     await launch_call(device, stream)[1]
 
 
-async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -> None:
+async def test_first_of_two_errors_is_reported(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
 
     def fail() -> None:
@@ -102,7 +102,7 @@ async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -
 
 
 @pytest.mark.parametrize("call", ["event_record", "event_done", "event_synchronize"])
-async def test_no_error_ends_a_thread(cuda: FakeCuda, device: Device, call: str) -> None:
+async def test_errors_do_not_end_a_thread(cuda: FakeCuda, device: Device, call: str) -> None:
     stream = device.stream()
     held = GatedCall(cuda, stream)
 
@@ -119,7 +119,7 @@ async def test_no_error_ends_a_thread(cuda: FakeCuda, device: Device, call: str)
     await launch_call(device, stream)[1]
 
 
-async def test_a_callers_stream_that_cannot_be_waited_for_is_told_at_the_call(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_mark_on_the_callers_stream_raises_at_the_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(3):
         cuda.fail_next("event_record", "busy")
@@ -129,7 +129,7 @@ async def test_a_callers_stream_that_cannot_be_waited_for_is_told_at_the_call(cu
     await launch_call(device, stream)[1]
 
 
-async def test_a_device_that_fails_fails_all_that_is_pending(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_device_fails_all_pending_calls(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     held = GatedCall(cuda, stream)
     calls = [launch_call(device, stream, held)] + [launch_call(device, stream) for _ in range(9)]
@@ -148,7 +148,7 @@ async def test_a_device_that_fails_fails_all_that_is_pending(cuda: FakeCuda, dev
     assert await device.close_stream(stream, 10)
 
 
-async def test_an_error_of_one_look_is_of_one_call(cuda: FakeCuda, device: Device) -> None:
+async def test_error_of_a_query_fails_only_one_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     batch = Batch(cuda, device, stream)
     calls = [launch_call(device, stream, call) for call in (batch, do_nothing, do_nothing)]
@@ -159,7 +159,7 @@ async def test_an_error_of_one_look_is_of_one_call(cuda: FakeCuda, device: Devic
     assert [type(error) for error in errors] == [type(None), DeviceError, type(None)]
 
 
-async def test_a_callback_that_fails_does_not_stop_the_others(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_callback_does_not_stop_others(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     seen: list[Any] = []
     loop = asyncio.get_running_loop()
@@ -177,7 +177,7 @@ async def test_a_callback_that_fails_does_not_stop_the_others(cuda: FakeCuda, de
 # -- closed loops
 
 
-def test_a_loop_that_is_closed_is_forgotten(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
+def test_closed_loop_keeps_no_objects(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -202,7 +202,7 @@ def test_a_loop_that_is_closed_is_forgotten(cuda: FakeCuda, device: Device, capl
     assert caplog.records == []
 
 
-def test_a_loop_that_is_closed_before_the_ends_have_their_turn(cuda: FakeCuda, device: Device) -> None:
+def test_loop_closed_before_ends_are_reported_keeps_no_objects(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     loop = asyncio.new_event_loop()
@@ -224,7 +224,7 @@ def test_a_loop_that_is_closed_before_the_ends_have_their_turn(cuda: FakeCuda, d
     assert cuda.live()["events"] == 0
 
 
-def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: Device) -> None:
+def test_loop_closed_during_a_batch_keeps_no_objects(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     loop = asyncio.new_event_loop()
@@ -252,7 +252,7 @@ def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: D
 # -- calls of the launcher
 
 
-async def test_the_launcher_calls_in_its_turn_and_aside_at_once(cuda: FakeCuda, device: Device) -> None:
+async def test_run_waits_for_the_launcher_and_run_in_thread_does_not(cuda: FakeCuda, device: Device) -> None:
     busy = threading.Event()
     first = device.run(lambda: busy.wait(10))
     second = device.run(cuda.current)
@@ -264,7 +264,7 @@ async def test_the_launcher_calls_in_its_turn_and_aside_at_once(cuda: FakeCuda, 
 
 
 @pytest.mark.parametrize("error", [DeviceError("init", "no"), SystemExit("no")])
-async def test_what_the_launcher_calls_may_fail(device: Device, error: BaseException) -> None:
+async def test_function_in_the_launcher_may_fail(device: Device, error: BaseException) -> None:
     def fail() -> None:
         raise error
 
@@ -277,7 +277,7 @@ async def test_what_the_launcher_calls_may_fail(device: Device, error: BaseExcep
     assert await device.run(lambda: 1) == 1
 
 
-async def test_the_end_of_the_process_waits_for_calls_in_threads(device: Device, limits: Limits) -> None:
+async def test_process_end_waits_for_functions_in_threads(device: Device, limits: Limits) -> None:
     """And for one that does not come back no longer than a limit."""
     go_on = threading.Event()
     call = device.run_in_thread(lambda: go_on.wait(10))
@@ -291,9 +291,7 @@ async def test_the_end_of_the_process_waits_for_calls_in_threads(device: Device,
     assert await call
 
 
-async def test_a_thread_that_cannot_be_started_is_not_waited_for(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_thread_that_cannot_start_is_not_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -305,7 +303,7 @@ async def test_a_thread_that_cannot_be_started_is_not_waited_for(
     assert set(module._threads) == before
 
 
-async def test_a_result_that_nobody_waits_for_is_undone(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unawaited_result_is_released(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     busy = threading.Event()
     undone: list[tuple[int, bool]] = []
     loop = threading.get_ident()
@@ -323,7 +321,7 @@ async def test_a_result_that_nobody_waits_for_is_undone(device: Device, caplog: 
     assert "releasing its result failed: DeviceError('abort: no')" in caplog.text
 
 
-def test_a_result_for_a_closed_loop_is_undone(device: Device) -> None:
+def test_result_for_a_closed_loop_is_released(device: Device) -> None:
     busy = threading.Event()
     undone: list[int] = []
 
@@ -339,7 +337,7 @@ def test_a_result_for_a_closed_loop_is_undone(device: Device) -> None:
 # -- streams that end, and that do not
 
 
-async def test_a_stream_is_closed_behind_what_is_on_it(cuda: FakeCuda, device: Device) -> None:
+async def test_stream_is_closed_after_its_work(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     assert cuda.live()["streams"] == 1
     held = GatedCall(cuda, stream)
@@ -358,9 +356,7 @@ async def test_a_stream_is_closed_behind_what_is_on_it(cuda: FakeCuda, device: D
     await until(lambda: threading.active_count() <= before)
 
 
-async def test_a_stream_that_does_not_end_is_left_behind(
-    cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_stuck_stream_is_abandoned(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -376,7 +372,7 @@ async def test_a_stream_that_does_not_end_is_left_behind(
     assert len(kept.freed_in) == 1
 
 
-async def test_a_device_that_is_closed_gives_back_a_stream_that_is_being_closed(cuda: FakeCuda, device: Device) -> None:
+async def test_closed_device_destroys_a_closing_stream(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     await launch_call(device, stream)[1]
     closing = asyncio.create_task(device.close_stream(stream, 10))
@@ -386,7 +382,7 @@ async def test_a_device_that_is_closed_gives_back_a_stream_that_is_being_closed(
     assert await closing
 
 
-async def test_a_stream_that_cannot_be_made_leaves_no_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_stream_creation_leaves_no_thread(cuda: FakeCuda, device: Device) -> None:
     before = threading.active_count()
     cuda.fail_next("stream_create", "out of memory")
     with pytest.raises(DeviceError, match="out of memory"):
@@ -394,7 +390,7 @@ async def test_a_stream_that_cannot_be_made_leaves_no_thread(cuda: FakeCuda, dev
     await until(lambda: threading.active_count() == before)
 
 
-async def test_abort_frees_who_waits(cuda: FakeCuda) -> None:
+async def test_abort_ends_a_waiting_call(cuda: FakeCuda) -> None:
     nccl = FakeNccl(cuda)
     devices = [Device.of(cuda, ordinal) for ordinal in range(2)]
     unique_id = nccl.unique_id()
@@ -412,7 +408,7 @@ async def test_abort_frees_who_waits(cuda: FakeCuda) -> None:
     assert await devices[0].close_stream(stream, 10)
 
 
-async def test_an_abort_that_hangs_holds_nothing_up(cuda: FakeCuda, device: Device) -> None:
+async def test_hanging_abort_blocks_no_other_work(cuda: FakeCuda, device: Device) -> None:
     nccl = FakeNccl(cuda)
     end = await device.run(lambda: nccl.init(1, nccl.unique_id(), 0))
     end.fail("network is gone")
@@ -427,7 +423,7 @@ async def test_an_abort_that_hangs_holds_nothing_up(cuda: FakeCuda, device: Devi
     assert not ended.done()
 
 
-async def test_a_launcher_that_is_stuck_holds_nothing_up(cuda: FakeCuda, device: Device) -> None:
+async def test_stuck_launcher_does_not_block_the_loop(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     stuck = threading.Event()
     _, ended = launch_call(device, stream, lambda: stuck.wait(10) and None)
@@ -436,7 +432,7 @@ async def test_a_launcher_that_is_stuck_holds_nothing_up(cuda: FakeCuda, device:
     await ended
 
 
-async def test_closing_a_device_is_bounded(cuda: FakeCuda, device: Device) -> None:
+async def test_closing_a_device_takes_bounded_time(cuda: FakeCuda, device: Device) -> None:
     streams = [device.stream(), device.stream()]
     held = GatedCall(cuda, streams[0])
     _, ended = launch_call(device, streams[0], held)
@@ -457,7 +453,7 @@ async def test_closing_a_device_does_not_need_the_loop(cuda: FakeCuda, device: D
     await ended
 
 
-async def test_closing_a_device_whose_launcher_is_stuck_is_bounded(cuda: FakeCuda, device: Device) -> None:
+async def test_closing_a_device_with_a_stuck_launcher_takes_bounded_time(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     stuck = threading.Event()
     _, ended = launch_call(device, stream, lambda: stuck.wait(10) and None)
@@ -466,7 +462,7 @@ async def test_closing_a_device_whose_launcher_is_stuck_is_bounded(cuda: FakeCud
     await ended
 
 
-async def test_closing_devices_gives_all_back(cuda: FakeCuda) -> None:
+async def test_closing_devices_releases_everything(cuda: FakeCuda) -> None:
     devices = [Device.of(cuda, ordinal) for ordinal in range(2)]
     for device in devices:
         stream = device.stream()
@@ -481,7 +477,7 @@ async def test_closing_devices_gives_all_back(cuda: FakeCuda) -> None:
 # -- forks and exits
 
 
-def test_a_forked_child_is_told(cuda: FakeCuda, device: Device) -> None:
+def test_forked_child_gets_an_error(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     out, into = os.pipe()
     with warnings.catch_warnings():
@@ -504,7 +500,7 @@ def test_a_forked_child_is_told(cuda: FakeCuda, device: Device) -> None:
     assert device.stream() != stream, "the parent goes on"
 
 
-def test_a_device_from_before_a_fork_cannot_be_used(cuda: FakeCuda, device: Device) -> None:
+def test_device_cannot_be_used_after_a_fork(cuda: FakeCuda, device: Device) -> None:
     module._forked()
     for ordinal in range(2):
         with pytest.raises(RuntimeError, match=r"get_context\('spawn'\)"):
@@ -539,7 +535,7 @@ print("end", flush=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["waiting", "stuck"])
-def test_an_interpreter_exits_quietly_though_work_is_pending(how: str) -> None:
+def test_interpreter_exits_quietly_with_pending_work(how: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", EXIT, how],
         cwd=Path(__file__).parents[2],

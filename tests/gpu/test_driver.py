@@ -21,7 +21,7 @@ from .stub_driver import driver as stub
 EVENT = 0x7F00_1234_5678_9AB0
 
 
-def test_a_thread_is_relaxed() -> None:
+def test_relax_sets_the_capture_mode_of_the_thread() -> None:
     log = Log()
     MODES.clear()
     Driver(stub(log)).relax()
@@ -57,7 +57,7 @@ def log() -> Log:
         (lambda d: d.device_of(EVENT), 1, [("cuPointerGetAttribute", (9, EVENT))]),
     ],
 )
-def test_calls(log: Log, call: Callable[[Driver], Any], returned: Any, logged: Any) -> None:
+def test_method_calls_its_driver_function(log: Log, call: Callable[[Driver], Any], returned: Any, logged: Any) -> None:
     made = Driver(stub(log))
     assert log.calls == [("cuInit", (0,))]
     log.calls.clear()
@@ -66,7 +66,7 @@ def test_calls(log: Log, call: Callable[[Driver], Any], returned: Any, logged: A
 
 
 @pytest.mark.parametrize(("status", "fatal"), [(1, False), (2, False), (400, False), (906, False), (700, True)])
-def test_errors(log: Log, status: int, fatal: bool) -> None:
+def test_driver_errors_are_raised(log: Log, status: int, fatal: bool) -> None:
     made = Driver(stub(log))
     for name, call in (("cuEventQuery", made.event_done), ("cuPointerGetAttribute", made.device_of)):
         log.status[name] = status
@@ -78,12 +78,12 @@ def test_errors(log: Log, status: int, fatal: bool) -> None:
         made.event_done(EVENT)
 
 
-def test_an_event_that_is_not_done(log: Log) -> None:
+def test_unfinished_event_is_not_done(log: Log) -> None:
     log.status["cuEventQuery"] = 600
     assert Driver(stub(log)).event_done(EVENT) is False
 
 
-def test_the_library_of_this_machine(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_uses_libcuda(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     monkeypatch.setattr(module.ctypes, "CDLL", lambda name: (loaded.append(name), stub(log))[1])
     assert load().event_done(EVENT)
@@ -117,5 +117,5 @@ print(answers)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or ctypes.sizeof(ctypes.c_void_p) != 8, reason="looks into glibc")
-def test_a_query_that_stalls_holds_up_no_other_thread() -> None:
+def test_stalled_query_blocks_no_other_thread() -> None:
     assert run_code(STALL) == "[True]"

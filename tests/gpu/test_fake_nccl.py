@@ -63,7 +63,7 @@ def given(rank: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_reductions_of_all_dtypes_and_ops(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_reductions_of_all_dtypes_and_ops_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             for op in range(5):
@@ -86,7 +86,7 @@ def test_reductions_of_all_dtypes_and_ops(cuda: FakeCuda, nccl: FakeNccl, world_
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_averages_of_floats(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_averages_of_floats_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             if dtype.kind in ("half", "float"):
@@ -99,7 +99,7 @@ def test_averages_of_floats(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> 
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_copies_of_all_dtypes(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_copies_of_all_dtypes_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             mine = FakeArray(cuda, stored([me.rank, me.rank], dtype), me.rank, dtype)
@@ -119,7 +119,7 @@ def test_copies_of_all_dtypes(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_everybody_sends_to_everybody_in_a_group(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_all_ranks_exchange_messages_in_a_group(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         out = FakeArray(cuda, np.arange(world_size) + 10 * me.rank, me.rank)
         into = FakeArray(cuda, np.zeros(world_size, int), me.rank)
@@ -136,7 +136,7 @@ def test_everybody_sends_to_everybody_in_a_group(cuda: FakeCuda, nccl: FakeNccl,
     results_by_rank(cuda, nccl, world_size, rank)
 
 
-def test_messages_between_two_keep_their_order(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_messages_between_two_ranks_keep_their_order(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> list[int]:
         array = FakeArray(cuda, np.arange(100) if me.rank == 0 else np.zeros(100, int), me.rank)
         for place in range(100):
@@ -160,7 +160,7 @@ def test_collectives_of_a_group_start_at_its_end(cuda: FakeCuda, nccl: FakeNccl)
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_nothing_to_do_is_not_done(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_empty_calls_start_no_kernel(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         if me.rank == 0:  # nobody else calls
             me.communicator.all_reduce(0, 0, 0, FLOAT32, SUM, me.stream)
@@ -205,7 +205,7 @@ def start(me: Rank, what: str, array: FakeArray) -> None:
 
 
 @pytest.mark.parametrize("what", HANGING)
-def test_what_does_not_belong_together_hangs_until_abort(cuda: FakeCuda, nccl: FakeNccl, what: str) -> None:
+def test_mismatched_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeNccl, what: str) -> None:
     started = threading.Barrier(2)
 
     def rank(me: Rank) -> None:
@@ -235,7 +235,7 @@ def test_what_does_not_belong_together_hangs_until_abort(cuda: FakeCuda, nccl: F
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_it_says_why_it_hangs(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_complaint_describes_the_mismatch(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(4, np.float32), me.rank)
         start(me, "op", array)
@@ -249,7 +249,7 @@ def test_it_says_why_it_hangs(cuda: FakeCuda, nccl: FakeNccl) -> None:
     ]
 
 
-def test_two_communicators_on_one_stream_in_different_order_hang(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_communicators_in_different_orders_on_a_stream_hang(cuda: FakeCuda, nccl: FakeNccl) -> None:
     other = nccl.unique_id()
     started = threading.Barrier(2)
 
@@ -269,7 +269,7 @@ def test_two_communicators_on_one_stream_in_different_order_hang(cuda: FakeCuda,
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_a_group_that_is_aborted_before_its_end_is_not_started(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_group_aborted_before_its_end_is_not_started(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def body(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(2, np.float32), me.rank)
         nccl.group_start()
@@ -285,13 +285,13 @@ def test_a_group_that_is_aborted_before_its_end_is_not_started(cuda: FakeCuda, n
 # -- init, abort, destroy
 
 
-def test_init_waits_for_all_and_refuses_two_on_one_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_init_refuses_two_ranks_on_one_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
     cuda.bus_ids[1] = cuda.bus_ids[0]
     with pytest.raises(DeviceError, match="Duplicate GPU detected"):
         results_by_rank(cuda, nccl, 2, lambda me: None)
 
 
-def test_init_refuses_versions_that_differ(cuda: FakeCuda) -> None:
+def test_init_refuses_different_versions(cuda: FakeCuda) -> None:
     libraries = [FakeNccl(cuda, 22809), FakeNccl(cuda, 22203)]
     unique_id = libraries[0].unique_id()
 
@@ -323,7 +323,7 @@ def test_wrong_ranks_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
 
 
 @pytest.mark.parametrize("call", ["init", "abort"])
-def test_what_hangs_ends_with_the_fake(call: str) -> None:
+def test_hanging_call_ends_with_the_fake(call: str) -> None:
     with FakeCuda(1) as cuda:
         nccl = FakeNccl(cuda)
         made = nccl.init(1, nccl.unique_id(), 0)
@@ -354,7 +354,7 @@ def test_destroy_waits_for_all_ranks(cuda: FakeCuda, nccl: FakeNccl) -> None:
     assert order[0] == 2
 
 
-def test_destroy_refuses_what_is_in_flight_and_abort_frees_it(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_destroy_refuses_calls_in_flight_and_abort_ends_them(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         if me.rank == 0:
             array = FakeArray(cuda, np.ones(1, np.float32), 0)
@@ -371,7 +371,7 @@ def test_destroy_refuses_what_is_in_flight_and_abort_frees_it(cuda: FakeCuda, nc
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_abort_does_not_look_at_memory_that_is_gone(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_abort_ignores_freed_memory(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         if me.rank == 0:
             array = FakeArray(cuda, np.ones(1, np.float32), 0)
@@ -383,7 +383,7 @@ def test_abort_does_not_look_at_memory_that_is_gone(cuda: FakeCuda, nccl: FakeNc
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_memory_that_goes_too_early_takes_a_device_with_it(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_memory_freed_too_early_fails_a_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
     gone = threading.Barrier(2)
 
     def rank(me: Rank) -> str | None:
@@ -407,7 +407,7 @@ def test_memory_that_goes_too_early_takes_a_device_with_it(cuda: FakeCuda, nccl:
 # -- what is refused at the call
 
 
-def test_bad_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_wrong_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(8, np.float32), me.rank)
         foreign = FakeArray(cuda, np.ones(8, np.float32), 1 - me.rank)
@@ -437,7 +437,7 @@ def test_bad_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_a_communicator_belongs_to_a_thread_and_a_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_communicator_refuses_concurrent_threads_and_other_devices(cuda: FakeCuda, nccl: FakeNccl) -> None:
     made = nccl.init(1, nccl.unique_id(), 0)
     errors: list[BaseException] = []
 
@@ -461,7 +461,7 @@ def test_a_communicator_belongs_to_a_thread_and_a_device(cuda: FakeCuda, nccl: F
         made.all_reduce(0, 0, 0, FLOAT32, SUM, cuda.stream_create())
 
 
-def test_float8_needs_a_late_version(cuda: FakeCuda) -> None:
+def test_float8_needs_a_recent_version(cuda: FakeCuda) -> None:
     early = FakeNccl(cuda, 22203)
     made = early.init(1, early.unique_id(), 0)
     array = FakeArray(cuda, np.zeros(1, np.uint8))
@@ -472,7 +472,7 @@ def test_float8_needs_a_late_version(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("call", ["unique_id", "init", "all_reduce", "group_start", "group_end", "abort", "destroy"])
-def test_any_call_can_be_made_to_fail(cuda: FakeCuda, nccl: FakeNccl, call: str) -> None:
+def test_fail_next_fails_any_call(cuda: FakeCuda, nccl: FakeNccl, call: str) -> None:
     unique_id = nccl.unique_id()
     if call != "init":
         made = nccl.init(1, unique_id, 0)

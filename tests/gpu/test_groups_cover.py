@@ -70,7 +70,7 @@ async def run(world_size: int, way: str, cases: list[Case]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_pairwise_cover(world_size: int, way: str) -> None:
+async def test_pairwise_cover_of_calls_gives_right_results(world_size: int, way: str) -> None:
     await run(world_size, way, [case for case in pairs() if case["world_size"] == world_size])
 
 
@@ -91,9 +91,7 @@ def is_native(kind: str, op: str, dtype: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_reductions_that_nccl_lacks_are_staged(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All reductions in one group, each compared with NumPy."""
     staged = [0] * world_size
 
@@ -117,5 +115,5 @@ async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", WIDE)
-async def test_full_product(dtype: str, world_size: int, way: str) -> None:
+async def test_all_calls_give_right_results(dtype: str, world_size: int, way: str) -> None:
     await run(world_size, way, [case for case in everything(dtype, world_size) if case["count"] in COUNTS])

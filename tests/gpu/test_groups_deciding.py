@@ -25,7 +25,7 @@ LARGE = EAGER_WINDOW + 1
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-async def test_messages_alone_are_enough(late: int) -> None:
+async def test_group_agrees_on_nccl_after_messages_alone(late: int) -> None:
     """All ranks have sent or received something; rank 0 may be the last that has."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -55,7 +55,7 @@ async def test_messages_alone_are_enough(late: int) -> None:
         assert (calls.count("send"), calls.count("recv")) == (1, 1)
 
 
-async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks begin with groups of each two of them at once, each with another group first."""
     firsts = []
 
@@ -83,7 +83,7 @@ async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatc
         await run_ranks(3, body, gpu)
 
 
-async def test_jobs_that_number_the_same_devices_differently_do_not_wait_for_each_other(
+async def test_jobs_with_devices_in_opposite_orders_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def held(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
@@ -106,7 +106,7 @@ async def test_jobs_that_number_the_same_devices_differently_do_not_wait_for_eac
         await asyncio.gather(run_ranks(2, body, gpu, [0, 1]), run_ranks(2, body, gpu, [1, 0]))
 
 
-async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of one group does not hear that its turn has come."""
     deaf = []
 
@@ -137,7 +137,7 @@ async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("late", [0, 1])
-async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> None:
+async def test_rank_may_create_its_group_after_calls_of_others(late: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
@@ -156,7 +156,7 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
         await run_ranks(3, body, gpu)
 
 
-async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> None:
+async def test_messages_for_closed_or_foreign_groups_are_not_kept() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         endpoint = comm_of(pg).endpoint
         part = await pg.split_group([[0, 1]])
@@ -205,7 +205,7 @@ async def around(pg: ProcessGroup, gpu: Gpus) -> None:
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 @pytest.mark.parametrize("stuck", [1, 2])
-async def test_a_rank_that_leaves_is_not_waited_for(
+async def test_leaving_rank_does_not_block_other_groups(
     monkeypatch: pytest.MonkeyPatch, limits: Limits, stuck: int, leaver: int
 ) -> None:
     """It leaves before it had its turn, or before others had theirs: their devices are free for other groups."""
@@ -238,7 +238,7 @@ async def test_a_rank_that_leaves_is_not_waited_for(
         await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_leaves_makes_the_communicator_that_others_wait_for(
+async def test_leaving_rank_still_creates_the_awaited_communicator(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     turns = Stuck(monkeypatch)
@@ -266,7 +266,7 @@ async def test_a_rank_that_leaves_makes_the_communicator_that_others_wait_for(
         await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_left_before_all_were_called() -> None:
+async def test_rank_that_left_before_the_agreement_makes_the_group_stage() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         part = await pg.split_group([[0, 1, 2]])
@@ -297,7 +297,7 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_turns_that_are_late_are_not_taken() -> None:
+async def test_late_turn_messages_are_ignored() -> None:
     """It was decided without them, since another rank has left."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -356,7 +356,7 @@ CARD = {"library": 22809, "why": "", "bus": "", "unfinished": False, "float8": F
     ],
     ids=str,
 )
-async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str, Any], when: str) -> None:
+async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str, Any], when: str) -> None:
     """They come before the group has a device there, or after."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -378,7 +378,7 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
         await run_ranks(2, body, gpu)
 
 
-async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of_them_up() -> None:
+async def test_rank_that_fails_during_the_agreement_blocks_no_other_rank() -> None:
     """Its group fails after it has said that it has its turn, and before it hears the decision."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -408,7 +408,7 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
         assert calls.count("init") == 6
 
 
-async def test_a_note_of_a_rank_that_is_not_in_the_group_waits_for_another_group_with_its_id() -> None:
+async def test_message_of_a_nonmember_is_kept_for_another_group_with_the_id() -> None:
     made: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

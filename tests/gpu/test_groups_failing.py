@@ -48,7 +48,7 @@ calls = pytest.mark.parametrize("call", [start_allreduce, start_list])
 
 @both
 @calls
-async def test_a_rank_that_does_not_call(way: str, call: Any) -> None:
+async def test_rank_that_does_not_call_is_named(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         work = start_unless_revoked(pg, gpu, call, timeout=0.1) if pg.rank() != 2 else None
@@ -61,7 +61,7 @@ async def test_a_rank_that_does_not_call(way: str, call: Any) -> None:
 
 @both
 @pytest.mark.parametrize("call", [start_allreduce, one_in_a_list, start_list])
-async def test_a_device_that_does_not_end(way: str, call: Any) -> None:
+async def test_stuck_device_is_named(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gate = gpu.gate(pg.rank()) if pg.rank() == 1 else None
@@ -80,7 +80,7 @@ async def test_a_device_that_does_not_end(way: str, call: Any) -> None:
 
 @both
 @calls
-async def test_a_rank_that_is_lost(way: str, call: Any) -> None:
+async def test_lost_rank_is_named(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         if pg.rank() == 0:
@@ -102,7 +102,7 @@ async def test_a_rank_that_is_lost(way: str, call: Any) -> None:
 @both
 @calls
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_a_group_that_ends_while_the_device_is_busy(way: str, call: Any, end: str) -> None:
+async def test_group_that_ends_while_its_device_is_busy_fails_its_works(way: str, call: Any, end: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gate = gpu.gate(pg.rank())
@@ -120,7 +120,7 @@ async def test_a_group_that_ends_while_the_device_is_busy(way: str, call: Any, e
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "pinned"])
-async def test_a_copy_that_fails(call: str) -> None:
+async def test_failed_copy_names_rank_and_device(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             gpu.cuda.fail_next(call)
@@ -134,7 +134,7 @@ async def test_a_copy_that_fails(call: str) -> None:
 
 @both
 @pytest.mark.parametrize("how", ["call", "batch", "block"])
-async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
+async def test_message_that_a_device_refuses_fails_the_group(how: str, way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
@@ -160,7 +160,7 @@ async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["collective", "message"])
-async def test_memory_on_the_host_is_used_again_only_when_the_device_is_done(call: str) -> None:
+async def test_staging_memory_is_reused_only_when_the_device_is_done(call: str) -> None:
     """Though the group has failed meanwhile: the copy still writes there."""
 
     def start_call(pg: ProcessGroup, gpu: Gpus) -> Any:
@@ -192,7 +192,7 @@ async def test_memory_on_the_host_is_used_again_only_when_the_device_is_done(cal
         await run_ranks(2, body, gpu)
 
 
-async def test_a_message_whose_stream_is_captured_before_its_block_ends() -> None:
+async def test_message_on_a_stream_captured_within_its_block_is_refused() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await check_allreduce(pg, gpu)
@@ -216,7 +216,7 @@ async def test_a_message_whose_stream_is_captured_before_its_block_ends() -> Non
 
 @both
 @pytest.mark.parametrize("key", [None, "key"])
-async def test_a_collective_whose_stream_is_captured_before_its_block_ends(key: str | None, way: str) -> None:
+async def test_collective_on_a_stream_captured_within_its_block_fails_the_group(key: str | None, way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await check_allreduce(pg, gpu)
@@ -235,7 +235,7 @@ async def test_a_collective_whose_stream_is_captured_before_its_block_ends(key: 
 
 
 @both
-async def test_a_device_that_is_lost(way: str) -> None:
+async def test_failed_device_is_named(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         if pg.rank() == 1:
@@ -264,7 +264,7 @@ async def test_a_device_that_is_lost(way: str) -> None:
         ("group_end", start_list),
     ],
 )
-async def test_nccl_refuses(failing: str, call: Any, limits: Limits) -> None:
+async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits: Limits) -> None:
     limits(device_release=0.05)  # the others wait for one whose start has failed
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -278,7 +278,7 @@ async def test_nccl_refuses(failing: str, call: Any, limits: Limits) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_group_of_nccl_calls_that_fails_is_ended() -> None:
+async def test_failed_call_in_an_nccl_group_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             gpu.nccl.fail_next("send", "invalid usage")
@@ -291,7 +291,7 @@ async def test_a_group_of_nccl_calls_that_fails_is_ended() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_what_fails_on_the_way_is_asked_for() -> None:
+async def test_asynchronous_nccl_error_is_found() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         assert dispatcher_of(pg).device_calls is not None
@@ -323,7 +323,7 @@ async def test_what_fails_on_the_way_is_asked_for() -> None:
         ),
     ],
 )
-async def test_a_communicator_that_is_never_made(
+async def test_communicator_that_is_never_created_is_reported(
     hosts: tuple[int, ...], chosen: str | None, match: str, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     limits(device_release=0.05)
@@ -343,7 +343,7 @@ async def test_a_communicator_that_is_never_made(
         await run_ranks(3, body, gpu)
 
 
-async def test_an_abort_that_does_not_come_back(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+async def test_hanging_abort_is_logged(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     limits(device_release=0.1, device_aborting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -364,7 +364,7 @@ async def test_an_abort_that_does_not_come_back(limits: Limits, caplog: pytest.L
     assert "NCCL did not abort the communicator within 0.05 s" in caplog.text
 
 
-async def test_an_abort_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_abort_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
@@ -379,7 +379,7 @@ async def test_an_abort_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     assert "rank 0: the NCCL communicator was not aborted: abort: no" in caplog.text
 
 
-async def test_the_end_of_a_group_is_that_of_its_communicator() -> None:
+async def test_shutdown_destroys_the_communicator() -> None:
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -392,7 +392,7 @@ async def test_the_end_of_a_group_is_that_of_its_communicator() -> None:
     assert [(end.destroyed, end.aborted) for end in ends] == [(True, False)] * 3
 
 
-async def test_who_closes_alone_aborts(limits: Limits) -> None:
+async def test_rank_that_closes_alone_aborts_the_communicator(limits: Limits) -> None:
     limits(device_parting=0.05)
     ends: list[Any] = []
 
@@ -411,7 +411,7 @@ async def test_who_closes_alone_aborts(limits: Limits) -> None:
     assert [end.destroyed or end.aborted for end in ends] == [True] * 2
 
 
-async def test_bit_ops_are_staged_where_nccl_is_used() -> None:
+async def test_bit_ops_are_staged_in_groups_with_nccl() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         before = gpu.cuda.calls["copy_to_host"]
@@ -425,7 +425,7 @@ async def test_bit_ops_are_staged_where_nccl_is_used() -> None:
         assert gpu.cuda.calls["copy_to_host"] == 2
 
 
-async def test_who_comes_late_finds_that_the_others_have_left(limits: Limits) -> None:
+async def test_late_rank_finds_that_the_others_have_left(limits: Limits) -> None:
     limits(device_parting=60)
     ends: list[Any] = []
 
@@ -447,7 +447,7 @@ async def test_who_comes_late_finds_that_the_others_have_left(limits: Limits) ->
 
 
 @both
-async def test_on_stream_of_a_call_that_never_begins(way: str) -> None:
+async def test_on_stream_of_a_call_that_never_starts_fails(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             await pg.recv_object(0)
@@ -462,7 +462,7 @@ async def test_on_stream_of_a_call_that_never_begins(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_on_stream_tells_what_has_failed() -> None:
+async def test_on_stream_raises_the_failure() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.nccl.fail_next("all_reduce", "no memory")
         with pytest.raises(GroupError, match=r"ALLREDUCE .* failed on rank 0, device 0: all_reduce: no memory"):
@@ -472,7 +472,7 @@ async def test_on_stream_tells_what_has_failed() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_question_that_fails() -> None:
+async def test_failed_error_query_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         end: Any = nccl_end(pg)
@@ -489,7 +489,7 @@ async def test_a_question_that_fails() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_stream_that_cannot_be_made() -> None:
+async def test_failed_stream_creation_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         work = pg.allreduce(ones(pg, gpu))
         gpu.cuda.fail_next("stream_create", "out of memory")
@@ -499,7 +499,7 @@ async def test_a_stream_that_cannot_be_made() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_description_that_is_too_long(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_long_call_description_fails_the_group(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     limits(compared_size=8)
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
@@ -513,7 +513,7 @@ async def test_a_description_that_is_too_long(limits: Limits, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("call", ["bus_id", "capability", "stream_create"])
-async def test_a_first_call_that_a_device_refuses_leaves_nothing(call: str) -> None:
+async def test_refused_first_call_leaves_no_objects(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.cuda.fail_next(call, "busy")
         with pytest.raises(DeviceError, match=f"{call}: busy"):

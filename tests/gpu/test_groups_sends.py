@@ -55,7 +55,7 @@ def holds(tensor: Any, value: float) -> bool:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_long_messages_go_by_nccl_and_short_ones_do_not_wait(transport: str) -> None:
+async def test_long_messages_use_nccl_and_short_ones_do_not_wait(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -83,7 +83,7 @@ async def test_long_messages_go_by_nccl_and_short_ones_do_not_wait(transport: st
         await run_ranks(2, body, gpu, transport=transport)
 
 
-async def test_every_dtype_goes_without_a_copy() -> None:
+async def test_messages_of_every_dtype_are_sent_without_a_copy() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -105,7 +105,7 @@ async def test_every_dtype_goes_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_a_ring_in_a_batch_is_one_group_of_calls(world_size: int) -> None:
+async def test_ring_in_a_batch_is_one_nccl_group(world_size: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await begun(pg, gpu)
@@ -126,7 +126,7 @@ async def test_a_ring_in_a_batch_is_one_group_of_calls(world_size: int) -> None:
         assert counted == {"send": each, "recv": each, "group_start": each, "group_end": each, "destroy": world_size}
 
 
-async def test_the_messages_of_a_block_are_one_group_of_calls() -> None:
+async def test_messages_of_a_block_are_one_nccl_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await begun(pg, gpu)
@@ -155,7 +155,7 @@ async def test_the_messages_of_a_block_are_one_group_of_calls() -> None:
         assert counted["group_start"] == counted["group_end"] == 3
 
 
-async def test_both_ends_first_send_and_then_receive() -> None:
+async def test_ranks_may_send_before_they_receive() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -170,7 +170,7 @@ async def test_both_ends_first_send_and_then_receive() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_messages_and_collectives_in_another_order_on_each_rank() -> None:
+async def test_messages_and_collectives_may_have_different_orders_on_ranks() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -187,7 +187,7 @@ async def test_messages_and_collectives_in_another_order_on_each_rank() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_a_batch_that_others_wait_for_begins_in_parts() -> None:
+async def test_batch_that_other_ranks_wait_for_starts_in_parts() -> None:
     """Rank 2 receives from rank 0 only after it has received from rank 1, which waits for rank 0's batch."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -208,7 +208,7 @@ async def test_a_batch_that_others_wait_for_begins_in_parts() -> None:
 
 
 @pytest.mark.parametrize("sender", ["device", "host"])
-async def test_the_other_end_may_be_on_the_host(sender: str) -> None:
+async def test_peer_array_may_be_on_the_host(sender: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -236,7 +236,7 @@ async def test_the_other_end_may_be_on_the_host(sender: str) -> None:
         assert counted["send"] == counted["recv"] == 2
 
 
-async def test_a_message_that_nobody_asks_for_is_taken_by_incoming() -> None:
+async def test_incoming_takes_an_unexpected_device_message() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await begun(pg, gpu)
         if pg.rank() == 0:
@@ -249,7 +249,7 @@ async def test_a_message_that_nobody_asks_for_is_taken_by_incoming() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_what_incoming_has_asked_for_comes_from_the_host() -> None:
+async def test_message_requested_by_incoming_is_staged() -> None:
     """A message that an iterator has asked for, and that a receive takes then."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -272,7 +272,7 @@ async def test_what_incoming_has_asked_for_comes_from_the_host() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_from_any_rank_and_in_the_order_sent() -> None:
+async def test_messages_of_any_rank_arrive_in_send_order() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -301,7 +301,7 @@ async def test_from_any_rank_and_in_the_order_sent() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_an_array_with_gaps_is_filled_where_its_elements_lie() -> None:
+async def test_noncontiguous_array_receives_in_place() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -318,7 +318,7 @@ async def test_an_array_with_gaps_is_filled_where_its_elements_lie() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_receive_that_was_taken_back_is_not_waited_for() -> None:
+async def test_withdrawn_receive_does_not_delay_its_batch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -337,7 +337,7 @@ async def test_a_receive_that_was_taken_back_is_not_waited_for() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_another_length_is_told() -> None:
+async def test_message_of_another_length_is_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -352,7 +352,7 @@ async def test_another_length_is_told() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_send_that_nobody_receives_says_whom_it_waits_for() -> None:
+async def test_unreceived_send_names_the_receiver() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await begun(pg, gpu)
         if pg.rank() == 0:
@@ -365,7 +365,7 @@ async def test_a_send_that_nobody_receives_says_whom_it_waits_for() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_short_message_that_its_device_holds_up_says_so() -> None:
+async def test_short_message_names_its_busy_device() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             gate = gpu.gate(0)
@@ -379,7 +379,7 @@ async def test_a_short_message_that_its_device_holds_up_says_so() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_rank_0_is_named_if_it_does_not_let_a_message_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_0_is_named_if_it_does_not_start_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, device_matched=lambda *_: None)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -404,7 +404,7 @@ async def test_rank_0_is_named_if_it_does_not_let_a_message_begin(monkeypatch: p
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
-async def test_a_device_that_is_not_done_in_time_is_named(stuck: int) -> None:
+async def test_slow_device_is_named(stuck: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -427,7 +427,7 @@ async def test_a_device_that_is_not_done_in_time_is_named(stuck: int) -> None:
 
 
 @pytest.mark.parametrize("call", ["send", "recv", "group_end"])
-async def test_a_call_that_fails_ends_the_group(call: str) -> None:
+async def test_failed_nccl_message_ends_the_group(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -449,7 +449,7 @@ async def test_a_call_that_fails_ends_the_group(call: str) -> None:
 
 
 @pytest.mark.parametrize("count", [LARGE, SMALL, 0])
-async def test_on_stream_orders_what_comes_after(count: int) -> None:
+async def test_on_stream_orders_later_work(count: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -474,7 +474,7 @@ async def test_on_stream_orders_what_comes_after(count: int) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "matched"])
-async def test_messages_go_on_without_rank_0(when: str, limits: Limits) -> None:
+async def test_messages_continue_without_rank_0(when: str, limits: Limits) -> None:
     limits(device_patience=1e6, device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -508,7 +508,7 @@ async def test_messages_go_on_without_rank_0(when: str, limits: Limits) -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_leaves_while_a_message_flies_ends_the_group() -> None:
+async def test_rank_that_leaves_during_a_message_ends_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -531,7 +531,7 @@ async def test_a_rank_that_leaves_while_a_message_flies_ends_the_group() -> None
         await run_ranks(2, body, gpu)
 
 
-async def test_once_a_rank_has_left_messages_are_staged(limits: Limits) -> None:
+async def test_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None:
     """NCCL needs all ranks of a communicator; so does what is matched and has not begun."""
     limits(device_patience=1e6, device_parting=0.05)
     held = asyncio.Event()
@@ -572,7 +572,7 @@ async def test_once_a_rank_has_left_messages_are_staged(limits: Limits) -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(end: str, limits: Limits) -> None:
+async def test_message_of_a_failed_batch_does_not_start(end: str, limits: Limits) -> None:
     limits(device_patience=1e6, device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -612,7 +612,7 @@ async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(end: str,
 
 
 @pytest.mark.parametrize("captured", ["send", "recv"])
-async def test_a_block_does_not_wait_for_a_message_that_could_not_start(captured: str, limits: Limits) -> None:
+async def test_block_does_not_wait_for_a_refused_message(captured: str, limits: Limits) -> None:
     limits(device_patience=1e6)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -638,7 +638,7 @@ async def test_a_block_does_not_wait_for_a_message_that_could_not_start(captured
         await run_ranks(2, body, gpu)
 
 
-async def test_ends_that_are_gone_do_not_begin() -> None:
+async def test_match_of_unknown_messages_is_ignored() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
@@ -657,7 +657,7 @@ async def test_ends_that_are_gone_do_not_begin() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_a_group_of_some_of_the_ranks() -> None:
+async def test_subgroup_in_another_order_exchanges_messages() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         part = await pg.split_group([[2, 0]])
         if part is None:
@@ -674,7 +674,7 @@ async def test_a_group_of_some_of_the_ranks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_any_program_that_would_end_on_the_host_ends(seed: int) -> None:
+async def test_random_programs_end_with_right_results(seed: int) -> None:
     """Random messages in random batches, in tasks, with collectives between them: all ends, and is right."""
     world_size, rounds = 4, 12
     choose = random.Random(seed)
@@ -714,7 +714,7 @@ async def test_any_program_that_would_end_on_the_host_ends(seed: int) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_ranks_that_rank_0_has_no_link_to(transport: str) -> None:
+async def test_ranks_without_a_link_to_rank_0_exchange_messages(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         short = full(gpu, rank, 0, 1)

@@ -73,7 +73,7 @@ def libraries(request: pytest.FixtureRequest) -> Iterator[Libraries]:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("library", "name"), CASES)
-async def test_the_callers_own_memory_is_reduced(
+async def test_callers_own_memory_is_reduced(
     libraries: Libraries, library: str, name: str, requires_grad: bool
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -93,7 +93,7 @@ async def test_the_callers_own_memory_is_reduced(
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("library", "name"), CASES)
-async def test_what_is_not_contiguous_is_copied_where_it_lies(
+async def test_noncontiguous_array_is_copied_on_its_device(
     libraries: Libraries, library: str, name: str, requires_grad: bool
 ) -> None:
     module: Any = getattr(libraries, library)
@@ -122,7 +122,7 @@ async def test_what_is_not_contiguous_is_copied_where_it_lies(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_gathered_arrays_are_made_by_the_library_of_the_first(
+async def test_gathered_arrays_belong_to_the_library_of_the_input(
     pg: ProcessGroup, libraries: Libraries, library: str
 ) -> None:
     device = pg.rank()
@@ -135,7 +135,7 @@ async def test_gathered_arrays_are_made_by_the_library_of_the_first(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_outputs_inside_of_inputs(pg: ProcessGroup, libraries: Libraries, library: str) -> None:
+async def test_output_may_be_part_of_the_input(pg: ProcessGroup, libraries: Libraries, library: str) -> None:
     device = pg.rank()
     host = libraries.host((4,), "float32", device)
     host[...] = [1, 2, 3, 4]
@@ -187,7 +187,7 @@ async def test_tensors_that_require_gradients_are_written_in_place(libraries: Li
     await run_ranks(2, rank)
 
 
-async def test_tensors_of_the_host_that_require_gradients_are_too() -> None:
+async def test_host_tensors_that_require_gradients_are_written_in_place() -> None:
     torch: Any = pytest.importorskip("torch")
 
     async def rank(pg: ProcessGroup) -> None:
@@ -224,7 +224,7 @@ def taken(library: str, libraries: Libraries, host: np.ndarray, device: int, str
 @both
 @pytest.mark.parametrize("stream", [0, 1, 2], ids=["null", "legacy", "per_thread"])
 @pytest.mark.parametrize("library", ["cupy", "torch", "interface"])
-async def test_default_streams_are_those_of_the_call(
+async def test_default_streams_are_ordered_with_calls(
     libraries: Libraries, library: str, stream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, me = libraries.gpu.cuda, threading.get_ident()

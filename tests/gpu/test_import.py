@@ -28,7 +28,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def test_importing_it_loads_no_gpu() -> None:
+def test_import_of_aiocoll_loads_no_gpu_module() -> None:
     code = """
 import sys, aiocoll, aiocoll.distributed
 print(*(name for name in sys.modules if name.startswith(("cupy", "torch", "aiocoll.gpu", "aiocoll.elements.device_"))))
@@ -36,7 +36,7 @@ print(*(name for name in sys.modules if name.startswith(("cupy", "torch", "aioco
     assert run_code(code) == ""
 
 
-def test_a_missing_cupy_is_missed_when_it_is_used() -> None:
+def test_missing_cupy_is_reported_at_its_first_use() -> None:
     code = f"""{BLOCK}
 import aiocoll, aiocoll.gpu.provider as provider
 try:
@@ -104,7 +104,9 @@ def test_devices_of_the_driver_are_counted(status: int, count: int, monkeypatch:
         ),
     ],
 )
-def test_what_to_install(torch: str | None, driver: int | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_names_the_package_to_install(
+    torch: str | None, driver: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=torch)))  # type: ignore[arg-type]
     monkeypatch.setattr(ctypes, "CDLL", no_library if driver is None else lambda name: Driver(driver))
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
@@ -113,7 +115,7 @@ def test_what_to_install(torch: str | None, driver: int | None, message: str, mo
         runtime()
 
 
-def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_driver_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(0, 3))
     assert "could not be determined" in needed()
@@ -122,7 +124,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what there is
 
 
-def test_what_a_test_provides() -> None:
+def test_provided_cuda_and_nccl_are_used() -> None:
     cuda: Any = object()
     nccl: Any = object()
     with provide(cuda, nccl):
@@ -139,7 +141,7 @@ def test_what_a_test_provides() -> None:
 
 
 @pytest.mark.parametrize("nccl", [True, False])
-def test_what_cupy_has(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_provides_cuda_and_nccl(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
     for name, module in stub(log, nccl=nccl).items():
         monkeypatch.setitem(sys.modules, name, module)

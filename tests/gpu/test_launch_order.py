@@ -68,7 +68,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_any_two_calls_have_one_order_and_there_is_no_circle(seed: int) -> None:
+async def test_any_two_calls_have_one_order_without_cycles(seed: int) -> None:
     chosen = random.Random(seed)
     devices = chosen.randint(2, 6)
     world = World(seed, devices)
@@ -144,7 +144,7 @@ def proposed(lane: Lane, number: int) -> list[int]:
     return found
 
 
-def test_groups_of_several_loops_begin_in_theirs(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_calls_start_in_the_loops_of_their_groups(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     begun: list[tuple[int, asyncio.AbstractEventLoop]] = []
@@ -163,7 +163,7 @@ def test_groups_of_several_loops_begin_in_theirs(loops: list[asyncio.AbstractEve
     assert begun == [(1, loops[0]), (2, loops[1])]
 
 
-def test_a_proposal_waits_for_a_group_that_is_not_shared(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_proposal_waits_for_an_unshared_group(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     told: list[int] = []
     first = there(loops[0], lambda: order.join(1, lambda: told.append(1)))
@@ -183,7 +183,7 @@ def test_a_proposal_waits_for_a_group_that_is_not_shared(loops: list[asyncio.Abs
     assert not order.is_used
 
 
-def test_a_group_whose_loop_is_closed_holds_up_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_group_with_a_closed_loop_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (proposed(lost, 1), proposed(other, 1)) == ([1], [2])
@@ -194,7 +194,7 @@ def test_a_group_whose_loop_is_closed_holds_up_no_other(loops: list[asyncio.Abst
     assert not lost.call(lambda: None)
 
 
-def test_a_loop_that_is_closed_before_its_turn(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_loop_closed_before_its_turn_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
     """It is told of it, but does not come to it any more."""
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
@@ -219,7 +219,7 @@ def test_a_loop_that_is_closed_before_its_turn(loops: list[asyncio.AbstractEvent
     assert begun in ([1], [0, 1])
 
 
-async def test_a_group_that_leaves_while_it_is_its_turn() -> None:
+async def test_group_that_leaves_in_its_turn_passes_it_on() -> None:
     order = LaunchOrder()
     one, two = order.join(1, lambda: None), order.join(2, lambda: None)
     begun: list[int] = []
@@ -238,7 +238,7 @@ async def test_a_group_that_leaves_while_it_is_its_turn() -> None:
     assert begun == [6, 2]
 
 
-def test_a_turn_of_a_group_that_has_left_meanwhile(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_turn_of_a_group_that_has_left_is_passed_on(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (proposed(one, 1), proposed(two, 1)) == ([1], [2])
@@ -257,7 +257,7 @@ def test_a_turn_of_a_group_that_has_left_meanwhile(loops: list[asyncio.AbstractE
     assert begun == [2]
 
 
-def test_a_loop_that_closes_as_it_is_told(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_loop_that_closes_during_the_notification_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
     class Closing:
         closed = False
 

@@ -55,7 +55,7 @@ def notice(device: Device, stream: int) -> None:
     block_until_launched(device)
 
 
-async def test_calls_that_have_ended_are_reported_though_cuda_is_not_asked(cuda: FakeCuda, device: Device) -> None:
+async def test_ended_calls_are_reported_without_a_cuda_query(cuda: FakeCuda, device: Device) -> None:
     stream, told, loop = device.stream(), list[int](), asyncio.get_running_loop()
     asked: list[str] = []
     cuda.hooks.append(lambda call: asked.append(call) if threading.current_thread() is thread else None)
@@ -74,7 +74,7 @@ async def test_calls_that_have_ended_are_reported_though_cuda_is_not_asked(cuda:
     assert not waiter_of(device, stream)._is_awake
 
 
-async def test_what_has_not_ended_is_left_to_the_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_unfinished_call_is_left_to_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream, loop = device.stream(), asyncio.get_running_loop()
     over = loop.create_future()
     held = GatedCall(cuda, stream)
@@ -86,7 +86,7 @@ async def test_what_has_not_ended_is_left_to_the_thread(cuda: FakeCuda, device: 
     await over
 
 
-async def test_the_device_writes_only_behind_a_call_that_has_none_before_it(cuda: FakeCuda, device: Device) -> None:
+async def test_device_writes_only_after_the_first_call_of_a_row(cuda: FakeCuda, device: Device) -> None:
     """To write takes time: of many calls in a row, only the first is looked for."""
     stream, told, loop = device.stream(), list[int](), asyncio.get_running_loop()
     for number in range(5):
@@ -106,7 +106,7 @@ async def test_the_device_writes_only_behind_a_call_that_has_none_before_it(cuda
     assert cuda.calls["stream_write"] == 1
 
 
-async def test_what_the_thread_has_found_is_reported_first(cuda: FakeCuda, device: Device) -> None:
+async def test_ends_found_by_the_thread_are_reported_first(cuda: FakeCuda, device: Device) -> None:
     stream, told, loop = device.stream(), list[int](), asyncio.get_running_loop()
     device.launch(stream, do_nothing, None, lambda _: told.append(1))
     notice(device, stream)
@@ -117,14 +117,14 @@ async def test_what_the_thread_has_found_is_reported_first(cuda: FakeCuda, devic
     await until(lambda: told == [1, 2])
 
 
-async def test_a_stream_that_is_closed_is_not_looked_at(device: Device) -> None:
+async def test_closed_stream_is_not_polled(device: Device) -> None:
     stream = device.stream()
     assert await device.close_stream(stream, 10)
     assert device.look(stream, asyncio.get_running_loop()) is None
 
 
 @pytest.mark.parametrize("why", ["refused", "nobody polls", "not ready"])
-async def test_a_device_that_cannot_write_is_waited_for_by_the_thread(why: str, cuda: FakeCuda) -> None:
+async def test_completion_thread_waits_for_a_device_that_cannot_write(why: str, cuda: FakeCuda) -> None:
     device = Device.of(cuda, 0)
     if why != "not ready":
         device.prepare(why == "refused")
@@ -141,7 +141,7 @@ async def test_a_device_that_cannot_write_is_waited_for_by_the_thread(why: str, 
     assert cuda.calls["stream_write"] == (why == "refused")
 
 
-async def test_an_error_of_the_device_is_found_by_the_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_device_error_is_found_by_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream, loop = device.stream(), asyncio.get_running_loop()
     over = loop.create_future()
     held = GatedCall(cuda, stream)
@@ -152,7 +152,7 @@ async def test_an_error_of_the_device_is_found_by_the_thread(cuda: FakeCuda, dev
     assert "it is broken" in str(await over)
 
 
-async def test_an_earlier_call_on_another_stream_hides_a_later_one(cuda: FakeCuda, device: Device) -> None:
+async def test_unseen_end_on_another_stream_is_found_by_the_thread(cuda: FakeCuda, device: Device) -> None:
     """The word is the device's: what was not seen is found by the thread."""
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
     held = GatedCall(cuda, first)
@@ -167,7 +167,7 @@ async def test_an_earlier_call_on_another_stream_hides_a_later_one(cuda: FakeCud
     await asyncio.gather(*ends)
 
 
-async def test_a_device_that_refuses_to_write_keeps_what_it_was_to_write_before(cuda: FakeCuda, device: Device) -> None:
+async def test_refused_write_keeps_memory_of_earlier_writes(cuda: FakeCuda, device: Device) -> None:
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
     held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]
@@ -183,7 +183,7 @@ async def test_a_device_that_refuses_to_write_keeps_what_it_was_to_write_before(
     await asyncio.gather(*ends)
 
 
-def test_numbers_begin_again_and_none_is_0(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_numbers_wrap_around_without_zero(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_word, "_MOST", 3)
     word, stream = EndWord(cuda), cuda.stream_create()
     assert word.follow(stream) == 0
@@ -198,7 +198,7 @@ def test_numbers_begin_again_and_none_is_0(cuda: FakeCuda, monkeypatch: pytest.M
     assert not word.shows(2)
 
 
-def test_the_ends_of_another_loop_are_posted_to_it(cuda: FakeCuda, device: Device) -> None:
+def test_ends_of_another_loop_are_posted_to_it(cuda: FakeCuda, device: Device) -> None:
     stream, told = device.stream(), list[str]()
     launched, looked = threading.Event(), threading.Event()
 
@@ -253,7 +253,7 @@ async def rest(pg: ProcessGroup, gpu: Gpus) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-async def test_an_await_ends_in_the_turn_of_its_call() -> None:
+async def test_await_ends_in_the_iteration_of_its_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         slow_clock(pg)
@@ -274,7 +274,7 @@ async def test_an_await_ends_in_the_turn_of_its_call() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-async def test_a_loop_does_not_look_while_a_thread_waits() -> None:
+async def test_loop_does_not_poll_while_a_thread_waits() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor, polling = await repeat_allreduce(pg, gpu), comm_of(pg).polling
         await rest(pg, gpu)
@@ -293,7 +293,7 @@ async def test_a_loop_does_not_look_while_a_thread_waits() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-async def test_a_group_that_is_closed_does_not_look() -> None:
+async def test_closed_group_does_not_poll() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         sub = await pg.split_group([list(range(pg.size()))])
         assert sub is not None

@@ -46,7 +46,7 @@ def only_nccl(gpu: Gpus) -> Iterator[None]:
 
 @pytest.mark.parametrize("verify", ["behind", "before"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (2, 2), (2, 3)])
-async def test_rows_and_columns_in_another_order_on_each_rank(
+async def test_rows_and_columns_may_be_called_in_opposite_orders(
     rows: int, columns: int, verify: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the first has it, a device waits for the second, and around in a circle."""
@@ -76,7 +76,7 @@ async def test_rows_and_columns_in_another_order_on_each_rank(
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_groups_that_are_called_at_random(seed: int, limits: Limits) -> None:
+async def test_groups_may_be_called_in_random_orders(seed: int, limits: Limits) -> None:
     """Some far more often than others, so that their times have nothing in common; each rank in an order of its own."""
     limits(slot_patience=60.0)
 
@@ -100,7 +100,7 @@ async def test_groups_that_are_called_at_random(seed: int, limits: Limits) -> No
         await run_ranks(4, body, gpu)
 
 
-async def test_all_kinds_of_calls_of_three_groups(limits: Limits) -> None:
+async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> None:
     """Of the world as well, with messages, batches and blocks; a rank of each group calls one after the other."""
     limits(slot_patience=60.0)
 
@@ -130,7 +130,7 @@ async def test_all_kinds_of_calls_of_three_groups(limits: Limits) -> None:
         await run_ranks(4, body, gpu)
 
 
-async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(limits: Limits) -> None:
+async def test_first_group_on_a_device_launches_ahead_until_a_second_exists(limits: Limits) -> None:
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
@@ -159,7 +159,7 @@ async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(lim
 
 
 @pytest.mark.parametrize("forced", [False, True])
-async def test_what_was_launched_ahead_holds_up_no_group_for_long(forced: bool) -> None:
+async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> None:
     """Rank 1 makes a call of the first group, which rank 0 has launched, only when that of the other one is done."""
     looked = asyncio.Event()
 
@@ -203,7 +203,7 @@ async def test_what_was_launched_ahead_holds_up_no_group_for_long(forced: bool) 
         await run_ranks(2, body, gpu)
 
 
-async def test_messages_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
+async def test_calls_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
     """So are calls with keys, and those of groups that compare all calls first."""
     limits(slot_patience=0.0)
 
@@ -231,7 +231,7 @@ async def test_messages_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
 
 
 @pytest.mark.parametrize("failing", ["row", "column"])
-async def test_a_group_that_fails_holds_up_no_other(failing: str, limits: Limits) -> None:
+async def test_group_that_fails_blocks_no_other(failing: str, limits: Limits) -> None:
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -259,7 +259,7 @@ async def test_a_group_that_fails_holds_up_no_other(failing: str, limits: Limits
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
-async def test_a_group_of_which_a_rank_has_left_holds_up_no_other(leaver: int, limits: Limits) -> None:
+async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: Limits) -> None:
     """It has launched ahead, and cannot be brought to one place any more."""
     limits(device_parting=0.02)
 
@@ -291,7 +291,7 @@ async def test_a_group_of_which_a_rank_has_left_holds_up_no_other(leaver: int, l
         await run_ranks(3, body, gpu)
 
 
-async def test_messages_that_have_no_time_when_rank_0_leaves_are_staged(limits: Limits) -> None:
+async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Limits) -> None:
     """Rank 0 has numbered a message between others, and leaves before both have proposed a time."""
     limits(slot_patience=60.0, device_parting=0.02)
 
@@ -340,7 +340,7 @@ async def test_messages_that_have_no_time_when_rank_0_leaves_are_staged(limits: 
     ],
     ids=str,
 )
-async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str, Any], way: str) -> None:
+async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str, Any], way: str) -> None:
     """Slot 5 is one that has been asked for, and, at rank 1, has a time."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -359,7 +359,7 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
         await run_ranks(2, body, gpu)
 
 
-async def test_answers_that_are_late_are_no_news(limits: Limits) -> None:
+async def test_late_proposals_are_ignored(limits: Limits) -> None:
     """A proposal comes when the call has been staged."""
     limits(slot_patience=60.0)
 

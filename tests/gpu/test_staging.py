@@ -24,7 +24,7 @@ def cuda() -> Iterator[FakeCuda]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 40_000, 65_537, 100_000, 131_072, 1_000_001])
-def test_blocks_are_a_little_larger(cuda: FakeCuda, nbytes: int) -> None:
+def test_block_is_a_little_larger_than_requested(cuda: FakeCuda, nbytes: int) -> None:
     block = Staging(cuda, at_once).take(nbytes)
     assert nbytes <= block.nbytes <= max(nbytes * 1.25, nbytes + SMALLEST)
     assert block.nbytes % SMALLEST == 0
@@ -32,7 +32,7 @@ def test_blocks_are_a_little_larger(cuda: FakeCuda, nbytes: int) -> None:
     assert block.dtype.name == "uint8"
 
 
-def test_what_comes_back_is_used_again_the_last_first(cuda: FakeCuda) -> None:
+def test_returned_blocks_are_reused_last_first(cuda: FakeCuda) -> None:
     pool = Staging(cuda, at_once)
     first, second, larger = pool.take(10), pool.take(10), pool.take(10_000)
     for block in (first, second, larger):
@@ -45,7 +45,7 @@ def test_what_comes_back_is_used_again_the_last_first(cuda: FakeCuda) -> None:
     assert cuda.calls["pinned"] == 3
 
 
-def test_what_was_not_used_for_longest_is_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits) -> None:
+def test_oldest_blocks_are_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits) -> None:
     limits(staging_kept=3 * SMALLEST)
     pool = Staging(cuda, at_once)
     small, large = [pool.take(1) for _ in range(3)], pool.take(2 * SMALLEST)
@@ -65,7 +65,7 @@ def test_what_was_not_used_for_longest_is_freed_beyond_the_limit(cuda: FakeCuda,
     assert cuda.live()["pinned"] == 0
 
 
-def test_what_cuda_refuses_is_told(cuda: FakeCuda) -> None:
+def test_refused_memory_raises(cuda: FakeCuda) -> None:
     pool = Staging(cuda, at_once)
     cuda.fail_next("pinned", "out of memory")
     with pytest.raises(DeviceError, match="out of memory"):
@@ -74,7 +74,7 @@ def test_what_cuda_refuses_is_told(cuda: FakeCuda) -> None:
     assert pool.kept == SMALLEST
 
 
-def test_memory_is_freed_elsewhere(cuda: FakeCuda, limits: Limits) -> None:
+def test_memory_is_freed_by_the_given_function(cuda: FakeCuda, limits: Limits) -> None:
     """Freeing waits for the device, and who gives a block back may be the loop."""
     limits(staging_kept=SMALLEST)
     calls: list[Callable[[], None]] = []

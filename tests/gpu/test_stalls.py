@@ -14,7 +14,7 @@ from ..ranks import hub, run_ranks, until
 from .groups import Gpus, check_allreduce, check_failure, gpus, ones
 
 
-async def test_a_rank_that_dies_while_queries_stall() -> None:
+async def test_lost_rank_is_reported_while_queries_stall() -> None:
     """The kernel of the rank that is left waits for that of the other; an abort ends it, and nothing else does."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -37,7 +37,7 @@ async def test_a_rank_that_dies_while_queries_stall() -> None:
     assert not gpu.cuda.overdue
 
 
-async def test_who_waits_for_the_order_of_a_stream_is_told_though_the_launcher_is_stuck() -> None:
+async def test_on_stream_fails_although_the_launcher_is_stuck() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gpu.cuda.stalls = True
@@ -58,7 +58,7 @@ async def test_who_waits_for_the_order_of_a_stream_is_told_though_the_launcher_i
     assert threading.main_thread().name not in gpu.cuda.stalled
 
 
-async def test_the_loop_never_asks_whether_the_device_is_done() -> None:
+async def test_loop_never_queries_the_device() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.cuda.stalls = True
         for number in range(20):

@@ -75,7 +75,7 @@ def everything() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_op_and_dtype(kind: str, way: str) -> None:
+async def test_every_op_and_dtype_gives_right_results(kind: str, way: str) -> None:
     with world(kind, way, 2) as made:
         size = possible_ranks(made, way, 2)
         found = pairs() if kind in PLAYED else everything()
@@ -89,7 +89,7 @@ async def test_every_op_and_dtype(kind: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_tensors_that_require_gradients(kind: str, way: str) -> None:
+async def test_tensors_that_require_gradients_are_written_in_place(kind: str, way: str) -> None:
     """Check that results are written in place, without a record in autograd."""
     if kind == "cupy":
         pytest.skip("arrays of CuPy have no gradients")
@@ -114,7 +114,7 @@ async def test_tensors_that_require_gradients(kind: str, way: str) -> None:
         await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
-async def test_which_way_is_gone(kind: str) -> None:
+async def test_group_with_nccl_uses_it(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> str:
         await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))
         assert dispatcher_of(pg).device_calls is not None

@@ -27,7 +27,7 @@ HUNG = 40.0
 
 
 @both
-async def test_a_group_is_aborted_while_a_long_kernel_holds_up_its_call(kind: str, way: str) -> None:
+async def test_group_can_be_aborted_during_a_long_kernel(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         _, tensor, gate = await reduced_and_gated(pg, made)
         works = [pg.allreduce(tensor) for _ in range(3)]
@@ -52,7 +52,7 @@ async def test_a_group_is_aborted_while_a_long_kernel_holds_up_its_call(kind: st
 
 
 @both
-async def test_after_an_abort_a_new_group_works(kind: str, way: str) -> None:
+async def test_new_group_works_after_an_abort(kind: str, way: str) -> None:
     with world(kind, way, 1) as made:
         for number in range(3):
             pg = await new_group(store=HashStore(), rank=0, world_size=1)
@@ -81,20 +81,20 @@ def output_of_process(how: str, kind: str) -> str:
     return done.stdout
 
 
-def test_a_communicator_that_waits_for_a_rank_that_never_comes(kind: str) -> None:
+def test_communicator_without_its_peer_is_reported(kind: str) -> None:
     assert "NCCL has not created the communicator on device 0: restart the process" in output_of_process("lonely", kind)
 
 
-def test_a_process_ends_while_a_thread_aborts_its_communicator(kind: str) -> None:
+def test_process_can_end_during_an_abort(kind: str) -> None:
     """Check that NCCL is not unloaded while that thread uses it."""
     assert output_of_process("aborting", kind).splitlines()[-1] == "aborted"
 
 
-def test_a_process_ends_that_has_not_shut_its_group_down(kind: str) -> None:
+def test_process_can_end_with_an_open_group(kind: str) -> None:
     assert output_of_process("unclosed", kind).splitlines()[-1] == "[1.0, 1.0, 1.0]"  # NCCL prints its version first
 
 
-def test_a_group_that_is_forgotten_may_be_followed_by_another(kind: str) -> None:
+def test_new_group_works_after_a_forgotten_one(kind: str) -> None:
     """Check that no garbage collection ends a communicator, because its end waits for other ranks."""
 
     async def forget(made: World) -> None:

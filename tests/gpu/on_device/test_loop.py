@@ -22,7 +22,7 @@ both = pytest.mark.parametrize("way", WAYS)
 
 
 @both
-async def test_the_loop_goes_on_while_a_long_kernel_is_before_a_call(kind: str, way: str) -> None:
+async def test_loop_stays_free_during_a_long_kernel(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device = pg.rank() % made.devices
         tensor = made.tensor(np.ones(1000), device)
@@ -45,7 +45,7 @@ async def test_the_loop_goes_on_while_a_long_kernel_is_before_a_call(kind: str, 
         await run_ranks(1, body, made)
 
 
-async def test_how_soon_an_await_ends(kind: str) -> None:
+async def test_delay_of_an_await_is_measured(kind: str) -> None:
     turns = 20 if kind in PLAYED else 200
 
     async def body(pg: ProcessGroup, made: World) -> None:

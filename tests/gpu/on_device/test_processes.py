@@ -77,7 +77,7 @@ async def staged(pg: ProcessGroup, kind: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-async def test_processes_on_one_device(kind: str, world_size: int) -> None:
+async def test_processes_on_one_device_are_staged(kind: str, world_size: int) -> None:
     if kind in PLAYED and world_size > 2:
         pytest.skip("two processes are enough on simulated devices")
     assert await testing.run_processes(world_size, staged, kind, timeout=LIMIT) == ["staged"] * world_size
@@ -100,7 +100,7 @@ async def kill_rank_1(pg: ProcessGroup, kind: str, reports: Path) -> None:
             await pg.shutdown()
 
 
-async def test_a_process_that_dies(kind: str, tmp_path: Path) -> None:
+async def test_process_that_dies_is_reported(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match="rank 1"):
         await testing.run_processes(2, kill_rank_1, kind, tmp_path, timeout=LIMIT)
     assert os.listdir(tmp_path) == ["0"]
@@ -119,12 +119,12 @@ async def call_on_shared_device(pg: ProcessGroup, kind: str) -> str:
 
 
 @pytest.mark.gpu
-async def test_two_ranks_on_one_device_by_nccl(kind: str) -> None:
+async def test_two_ranks_on_one_device_reduce_by_nccl(kind: str) -> None:
     if kind in PLAYED:
         pytest.skip("the ranks of the simulated NCCL share a process: see the next test")
     assert await testing.run_processes(2, call_on_shared_device, kind, timeout=LIMIT) == ["nccl"] * 2
 
 
-async def test_ranks_of_one_process_by_nccl(kind: str) -> None:
+async def test_ranks_of_one_process_reduce_by_nccl(kind: str) -> None:
     with world(kind, "nccl", 2) as made:
         assert set(await run_ranks(min(2, made.devices), make_checked_calls, made)) == {"nccl"}
