@@ -1,4 +1,4 @@
-"""Groups on the fakes by each adapter: by the functions of CuPy, or by those of libcuda and libnccl."""
+"""Groups on fake devices through each adapter: the functions of CuPy, or those of libcuda and libnccl."""
 
 from __future__ import annotations
 

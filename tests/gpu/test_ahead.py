@@ -1,4 +1,4 @@
-"""Calls on CUDA arrays that are launched first and compared behind: what starts when, and how mismatches are told."""
+"""Calls on CUDA arrays that are launched before they are compared: their start, and reports of mismatches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def program_of(pg: ProcessGroup) -> program_order.ProgramOrder:
     return found
 
 
-# -- when calls are launched
+# -- launches
 
 
 @worlds
@@ -54,14 +54,14 @@ async def test_repeated_call_is_launched_at_once_and_a_first_call_waits(world_si
         first = pg.allreduce(tensor)
         assert "all_reduce" not in calls
         await first
-        second = pg.allreduce(tensor)  # follows what it has not followed before
+        second = pg.allreduce(tensor)  # the first time that this call follows itself
         await second
         await pg.barrier()
         calls.clear()
         await pg.barrier()
         await wait_for_idle_launcher(pg, gpu)
         works = [pg.allreduce(tensor) for _ in range(5)]
-        # All are on the device, though no rank has heard of any other one.
+        # All calls are on the device before any rank has received a message from another one.
         assert calls.count("all_reduce") >= 5
         await asyncio.gather(*(work.join() for work in works))
         assert host(tensor).tolist() == [float(pg.size() ** 7)] * 3
@@ -71,8 +71,6 @@ async def test_repeated_call_is_launched_at_once_and_a_first_call_waits(world_si
 
 
 async def test_launch_of_a_repeated_call_needs_no_loop_iteration() -> None:
-    """However long each of them takes."""
-
     async def body(pg: ProcessGroup, gpu: Gpus, launched: set[int]) -> None:
         tensor = await repeat_allreduce(pg, gpu, 3)
         for _ in range(20):
@@ -81,20 +79,20 @@ async def test_launch_of_a_repeated_call_needs_no_loop_iteration() -> None:
             assert pg.rank() in launched
             await work
 
-    def called(call: str) -> None:
+    def record_device(call: str) -> None:
         if call == "all_reduce":
             launched.add(gpu.cuda.current())
 
     launched: set[int] = set()
     with gpus(2) as gpu:
-        gpu.nccl.hooks.append(called)
+        gpu.nccl.hooks.append(record_device)
         await run_ranks(2, body, gpu, launched)
 
 
 async def test_deferred_call_uses_its_own_device_if_another_is_current(
     limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits(device_ask_every=1000)  # the launcher has nothing else to do
+    limits(device_ask_every=1000)  # so that the launcher stays idle
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, cuda = pg.rank(), gpu.cuda
@@ -103,28 +101,28 @@ async def test_deferred_call_uses_its_own_device_if_another_is_current(
         await wait_for_idle_launcher(pg, gpu)
         await pg.barrier()
         cuda.use(rank)
-        later = pg.allreduce(tensor)  # follows what it has not followed before
+        later = pg.allreduce(tensor)  # deferred: this call follows that one for the first time
         cuda.use(1 - rank)
-        gpu.engine(rank)._events.destroy()  # so one has to be made, on the right device
+        gpu.engine(rank)._events.destroy()  # so that a new event is created, on the right device
         await later
         await wait_for_idle_launcher(pg, gpu)
         cuda.use(rank)
-        looks.clear()
+        queried.clear()
         work = pg.allreduce(tensor)
-        assert looks == [rank] * 4  # three are the array's
+        assert queried == [rank] * 4  # three of them for the array
         await work
         assert host(tensor).tolist() == [4.0] * 3
 
-    def looked() -> int:
+    def recorded_current() -> int:
         found = current()
         if threading.current_thread() is threading.main_thread():
-            looks.append(found)
+            queried.append(found)
         return found
 
-    looks: list[int] = []
+    queried: list[int] = []
     with gpus(2) as gpu:
         current = gpu.cuda.current
-        monkeypatch.setattr(gpu.cuda, "current", looked)
+        monkeypatch.setattr(gpu.cuda, "current", recorded_current)
         await run_ranks(2, body, gpu)
 
 
@@ -168,18 +166,18 @@ async def test_await_ends_after_the_device_and_the_confirmation_of_all_ranks() -
 
 
 @pytest.mark.parametrize("key", [False, True])
-@pytest.mark.parametrize("behind", ["ours", "the caller's"])
+@pytest.mark.parametrize("behind", ["the group's", "the caller's"])
 async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) -> None:
-    """Neither in the loop nor in the launcher, which has other calls to make; those in flight keep their order."""
-    count = 1200 if behind == "ours" else ROOM - 24  # the caller's own stream has room for no more than that
+    """Check that neither the loop nor the launcher blocks on a full stream, and that all calls complete."""
+    count = 1200 if behind == "the group's" else ROOM - 24  # as many as the caller's stream has room for
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
-        ours = dispatcher_of(pg).device_calls.state.communicator.stream  # type: ignore[union-attr]
+        stream = dispatcher_of(pg).device_calls.state.communicator.stream  # type: ignore[union-attr]
         device = gpu.engine(0)
-        gate = gpu.cuda.gate(ours if behind == "ours" else gpu.stream(0), 0)
+        gate = gpu.cuda.gate(stream if behind == "the group's" else gpu.stream(0), 0)
         works = [pg.allreduce(tensor, key=str(number) if key else None) for number in range(count)]
-        await until(lambda: len(waiter_of(device, ours)._held) == count - AT_MOST and not device.is_launching)
+        await until(lambda: len(waiter_of(device, stream)._held) == count - AT_MOST and not device.is_launching)
         gate.open()
         await asyncio.gather(*(work.join() for work in works))
         assert [work.is_success() for work in works] == [True] * count
@@ -189,7 +187,7 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
 
 
 async def test_staged_and_host_calls_keep_their_place_among_launched_ones() -> None:
-    """What is staged, private or of the host keeps its place; far more calls than are reported at once."""
+    """Check staged calls, host calls and blocks between many launched calls, more than one report can contain."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
@@ -259,7 +257,7 @@ async def test_mismatch_names_both_calls_and_ends_the_group(other: int, known: b
         for _ in range(3 if known else 1):
             await repeat_allreduce(pg, gpu, 1)
             await pg.broadcast(gpu.tensor(np.ones(2), rank), 1)
-        await pg.barrier()  # or one may still await these when the group ends
+        await pg.barrier()  # so that no rank still awaits these calls when the group ends
         works = [pg.allreduce(gpu.tensor(np.ones(3), rank)) for _ in range(3)] if rank != other else []
         if rank == other:
             await pg.allreduce(gpu.tensor(np.ones(3), rank)).on_stream()
@@ -289,7 +287,7 @@ async def test_first_mismatch_among_calls_reported_together_is_named() -> None:
         tensor = await repeat_allreduce(pg, gpu, 3)
         await pg.barrier()
         works = [pg.allreduce(tensor) for _ in range(3)]
-        # It does not go ahead, and so tells at once what was called before it, too.
+        # This call is not launched ahead, so it reports the calls before it at once.
         works.append(pg.broadcast(tensor, 1) if rank else pg.allreduce(tensor))
         for work in works:
             work.add_done_callback(lambda work: work.exception())
@@ -325,7 +323,7 @@ async def test_different_blocks_are_a_mismatch() -> None:
 
 
 async def test_host_call_in_place_of_a_device_call_is_a_mismatch() -> None:
-    """Rank 0 has called something on the host under the number of the other's call on a device."""
+    """Check a host call on rank 0 with the sequence number of a device call on rank 1."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await repeat_allreduce(pg, gpu)
@@ -333,7 +331,7 @@ async def test_host_call_in_place_of_a_device_call_is_a_mismatch() -> None:
             await pg.recv(np.zeros(1), 0)
             work: Work[Any] = pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
         else:
-            work = pg.broadcast(np.ones(3), 1)  # which sends rank 1 nothing
+            work = pg.broadcast(np.ones(3), 1)  # sends no message to rank 1
             await pg.send(np.zeros(1), 1)
         cause = await pg.wait_revoked()
         await asyncio.gather(work, return_exceptions=True)
@@ -379,7 +377,7 @@ async def test_order_message_without_an_order_ends_the_link(monkeypatch: pytest.
         await run_ranks(2, body, gpu)
 
 
-# -- beside what has another order
+# -- keyed calls and messages
 
 
 async def test_keyed_calls_and_messages_get_a_place_in_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +410,7 @@ async def test_keyed_calls_and_messages_get_a_place_in_the_order(monkeypatch: py
 
 @pytest.mark.parametrize("what", ["key", "message"])
 async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: str) -> None:
-    """Rank 0 has launched a call that rank 1 makes only when the other thing is done: that is staged."""
+    """Check that rank 0, whose launched call occupies the device, stages an operation that rank 1 does first."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -445,7 +443,7 @@ async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: 
 
 
 async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has launched a call that rank 1 makes only when rank 0's patience with the other thing is over."""
+    """Check that the keyed call waits if rank 1 makes the launched call only after rank 0's patience has expired."""
     monkeypatch.setattr(pacing, "PATIENCE", 0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -457,7 +455,7 @@ async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest
         if rank:
             other, over = pg.allreduce(keyed, key="other"), asyncio.Event()
             await until(lambda: program_of(pg).through is not None)
-            comm_of(pg).call_later(pacing.PATIENCE, over.set)  # after rank 0's timer: they share a loop
+            comm_of(pg).call_later(pacing.PATIENCE, over.set)  # expires after rank 0's timer in the shared loop
             await over.wait()
             work = pg.allreduce(tensor)
         else:
@@ -485,7 +483,7 @@ async def test_placed_operation_waits_for_earlier_calls() -> None:
         await run_ranks(1, body, gpu)
 
 
-# -- failing
+# -- failures
 
 
 @pytest.mark.slow
@@ -529,19 +527,19 @@ async def test_rank_that_never_calls_is_named() -> None:
         await run_ranks(3, body, gpu)
 
 
-# -- rank 0's part, alone
+# -- the comparison and pacing on rank 0
 
 
-class Said:
-    """What rank 0 has said."""
+class Rank0:
+    """The order, comparison and pacing of rank 0, and the messages that they send."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
         self.order = program_order.ProgramOrder(lambda *_: None, lambda _: None, lambda: None, alone=False)
         self.pacing = pacing.Pacing(
             2,
-            lambda position: self.said.append(("confirm", position)),
-            lambda *how: self.said.append(how),
+            lambda position: self.sent.append(("confirm", position)),
+            lambda *how: self.sent.append(how),
             asyncio.get_running_loop().call_later,
             can_stage=True,
             is_shared=False,
@@ -550,11 +548,11 @@ class Said:
             2,
             self.order,
             self.pacing,
-            lambda rank, start, hashes: self.said.append(("compare", rank, start, len(hashes))),
+            lambda rank, start, hashes: self.sent.append(("compare", rank, start, len(hashes))),
         )
 
     def call(self) -> int:
-        """Make a call, and return the hash of all so far."""
+        """Make a call; return the hash of all calls so far."""
 
         class Called:
             def begin(self, staged: bool) -> None:
@@ -565,36 +563,36 @@ class Said:
 
 
 async def test_confirmation_during_a_halt_starts_the_placed_operations() -> None:
-    it = Said()
+    rank = Rank0()
     begun: list[bool] = []
-    it.pacing.place(begun.append)
-    it.pacing.place(begun.append)
-    it.comparison.reported(1, 1, it.call())
-    it.pacing.halted(0, 0)
+    rank.pacing.place(begun.append)
+    rank.pacing.place(begun.append)
+    rank.comparison.reported(1, 1, rank.call())
+    rank.pacing.halted(0, 0)
     assert not begun
-    it.pacing.halted(1, 0)
-    assert it.said == [("halt", 0, 0), ("confirm", 1), ("through", 1, 1)]
+    rank.pacing.halted(1, 0)
+    assert rank.sent == [("halt", 0, 0), ("confirm", 1), ("through", 1, 1)]
     assert begun == [False, False]
-    it.pacing.halted(1, 0)  # once more does nothing
-    assert len(it.said) == 3
+    rank.pacing.halted(1, 0)  # a repeated report has no effect
+    assert len(rank.sent) == 3
 
 
 async def test_mismatch_is_compared_once_and_blocks_later_confirmations() -> None:
-    it = Said()
-    it.comparison.reported(1, 1, it.call())
-    first, second = it.call(), it.call()
-    it.comparison.reported(1, 2, first + 1)
-    it.comparison.reported(1, 3, second)
-    assert it.said == [("confirm", 1), ("compare", 1, 2, 1)]
+    rank = Rank0()
+    rank.comparison.reported(1, 1, rank.call())
+    first, second = rank.call(), rank.call()
+    rank.comparison.reported(1, 2, first + 1)
+    rank.comparison.reported(1, 3, second)
+    assert rank.sent == [("confirm", 1), ("compare", 1, 2, 1)]
     with pytest.raises(ValueError, match="rank 1 has been at position 3 before"):
-        it.comparison.reported(1, 3, second)
-    it.comparison.end()
+        rank.comparison.reported(1, 3, second)
+    rank.comparison.end()
 
 
 async def test_operations_are_staged_after_a_rank_has_left() -> None:
-    it = Said()
+    rank = Rank0()
     begun: list[bool] = []
-    it.pacing.place(begun.append)
-    it.pacing.departed()
-    it.pacing.place(begun.append)
+    rank.pacing.place(begun.append)
+    rank.pacing.departed()
+    rank.pacing.place(begun.append)
     assert begun == [True, True]

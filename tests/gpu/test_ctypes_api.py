@@ -1,4 +1,4 @@
-"""CUDA and NCCL by ctypes: how the libraries are called, what is made of errors, and where libraries are looked for."""
+"""CUDA and NCCL by ctypes: calls of the libraries, their errors, and the search for the libraries."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_pinned_memory_is_freed_with_its_last_view(log: Log) -> None:
 
 
 class Torch(ModuleType):
-    """What multiplies, on memory of the host."""
+    """A torch lookalike that multiplies in host memory."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -229,8 +229,8 @@ def test_unique_id_and_version_are_returned_and_old_nccl_is_refused(log: Log) ->
     ],
 )
 def test_method_calls_its_nccl_function(log: Log, call: Callable[[Any], None], logged: Any) -> None:
-    asked = iter([7, 0, 7, 7, 0, 7, 0])
-    nccl = nccl_of(log, asked=lambda: next(asked))
+    statuses = iter([7, 0, 7, 7, 0, 7, 0])
+    nccl = nccl_of(log, asked=lambda: next(statuses))
     log.status["ncclCommInitRankConfig"] = 7
     made = nccl.init(2, stub.ID, 1)
     assert log.calls[0] == ("ncclCommInitRankConfig", (2, stub.ID, 1))
@@ -285,8 +285,8 @@ def test_communicator_ends_only_once(log: Log) -> None:
 
 
 def test_communicator_is_destroyed_after_finalize_has_finished(log: Log) -> None:
-    asked = iter([7, 7, 0])
-    made = nccl_of(log, asked=lambda: next(asked)).init(1, stub.ID, 0)
+    statuses = iter([7, 7, 0])
+    made = nccl_of(log, asked=lambda: next(statuses)).init(1, stub.ID, 0)
     log.calls.clear()
     log.status["ncclCommFinalize"] = 7
     made.destroy()
@@ -294,13 +294,13 @@ def test_communicator_is_destroyed_after_finalize_has_finished(log: Log) -> None
 
 
 def test_waiting_call_is_aborted_between_two_status_queries(log: Log) -> None:
-    """A call that other ranks do not make: asked again and again, it is aborted between two questions."""
+    """Check a call that never finishes: the abort comes between two status queries, never during a library call."""
     inside: list[str] = []
     nccl = nccl_of(log, asked=lambda: 7)
     made = nccl.init(1, stub.ID, 0)
     waits, errors = threading.Event(), []
 
-    def told(name: str) -> None:
+    def check_single_caller(name: str) -> None:
         inside.append(name)
         assert len(inside) == 1, inside
         if name == "ncclCommGetAsyncError":
@@ -313,7 +313,7 @@ def test_waiting_call_is_aborted_between_two_status_queries(log: Log) -> None:
         except DeviceError as error:
             errors.append(error)
 
-    log.hook = told
+    log.hook = check_single_caller
     log.status["ncclAllReduce"] = 7
     thread = threading.Thread(target=call)
     thread.start()
@@ -325,7 +325,7 @@ def test_waiting_call_is_aborted_between_two_status_queries(log: Log) -> None:
     assert "the communicator has ended" in str(errors[0])
 
 
-# -- where the libraries are
+# -- the search for the libraries
 
 
 def test_nccl_is_searched_in_packages_and_in_the_system(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,12 +350,12 @@ def test_nccl_is_searched_in_packages_and_in_the_system(log: Log, monkeypatch: p
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(ctypes_nccl.importlib.util, "find_spec", missing)
-    monkeypatch.setattr(ctypes_nccl.ctypes, "CDLL", _none)
+    monkeypatch.setattr(ctypes_nccl.ctypes, "CDLL", fail_to_load)
     with pytest.raises(OSError, match=r"libnccl\.so\.2"):
         ctypes_nccl.load()
 
 
-def _none(name: str) -> Any:
+def fail_to_load(name: str) -> Any:
     raise OSError(name)
 
 

@@ -1,4 +1,4 @@
-"""CUDA and NCCL by CuPy: how it is called, what is made of its errors, and whether the real one is still as it was."""
+"""CUDA and NCCL by CuPy: calls of a stub, their errors, and the signatures of the real CuPy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def log() -> Log:
 
 @pytest.fixture
 def api(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`cupy_api` on a stub."""
+    """Yield `cupy_api` on a stub of CuPy."""
     for name, module in stub(log).items():
         monkeypatch.setitem(sys.modules, name, module)
     yield import_cupy_api(log)
@@ -279,27 +279,27 @@ def test_communicator_is_not_freed_before_its_end(api: Any, log: Log) -> None:
 
 
 def test_failed_communicator_is_not_freed(api: Any, log: Log) -> None:
-    """NCCL leaves a part of it, and CuPy would destroy that where the last reference ends, perhaps for ever."""
+    """Check that a failed communicator stays referenced: CuPy would destroy it in its finalizer, which may hang."""
     log.errors["NcclCommunicator"] = lambda: NcclError(2)
     freed: list[str] = []
-    through, over = threading.Event(), threading.Event()
+    finished, stop = threading.Event(), threading.Event()
 
     def hang() -> None:
         freed.append(threading.current_thread().name)
-        through.set()
-        over.wait(10)
+        finished.set()
+        stop.wait(10)
 
     def init() -> None:
         with pytest.raises(DeviceError, match="ncclCommInitRank: NCCL_ERROR_2"):
             api.nccl()[0].init(2, bytes(128), 1)
         gc.collect()
-        through.set()
+        finished.set()
 
     log.freed = hang
     launcher = threading.Thread(target=init)
     launcher.start()
-    assert through.wait(10)
-    over.set()
+    assert finished.wait(10)
+    stop.set()
     launcher.join(10)
     assert freed == []
 
@@ -320,7 +320,7 @@ def test_cupy_without_nccl_is_reported(log: Log, monkeypatch: pytest.MonkeyPatch
     def missing(name: str) -> Any:
         if name != "nccl":
             raise AttributeError(name)
-        # As the real one does it: a warning while it is being imported.
+        # The real CuPy warns during the import.
         warnings.warn("\nnccl library could not be loaded.\n  pip install it", stacklevel=1)
         return modules["cupy.cuda.nccl"]
 
@@ -337,7 +337,7 @@ def test_cupy_without_nccl_is_reported(log: Log, monkeypatch: pytest.MonkeyPatch
     unload_cupy_api()
 
 
-# -- the real one
+# -- the real CuPy
 
 
 def resolve(path: str) -> Any:
@@ -376,9 +376,9 @@ def test_cupy_behaves_as_the_adapter_assumes() -> None:
         with pytest.raises(KeyError):
             nccl.NcclError(status)
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
-    # In a process of its own, since the text of the error is CUDA's, which keeps what it opens.
+    # In a separate process: the error text loads CUDA, which never closes what it opens.
     assert run_code("from cupy.cuda import runtime; print(runtime.CUDARuntimeError(600).status)") == "600"
-    # What `init` takes for granted: it can be made first, and is nothing then.
+    # `init` assumes that `__new__` alone makes an empty communicator.
     made = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
     assert made.comm == 0
 
@@ -386,14 +386,14 @@ def test_cupy_behaves_as_the_adapter_assumes() -> None:
 @real
 def test_real_cupy_calls_nccl() -> None:
     resolve("cuda.nccl")
-    # In a process of its own, since NCCL listens for ever on what it has named.
+    # In a separate process, since NCCL never closes the socket of an id.
     code = "from aiocoll.gpu.cupy_api import nccl; print(nccl()[0].version(), len(nccl()[0].unique_id()))"
     version, length = run_code(code).split()
     assert int(version) >= 21800
     assert length == "128"
 
 
-#: Use a device, if there is one.
+#: Code that uses a device if available.
 USE = """
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.gpu import cupy_api
@@ -415,5 +415,5 @@ else:
 
 @real
 def test_real_cupy_uses_a_device_or_reports_none() -> None:
-    # In a process of its own, since CUDA keeps what it opens.
+    # In a separate process, since CUDA never closes what it opens.
     assert re.search("^used$|finds no CUDA device", run_code(USE))

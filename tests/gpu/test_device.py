@@ -1,4 +1,4 @@
-"""What is launched on a device: its order, who waits for whom, and how long references live."""
+"""Calls launched on a device: their order, waits between streams and threads, and the lifetime of references."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_
 async def test_calls_are_launched_run_and_reported_in_order(cuda: FakeCuda, device: Device) -> None:
     launched: list[int] = []
     ran: list[int] = []
-    told: list[int] = []
+    reported: list[int] = []
     threads: set[int] = set()
     stream = device.stream()
 
@@ -40,10 +40,10 @@ async def test_calls_are_launched_run_and_reported_in_order(cuda: FakeCuda, devi
         cuda.kernel(stream, partial(ran.append, number))
 
     for number in range(300):
-        device.launch(stream, partial(call, number), None, lambda error, number=number: told.append(number))
+        device.launch(stream, partial(call, number), None, lambda error, number=number: reported.append(number))
     _, last = launch_call(device, stream)
     await last
-    assert launched == ran == told == list(range(300))
+    assert launched == ran == reported == list(range(300))
     assert len(threads) == 1
     assert threading.get_ident() not in threads
 
@@ -67,7 +67,7 @@ async def test_on_stream_ends_at_the_launch_and_the_call_when_the_device_is_done
     await ended
     cuda.event_synchronize(after)
     assert ran == [1]
-    await launched.on_stream(user)  # it has ended: nothing to wait for
+    await launched.on_stream(user)  # returns at once, since the call has ended
     cuda.stream_synchronize(user)
 
 
@@ -94,7 +94,7 @@ async def test_call_without_a_mark_waits_for_no_stream(cuda: FakeCuda, device: D
 
 
 async def test_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
-    """The default stream is one of each device; an event of one device cannot be recorded on another's."""
+    """Check a call on another device: its default stream and its events belong to that device."""
     cuda.use(0)
     ordinal, other = 1, Device.of(cuda, 1)
     stream = other.stream()
@@ -194,7 +194,7 @@ async def test_on_stream_notices_a_concurrent_launch(cuda: FakeCuda, device: Dev
     launched, ended = launch_call(device, stream)
 
     class Wanted(list[Any]):
-        """Lets the launcher go, and goes on only when it is through."""
+        """A list whose `append` first lets the launcher finish."""
 
         def append(self, waiting: Any) -> None:
             busy.set()
@@ -207,7 +207,7 @@ async def test_on_stream_notices_a_concurrent_launch(cuda: FakeCuda, device: Dev
     await ended
 
 
-# -- who finds out
+# -- detection of ends
 
 
 async def test_short_call_ends_without_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
@@ -243,7 +243,7 @@ async def test_later_calls_are_left_to_the_waiting_completion_thread(cuda: FakeC
     looks = cuda.calls["event_done"]
     third = launch_call(device, stream)[1]
     await launch_call(device, device.stream())[1]
-    assert cuda.calls["event_done"] == looks + 1, "at that of another stream"
+    assert cuda.calls["event_done"] == looks + 1, "the completion thread's stream was queried"
     held.open()
     await third
     assert first.done()
@@ -255,8 +255,8 @@ async def test_later_calls_are_left_to_the_waiting_completion_thread(cuda: FakeC
     assert cuda.calls["event_synchronize"] == waits
 
 
-async def at_once(device: Device, stream: int, calls: list[int], count: int) -> list[asyncio.Future[None]]:
-    """Launch calls in this thread, which `calls` notes."""
+async def launch_at_once(device: Device, stream: int, calls: list[int], count: int) -> list[asyncio.Future[None]]:
+    """Launch calls in this thread, which append its id to `calls`; return the futures of their ends."""
     ended = [asyncio.get_running_loop().create_future() for _ in range(count)]
     for each in ended:
         call = lambda: calls.append(threading.get_ident())  # noqa: E731
@@ -270,7 +270,7 @@ async def test_call_of_the_loop_does_not_overtake_a_call_of_the_launcher(
     lock, go_on = threading.Lock(), threading.Event()
 
     class Late:
-        """A lock that the launcher takes late."""
+        """A lock that the launcher acquires late."""
 
         acquire, release = lock.acquire, lock.release
 
@@ -283,18 +283,18 @@ async def test_call_of_the_loop_does_not_overtake_a_call_of_the_launcher(
 
     monkeypatch.setattr(device._launcher, "_calling", Late())
     stream, called = device.stream(), list[int]()
-    over = asyncio.get_running_loop().create_future()
+    ended = asyncio.get_running_loop().create_future()
     device.launch(stream, partial(called.append, 1), None, lambda _: None)
-    device.launch(stream, partial(called.append, 2), None, over.set_result, at_once=True)
+    device.launch(stream, partial(called.append, 2), None, ended.set_result, at_once=True)
     go_on.set()
-    await over
+    await ended
     assert called == [1, 2]
 
 
 async def test_calls_of_an_iteration_wake_the_completion_thread_at_its_end(
     cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would want the interpreter while they are launched."""
+    """Check that the thread is not woken before: it would compete for the GIL with the launches."""
     stream, wakes = device.stream(), list[int]()
     waiter = waiter_of(device, stream)
     waken = waiter._waken
@@ -303,7 +303,7 @@ async def test_calls_of_an_iteration_wake_the_completion_thread_at_its_end(
         await until(lambda: not waiter._is_awake)
         wakes.clear()
         calls: list[int] = []
-        await asyncio.gather(*await at_once(device, stream, calls, several))
+        await asyncio.gather(*await launch_at_once(device, stream, calls, several))
         assert set(calls) == {threading.get_ident()}
         assert wakes[0] == several
 
@@ -311,7 +311,7 @@ async def test_calls_of_an_iteration_wake_the_completion_thread_at_its_end(
 def test_blocked_loop_does_not_delay_the_ends_of_another_loop(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     go_on = threading.Event()
-    told: list[str] = []
+    reported: list[str] = []
 
     async def held_up() -> None:
         _, ended = launch_call(device, stream)
@@ -319,17 +319,17 @@ def test_blocked_loop_does_not_delay_the_ends_of_another_loop(cuda: FakeCuda, de
         other.start()
         assert go_on.wait(10)
         await ended
-        told.append("held up")
+        reported.append("held up")
 
     async def loop() -> None:
         await launch_call(device, stream)[1]
-        told.append("other")
+        reported.append("other")
         go_on.set()
 
     other = threading.Thread(target=lambda: asyncio.run(loop()))
     asyncio.run(held_up())
     other.join(10)
-    assert told == ["other", "held up"]
+    assert reported == ["other", "held up"]
 
 
 # -- references
@@ -373,7 +373,7 @@ async def test_last_reference_is_released_in_the_loop(cuda: FakeCuda, device: De
 
 
 async def test_array_memory_lives_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
-    """The fake says so: work on memory that is gone takes the device with it."""
+    """Check the memory by the fake device, which fails on work with freed memory."""
     stream = device.stream()
     array, target = FakeArray(cuda, np.arange(4)), FakeArray(cuda, np.zeros(4, int))
     gate = cuda.gate(0)
@@ -386,23 +386,23 @@ async def test_array_memory_lives_until_the_device_is_done(cuda: FakeCuda, devic
     assert cuda.live()["memory"] == 32
 
 
-# -- many
+# -- many calls
 
 
 class Counting:
-    """A loop that counts how it is called."""
+    """A wrapper of an event loop that counts scheduled callbacks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.told = 0
-        self.turns = 0
+        self.woken = 0
+        self.iterations = 0
 
     def call_soon_threadsafe(self, call: Callable[..., None], *args: Any) -> None:
-        self.told += 1
+        self.woken += 1
         self._loop.call_soon_threadsafe(call, *args)
 
     def call_soon(self, call: Callable[..., None], *args: Any) -> None:
-        self.turns += 1
+        self.iterations += 1
         self._loop.call_soon(call, *args)
 
 
@@ -418,24 +418,24 @@ async def test_batch_wakes_the_loop_once_and_is_reported_over_several_iterations
         launched.loop = loop  # type: ignore[assignment]
     batch.open()
     await asyncio.gather(*(ended for _, ended in calls))
-    assert (loop.told, loop.turns) == (1, 2)
+    assert (loop.woken, loop.iterations) == (1, 2)
 
 
 @pytest.mark.parametrize("by", ["thread", "launcher"])
 async def test_batch_reported_over_several_iterations_keeps_its_place(cuda: FakeCuda, device: Device, by: str) -> None:
     stream = device.stream()
-    waiter, told = waiter_of(device, stream), list[int]()
+    waiter, reported = waiter_of(device, stream), list[int]()
     batch = Batch(cuda, device, stream)
     more: list[asyncio.Future[None]] = []
 
     def first(error: object) -> None:
-        """Let more come before the rest of this batch, which the thread or the launcher finds has ended."""
-        told.append(0)
+        """Launch more calls before the rest of this batch is reported."""
+        reported.append(0)
         while waiter._is_awake:
             time.sleep(0)
-        device.launch(stream, do_nothing, None, lambda error: told.append(AT_MOST))
+        device.launch(stream, do_nothing, None, lambda error: reported.append(AT_MOST))
         more.append(launch_call(device, stream)[1])
-        # What tells of it comes in the loop's queue before the rest does.
+        # Their report enters the loop's queue before the rest of the batch.
         if by == "launcher":
             block_until_launched(device)
         else:
@@ -445,12 +445,12 @@ async def test_batch_reported_over_several_iterations_keeps_its_place(cuda: Fake
 
     device.launch(stream, batch, None, first)
     for number in range(1, AT_MOST):
-        device.launch(stream, do_nothing, None, lambda error, number=number: told.append(number))
+        device.launch(stream, do_nothing, None, lambda error, number=number: reported.append(number))
     await batch.wait_until_queued(AT_MOST)
     batch.open()
     await until(lambda: more)
     await more[0]
-    assert told == list(range(AT_MOST + 1))
+    assert reported == list(range(AT_MOST + 1))
 
 
 async def test_thousands_of_calls_leave_no_objects(cuda: FakeCuda, device: Device) -> None:
@@ -477,27 +477,27 @@ async def test_thousands_of_calls_leave_no_objects(cuda: FakeCuda, device: Devic
     after = cuda.live()
     assert after.pop("events") <= 2 * 50 + 1
     assert after == live
-    await launch_call(device, stream)[1]  # the threads hold on to the last one they have seen
+    await launch_call(device, stream)[1]  # the threads keep a reference to the last call
     assert len(alive) <= 2
 
 
 async def test_loop_stays_free_while_a_kernel_runs(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     held: list[float] = []
-    turns = 0
-    gc.disable()  # the garbage of other tests
+    iterations = 0
+    gc.disable()  # so that garbage of other tests is not collected meanwhile
     try:
         _, ended = launch_call(device, stream, lambda: cuda.kernel(stream, do_nothing, seconds=0.2))
         while not ended.done():
-            # The time of this thread: that of other processes is not ours.
+            # The CPU time of this thread, which other processes do not affect.
             began = time.thread_time()
             await asyncio.sleep(0)
             held.append(time.thread_time() - began)
-            turns += 1
+            iterations += 1
         await ended
     finally:
         gc.enable()
-    assert turns > 200
+    assert iterations > 200
     assert max(held) <= 1e-3
 
 
@@ -507,9 +507,9 @@ async def test_loop_stays_free_while_a_kernel_runs(cuda: FakeCuda, device: Devic
 def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device) -> None:
     streams = [device.stream(), device.stream()]
     before = threading.active_count()
-    told: list[list[int]] = [[] for _ in range(4)]
+    reported: list[list[int]] = [[] for _ in range(4)]
 
-    async def loop(mine: list[int], stream: int) -> None:
+    async def loop(own: list[int], stream: int) -> None:
         me = threading.get_ident()
         assert Device.of(cuda, 0) is device
         for number in range(100):
@@ -517,26 +517,26 @@ def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device)
 
             def done(error: object, number: int = number, ended: asyncio.Future[None] = ended) -> None:
                 assert threading.get_ident() == me
-                mine.append(number)
+                own.append(number)
                 ended.set_result(None)
 
             device.launch(stream, partial(device.after, stream, device.mark(2)), None, done)
             if number % 10 == 9:
                 await ended
-        assert threading.active_count() <= before + 4 + 6  # the loops, and what the fake plays streams with
+        assert threading.active_count() <= before + 4 + 6  # the threads of the loops, and those of the fake streams
 
     threads = [
-        threading.Thread(target=lambda n=n: asyncio.run(loop(told[n], streams[n % 2]))) for n in range(4)
+        threading.Thread(target=lambda n=n: asyncio.run(loop(reported[n], streams[n % 2]))) for n in range(4)
     ]  # fmt: skip
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert told == [list(range(100))] * 4
+    assert reported == [list(range(100))] * 4
 
 
 async def test_streams_do_not_delay_the_ends_of_each_other(cuda: FakeCuda, device: Device) -> None:
-    """Else a collective that waits for another rank could wait for ever: that rank may wait for the other stream."""
+    """Check ends on one stream while another is stuck; otherwise ranks that wait for each other could deadlock."""
     first, second = device.stream(), device.stream()
     held = GatedCall(cuda, first)
     _, later = launch_call(device, first, held)

@@ -1,4 +1,4 @@
-"""How calls of a device fail, and how devices end: closed loops, stuck streams, forks, interpreters that exit."""
+"""Failures of calls on a device, and the end of devices: closed loops, stuck streams, forks, interpreter exit."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_failed_mark_on_the_callers_stream_raises_at_the_call(cuda: FakeCu
         cuda.fail_next("event_record", "busy")
         with pytest.raises(DeviceError, match="event_record: busy"):
             launch_call(device, stream)
-    assert cuda.live()["events"] == 1, "the event is used again"
+    assert cuda.live()["events"] == 1, "a failed call did not reuse the event"
     await launch_call(device, stream)[1]
 
 
@@ -242,7 +242,7 @@ def test_loop_closed_during_a_batch_keeps_no_objects(cuda: FakeCuda, device: Dev
     assert 0 < len(kept.freed_in) < AT_MOST - 1
     loop.close()
     waiter = waiter_of(device, stream)
-    assert device.close(10)  # its thread may have had a batch in its hands
+    assert device.close(10)  # its thread may have held a batch
     gc.collect()
     assert len(kept.freed_in) == AT_MOST - 1
     assert not waiter._left
@@ -278,7 +278,7 @@ async def test_function_in_the_launcher_may_fail(device: Device, error: BaseExce
 
 
 async def test_process_end_waits_for_functions_in_threads(device: Device, limits: Limits) -> None:
-    """And for one that does not come back no longer than a limit."""
+    """Check that the wait for a function that does not return has a limit."""
     go_on = threading.Event()
     call = device.run_in_thread(lambda: go_on.wait(10))
     limits(device_exiting=0.01)
@@ -334,7 +334,7 @@ def test_result_for_a_closed_loop_is_released(device: Device) -> None:
     assert undone == [7]
 
 
-# -- streams that end, and that do not
+# -- the end of streams
 
 
 async def test_stream_is_closed_after_its_work(cuda: FakeCuda, device: Device) -> None:
@@ -376,7 +376,7 @@ async def test_closed_device_destroys_a_closing_stream(cuda: FakeCuda, device: D
     stream = device.stream()
     await launch_call(device, stream)[1]
     closing = asyncio.create_task(device.close_stream(stream, 10))
-    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # so that the close has started
     assert device.close(10)
     assert cuda.live()["streams"] == 0
     assert await closing
@@ -481,7 +481,7 @@ def test_forked_child_gets_an_error(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     out, into = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads is what this is about
+        warnings.simplefilter("ignore", DeprecationWarning)  # the test forks a process with threads on purpose
         child = os.fork()
     if child == 0:
         try:
@@ -497,7 +497,7 @@ def test_forked_child_gets_an_error(cuda: FakeCuda, device: Device) -> None:
     with os.fdopen(out, "rb") as pipe:
         assert pipe.read().decode() == "this process was forked from one that u" * 4
     os.waitpid(child, 0)
-    assert device.stream() != stream, "the parent goes on"
+    assert device.stream() != stream, "the parent cannot make streams any more"
 
 
 def test_device_cannot_be_used_after_a_fork(cuda: FakeCuda, device: Device) -> None:

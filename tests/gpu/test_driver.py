@@ -1,4 +1,4 @@
-"""The driver: how it is called, what is made of its errors, and that nobody is held up who does not call it."""
+"""The driver: its calls, its errors, and queries that block no other thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .processes import run_code
 from .stub_driver import CONTEXT, MODES, Log
 from .stub_driver import driver as stub
 
-#: As wide as an address is.
+#: A handle as wide as an address.
 EVENT = 0x7F00_1234_5678_9AB0
 
 
@@ -93,29 +93,31 @@ def test_load_uses_libcuda(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         load()
 
 
-#: Ask for an event in a thread, and let only another thread end that: a semaphore of C plays the driver. The upper half
-#: of its first word, in glibc on 64 bits, says how many wait.
+#: Code that queries an event in a thread, with a C semaphore in place of the driver. Another thread ends the query.
+#: The upper half of the semaphore's first word counts the waiting threads (glibc, 64 bits).
 STALL = """
 import ctypes, threading, time
 from tests.gpu.stub_driver import driver
 from aiocoll.gpu.driver import Driver
 library = driver(lambda name, args: 0)
 library.cuEventQuery = ctypes.CDLL(None).sem_wait
-ask = Driver(library).event_done
+query = Driver(library).event_done
 libc = ctypes.CDLL(None)
 semaphore = ctypes.create_string_buffer(32)
 libc.sem_init(semaphore, 0, 0)
-answers = []
-asking = threading.Thread(target=lambda: answers.append(ask(ctypes.addressof(semaphore))))
-asking.start()
+results = []
+querying = threading.Thread(target=lambda: results.append(query(ctypes.addressof(semaphore))))
+querying.start()
 while not any(semaphore.raw[4:8]):
     time.sleep(0)
 libc.sem_post(semaphore)
-asking.join()
-print(answers)
+querying.join()
+print(results)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or ctypes.sizeof(ctypes.c_void_p) != 8, reason="looks into glibc")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or ctypes.sizeof(ctypes.c_void_p) != 8, reason="reads a semaphore of 64-bit glibc"
+)
 def test_stalled_query_blocks_no_other_thread() -> None:
     assert run_code(STALL) == "[True]"

@@ -1,4 +1,4 @@
-"""The fake CUDA keeps to the rules of the real one, and refuses what that would let go wrong."""
+"""The fake CUDA: it follows the rules of real CUDA, and refuses mistakes that real CUDA does not report."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_stream_waits_for_the_record_at_the_time_of_the_call(cuda: FakeCuda) -> 
 
 
 def test_events_on_an_idle_stream_are_done_at_once(cuda: FakeCuda) -> None:
-    """Not by the thread of the stream, which would hold up others."""
+    """Check that they need no thread, whose start would delay other threads."""
     stream, other, event = cuda.stream_create(), cuda.stream_create(), cuda.event_create()
     before = threading.active_count()
     cuda.event_record(event, stream)
@@ -168,7 +168,7 @@ def test_destroyed_handles_are_refused(cuda: FakeCuda) -> None:
         assert not caught.value.fatal
     gate.open()
     cuda.stream_synchronize(good)
-    assert done == [1], "what is on a stream that is given back still ends"
+    assert done == [1], "work on a destroyed stream was lost"
 
 
 def test_event_cannot_be_recorded_on_a_stream_of_another_device(cuda: FakeCuda) -> None:
@@ -177,7 +177,7 @@ def test_event_cannot_be_recorded_on_a_stream_of_another_device(cuda: FakeCuda) 
     for stream in (0, 1, 2, cuda.stream_create()):
         with pytest.raises(DeviceError, match="event of device 0, stream of 1"):
             cuda.event_record(event, stream)
-    cuda.stream_wait(0, event)  # this may be
+    cuda.stream_wait(0, event)  # waiting across devices is allowed
 
 
 def test_live_objects_are_counted(cuda: FakeCuda) -> None:
@@ -365,7 +365,7 @@ def test_close_wakes_waiting_threads_and_leaves_none() -> None:
         waiting.start()
     waiting.join(10)
     assert threading.active_count() == before
-    cuda.kernel(0, lambda: None)  # nobody does it
+    cuda.kernel(0, lambda: None)  # a closed fake carries out no work
     cuda.gate(2)
 
 
@@ -410,18 +410,18 @@ def test_array_memory_is_overwritten_when_freed(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("look", ["at", "where"])
 def test_memory_may_be_freed_during_a_lookup(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may run anywhere, so arrays may end in the midst of a search: that is about others still."""
+    """Check a lookup during which the garbage collector frees another array."""
     memory = fake_memory.FakeMemory()
     arrays = sorted((memory.new(8, device) for device in (0, 1, 2)), key=lambda each: each.ctypes.data)
     wheres = [memory.where(each.ctypes.data) for each in arrays]
     bisect_right = fake_memory.bisect_right
 
-    def collecting(bases: list[int], address: int) -> int:
+    def bisect_and_free(bases: list[int], address: int) -> int:
         found: int = bisect_right(bases, address)
         arrays[0] = None
         return found
 
-    monkeypatch.setattr(fake_memory, "bisect_right", collecting)
+    monkeypatch.setattr(fake_memory, "bisect_right", bisect_and_free)
     address = arrays[1].ctypes.data
     if look == "where":
         assert memory.where(address) == wheres[1]

@@ -1,4 +1,4 @@
-"""The fake NCCL calculates what the real one does, and hangs where it hangs."""
+"""The fake NCCL: it computes the results of real NCCL, and hangs in the same cases."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def nccl(cuda: FakeCuda) -> FakeNccl:
     return FakeNccl(cuda)
 
 
-def stored(values: Any, dtype: DType) -> Any:
-    """Return whole numbers as `dtype` stores them: rounded once, or wrapped."""
+def to_storage(values: Any, dtype: DType) -> Any:
+    """Return integers as `dtype` stores them: rounded once, or wrapped."""
     if dtype.kind != "half":
         return np.asarray(values).astype(dtype.storage)
     out = np.empty(np.shape(values), dtype.storage)
@@ -44,7 +44,7 @@ def stored(values: Any, dtype: DType) -> Any:
     return out
 
 
-def loaded(array: Any, dtype: DType) -> list[float]:
+def from_storage(array: Any, dtype: DType) -> list[float]:
     if dtype.kind != "half":
         return list(array.astype(float))
     out = np.empty(array.shape, np.float32)
@@ -52,13 +52,13 @@ def loaded(array: Any, dtype: DType) -> list[float]:
     return list(out.astype(float))
 
 
-def reduced(op: int, world_size: int) -> float:
+def expected_result(op: int, world_size: int) -> float:
     """Return the exact result of 1 on rank 0 and 2 on all others."""
     total = 2 * world_size - 1
     return [total, 2 ** (world_size - 1), min(world_size, 2), 1, total // world_size][op]
 
 
-def given(rank: int) -> int:
+def input_of(rank: int) -> int:
     return 1 if rank == 0 else 2
 
 
@@ -69,18 +69,21 @@ def test_reductions_of_all_dtypes_and_ops_are_right(cuda: FakeCuda, nccl: FakeNc
             for op in range(5):
                 if op == AVG and dtype.kind in ("half", "float"):
                     continue
-                [expected] = loaded(stored([reduced(op, world_size)], dtype), dtype)
-                source = FakeArray(cuda, stored([given(me.rank)] * 3, dtype), me.rank, dtype)
-                target = FakeArray(cuda, stored([0] * 3, dtype), me.rank, dtype)
+                [expected] = from_storage(to_storage([expected_result(op, world_size)], dtype), dtype)
+                source = FakeArray(cuda, to_storage([input_of(me.rank)] * 3, dtype), me.rank, dtype)
+                target = FakeArray(cuda, to_storage([0] * 3, dtype), me.rank, dtype)
                 me.communicator.all_reduce(source.ptr, target.ptr, 3, code, op, me.stream)
-                assert loaded(target.numpy(me.stream), dtype) == [expected] * 3
+                assert from_storage(target.numpy(me.stream), dtype) == [expected] * 3
                 root = world_size - 1
                 me.communicator.reduce(source.ptr, source.ptr, 3, code, op, root, me.stream)
-                assert loaded(source.numpy(me.stream), dtype) == [expected if me.rank == root else given(me.rank)] * 3
-                whole = stored([given(me.rank)] * (2 * world_size), dtype)
+                assert (
+                    from_storage(source.numpy(me.stream), dtype)
+                    == [expected if me.rank == root else input_of(me.rank)] * 3
+                )
+                whole = to_storage([input_of(me.rank)] * (2 * world_size), dtype)
                 parts = FakeArray(cuda, whole, me.rank, dtype)
                 me.communicator.reduce_scatter(parts.ptr, target.ptr, 2, code, op, me.stream)
-                assert loaded(target.numpy(me.stream), dtype) == [expected] * 3
+                assert from_storage(target.numpy(me.stream), dtype) == [expected] * 3
 
     results_by_rank(cuda, nccl, world_size, rank)
 
@@ -90,10 +93,10 @@ def test_averages_of_floats_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             if dtype.kind in ("half", "float"):
-                # 0, 2, 4 and so on: their mean is the last one's half.
-                array = FakeArray(cuda, stored([2 * me.rank], dtype), me.rank, dtype)
+                # The mean of 0, 2, 4 and so on is half of the last value.
+                array = FakeArray(cuda, to_storage([2 * me.rank], dtype), me.rank, dtype)
                 me.communicator.all_reduce(array.ptr, array.ptr, 1, code, AVG, me.stream)
-                assert loaded(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all of them
+                assert from_storage(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all of them
 
     results_by_rank(cuda, nccl, world_size, rank)
 
@@ -102,18 +105,18 @@ def test_averages_of_floats_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size
 def test_copies_of_all_dtypes_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
-            mine = FakeArray(cuda, stored([me.rank, me.rank], dtype), me.rank, dtype)
-            whole = FakeArray(cuda, stored([0] * (2 * world_size), dtype), me.rank, dtype)
+            mine = FakeArray(cuda, to_storage([me.rank, me.rank], dtype), me.rank, dtype)
+            whole = FakeArray(cuda, to_storage([0] * (2 * world_size), dtype), me.rank, dtype)
             me.communicator.all_gather(mine.ptr, whole.ptr, 2, code, me.stream)
             expected = [float(rank) for rank in range(world_size) for _ in range(2)]
-            assert loaded(whole.numpy(me.stream), dtype) == expected
+            assert from_storage(whole.numpy(me.stream), dtype) == expected
             place = whole.ptr + me.rank * 2 * dtype.itemsize
             me.communicator.all_gather(place, whole.ptr, 2, code, me.stream)
-            assert loaded(whole.numpy(me.stream), dtype) == expected
+            assert from_storage(whole.numpy(me.stream), dtype) == expected
             for root in range(world_size):
-                target = FakeArray(cuda, stored([0, 0], dtype), me.rank, dtype)
+                target = FakeArray(cuda, to_storage([0, 0], dtype), me.rank, dtype)
                 me.communicator.broadcast(mine.ptr, target.ptr, 2, code, root, me.stream)
-                assert loaded(target.numpy(me.stream), dtype) == [root, root]
+                assert from_storage(target.numpy(me.stream), dtype) == [root, root]
 
     results_by_rank(cuda, nccl, world_size, rank)
 
@@ -162,7 +165,7 @@ def test_collectives_of_a_group_start_at_its_end(cuda: FakeCuda, nccl: FakeNccl)
 
 def test_empty_calls_start_no_kernel(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
-        if me.rank == 0:  # nobody else calls
+        if me.rank == 0:  # rank 1 makes no call
             me.communicator.all_reduce(0, 0, 0, FLOAT32, SUM, me.stream)
             me.communicator.send(0, 0, FLOAT32, 1, me.stream)
         me.finish()
@@ -170,14 +173,14 @@ def test_empty_calls_start_no_kernel(cuda: FakeCuda, nccl: FakeNccl) -> None:
     results_by_rank(cuda, nccl, 2, rank)
 
 
-# -- what hangs
+# -- hanging calls
 
 
 HANGING = ["order", "count", "dtype", "op", "root", "bytes", "missing", "sends", "broken"]
 
 
-def start(me: Rank, what: str, array: FakeArray) -> None:
-    """Start what never ends."""
+def start_hanging_call(me: Rank, what: str, array: FakeArray) -> None:
+    """Start a call that never ends."""
     first, com = me.rank == 0, me.communicator
     ptr, stream = array.ptr, me.stream
     if what == "order":
@@ -189,7 +192,7 @@ def start(me: Rank, what: str, array: FakeArray) -> None:
     elif what == "bytes":
         (com.send if first else com.recv)(ptr, 4 if first else 3, FLOAT32, 1 - me.rank, stream)
     elif what == "sends":
-        for move in (com.send, com.recv):  # not in a group: both send first
+        for move in (com.send, com.recv):  # outside a group, both ranks send first
             move(ptr, 4, FLOAT32, 1 - me.rank, stream)
     elif what == "root":
         com.broadcast(ptr, ptr, 4, FLOAT32, me.rank, stream)
@@ -211,10 +214,10 @@ def test_mismatched_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeNccl, what:
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(4, np.float32), me.rank)
         hangs = me.rank == 0 or what != "missing"
-        start(me, what, array)
+        start_hanging_call(me, what, array)
         event = cuda.event_create()
         cuda.event_record(event, me.stream)
-        # What differs has met by then, and it is said why nothing ends.
+        # Wait until the mismatched calls have met and the fake has recorded a complaint.
         while what not in ("missing", "sends", "broken") and not nccl.complaints:
             time.sleep(0)
         started.wait(10)
@@ -227,8 +230,8 @@ def test_mismatched_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeNccl, what:
         aborting.join()
         cuda.event_synchronize(event)
         assert not me.communicator.in_flight
-        if hangs and not (what == "bytes" and me.rank == 0):  # it only sends
-            assert array.peek().tobytes().count(0xA5) >= 12, "aborted results must not look right"
+        if hangs and not (what == "bytes" and me.rank == 0):  # a sender has no output to spoil
+            assert array.peek().tobytes().count(0xA5) >= 12, "the aborted call left a plausible result"
         with pytest.raises(DeviceError, match="aborted"):
             me.communicator.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, me.stream)
 
@@ -238,7 +241,7 @@ def test_mismatched_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeNccl, what:
 def test_complaint_describes_the_mismatch(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(4, np.float32), me.rank)
-        start(me, "op", array)
+        start_hanging_call(me, "op", array)
         while not nccl.complaints:
             time.sleep(0)
         me.communicator.abort()
@@ -404,7 +407,7 @@ def test_memory_freed_too_early_fails_a_device(cuda: FakeCuda, nccl: FakeNccl) -
     assert "illegal memory access" in failed[0]
 
 
-# -- what is refused at the call
+# -- wrong arguments
 
 
 def test_wrong_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
@@ -447,13 +450,13 @@ def test_communicator_refuses_concurrent_threads_and_other_devices(cuda: FakeCud
         except DeviceError as exc:
             errors.append(exc)
 
-    def meanwhile(_: str) -> None:
+    def call_from_another_thread(_: str) -> None:
         nccl.hooks.clear()
         other = threading.Thread(target=call)
         other.start()
         other.join()
 
-    nccl.hooks.append(meanwhile)
+    nccl.hooks.append(call_from_another_thread)
     made.all_reduce(0, 0, 0, FLOAT32, SUM, 0)
     assert "another thread" in str(errors[0])
     cuda.use(1)

@@ -1,4 +1,4 @@
-"""Reductions of float8: by NCCL where its version and all devices can, else staged, on all ranks alike."""
+"""Reductions of float8: by NCCL if its version and all devices support them, otherwise staged on all ranks."""
 
 from __future__ import annotations
 

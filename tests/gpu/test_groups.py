@@ -1,4 +1,4 @@
-"""What calls on CUDA arrays promise besides their results: order, agreement, streams, and that nothing is left."""
+"""Calls on CUDA arrays: the choice between NCCL and staging, agreement, streams, memory, and blocks."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ async def test_dry_run_needs_no_device() -> None:
         await pg.shutdown()
 
 
-# -- which way
+# -- NCCL or staging
 
 
-async def decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> cards.Decision:
+async def first_decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> cards.Decision:
     device = pg.rank() if device is None else device
     await pg.allreduce(gpu.tensor(np.ones(3), device))
     assert dispatcher_of(pg).device_calls is not None
@@ -86,7 +86,7 @@ async def decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> ca
 async def test_ranks_with_their_own_devices_use_nccl(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "aiocoll")
     with gpus(2) as gpu:
-        first, second = await run_ranks(2, decision, gpu)
+        first, second = await run_ranks(2, first_decision, gpu)
     assert first == second
     assert first.native
     assert "rank 1: CUDA arrays go by NCCL: all ranks have NCCL 2.28.9 and a device each" in caplog.text
@@ -95,14 +95,14 @@ async def test_ranks_with_their_own_devices_use_nccl(caplog: pytest.LogCaptureFi
 async def test_arrays_are_staged_without_nccl(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "aiocoll")
     with gpus(2, "staged") as gpu:
-        found = await run_ranks(2, decision, gpu)
+        found = await run_ranks(2, first_decision, gpu)
     assert found == [cards.Decision(False, "rank 0: it was left out", b"")] * 2
     assert "rank 0: CUDA arrays go through the host: rank 0: it was left out" in caplog.text
 
 
 async def test_ranks_on_one_device_are_staged() -> None:
     with gpus(1) as gpu:
-        found = await run_ranks(2, decision, gpu, 0)
+        found = await run_ranks(2, first_decision, gpu, 0)
     assert [each.native for each in found] == [False] * 2
     assert found[0].why == "ranks 0 and 1 use the same device, 00000000:00:00.0, which NCCL refuses"
 
@@ -132,7 +132,7 @@ async def test_required_nccl_is_an_error_if_unavailable() -> None:
 async def test_failed_unique_id_makes_the_group_stage() -> None:
     with gpus(2) as gpu:
         gpu.nccl.fail_next("unique_id", "no network")
-        found = await run_ranks(2, decision, gpu)
+        found = await run_ranks(2, first_decision, gpu)
     assert [each.native for each in found] == [False] * 2
     assert "rank 0: unique_id: no network" in found[0].why
 
@@ -175,7 +175,7 @@ async def test_mismatch_is_refused_on_all_ranks_and_the_group_continues(
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
-        for _ in range(2):  # before the way is known, and after
+        for _ in range(2):  # before and after the group has chosen NCCL or staging
             tensor = gpu.tensor(np.ones(3 + pg.rank()), pg.rank())
             with pytest.raises(CollectiveMismatchError) as caught:
                 await pg.allreduce(tensor)
@@ -324,7 +324,7 @@ async def test_captured_stream_is_refused(way: str) -> None:
         gpu.cuda.capture(stream, True, 0)
         with pytest.raises(RuntimeError, match="being captured into a graph"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))
-        assert gpu.cuda.live()["streams"] == 1, "something was made for a call that was refused"
+        assert gpu.cuda.live()["streams"] == 1, "the refused call created a stream"
         gpu.cuda.capture(stream, False, 0)
         await check_allreduce(pg, gpu)
 
@@ -391,21 +391,21 @@ async def test_many_calls_leave_no_objects(way: str) -> None:
         await sent
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        async def left(turns: int) -> tuple[int, int, int]:
+        async def resources_after(turns: int) -> tuple[int, int, int]:
             for turn in range(turns):
                 await call(pg, gpu, turn)
             await pg.barrier()
             gc.collect()
             live = gpu.cuda.live()
-            # The threads hold on to the last that they have seen.
+            # The threads keep a reference to the last call.
             assert sum(isinstance(each, Agreed) for each in gc.get_objects()) <= 2 * pg.size()
             assert live["events"] < 50
             assert live["memory"] < 500
             await pg.barrier()
             return live["streams"], live["pinned"], threading.active_count()
 
-        first = await left(5)
-        for before, after in zip(first, await left(50), strict=True):
+        first = await resources_after(5)
+        for before, after in zip(first, await resources_after(50), strict=True):
             assert after <= before
 
     with gpus(2, way) as gpu:
@@ -416,9 +416,9 @@ async def test_many_calls_leave_no_objects(way: str) -> None:
 async def test_noncontiguous_arrays_are_written_back(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.arange(12.0).reshape(3, 4), pg.rank())
-        turned = gpu.torch.Tensor(tensor.values.T, "float64", pg.rank())
-        turned.contiguous = lambda: gpu.tensor(tensor.values.T, pg.rank())
-        assert await pg.allreduce(turned) is turned
+        transposed = gpu.torch.Tensor(tensor.values.T, "float64", pg.rank())
+        transposed.contiguous = lambda: gpu.tensor(tensor.values.T, pg.rank())
+        assert await pg.allreduce(transposed) is transposed
         gpu.cuda.stream_synchronize(0, pg.rank())
         assert host(tensor).tolist() == (2 * np.arange(12.0).reshape(3, 4)).tolist()
 
@@ -461,13 +461,13 @@ async def test_allgather_accepts_an_input_inside_its_output(way: str) -> None:
 async def test_blocks_and_lists_give_right_results(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        ones = [gpu.tensor(np.full(3, each + 1.0), rank) for each in range(3)]
+        tensors = [gpu.tensor(np.full(3, each + 1.0), rank) for each in range(3)]
         array, number = np.ones(2), gpu.tensor(np.arange(4), rank)
         async with pg.coalescing():
-            works = [pg.allreduce(each) for each in ones]
+            works = [pg.allreduce(each) for each in tensors]
             pg.allreduce(array)
             pg.broadcast(number, 1)
-            sent = pg.send(ones[0], (rank + 1) % 2, tag=4)
+            sent = pg.send(tensors[0], (rank + 1) % 2, tag=4)
             taken = gpu.tensor(np.zeros(3), rank)
             pg.recv(taken, (rank + 1) % 2, tag=4)
             keyed = pg.allreduce(gpu.tensor(np.ones(1), rank), key="k")
@@ -475,9 +475,9 @@ async def test_blocks_and_lists_give_right_results(way: str) -> None:
         assert array.tolist() == [2, 2]
         assert host(keyed.result()).tolist() == [2]
         assert sent.done()
-        again = await pg.allreduce_coalesced([*ones, array])
-        assert again[0] is ones[0]
-        assert [host(each)[0] for each in ones] == [4, 8, 12]
+        again = await pg.allreduce_coalesced([*tensors, array])
+        assert again[0] is tensors[0]
+        assert [host(each)[0] for each in tensors] == [4, 8, 12]
         assert array.tolist() == [4, 4]
 
     with gpus(2, way) as gpu:
@@ -611,7 +611,7 @@ async def test_allgather_accepts_an_input_across_adjacent_outputs() -> None:
             starts = [0, counts[0], counts[0] + counts[1]]
             parts = [memory.values[start : start + count] for start, count in zip(starts, counts, strict=True)]
             views = [gpu.torch.Tensor(part, "float64", rank) for part in parts]
-            # On the last rank, it begins within its own part and ends behind it.
+            # On the last rank, the input starts inside its own output and ends after it.
             start = starts[2] + 1 if rank == 2 else 7
             elements = memory.values[start : start + counts[rank]]
             own = gpu.torch.Tensor(elements, "float64", rank)
@@ -636,7 +636,7 @@ async def test_calls_disturb_no_capture_of_another_thread(way: str) -> None:
         gpu.cuda.capture(captured, True, blocking=True)
         gate.open()
         await work
-        # What would be drawn into the capture is refused.
+        # Work on the default stream would join the capture, so the call is refused.
         gpu.torch.streams[0] = 0
         with pytest.raises(RuntimeError, match="being captured into a graph"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))
@@ -700,7 +700,7 @@ async def test_scan_is_refused_by_the_nccl_path() -> None:
 
 
 async def test_wrong_device_messages_are_refused() -> None:
-    """Messages are checked before, as they are read."""
+    """Check wrong messages of the device layer; others are refused when they are decoded."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)

@@ -31,7 +31,7 @@ SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 class Counts:
-    """What has been called since `reset`, on all ranks."""
+    """The numbers of NCCL calls, launches and agreements since `reset`, over all ranks."""
 
     def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nccl: Counter[str] = Counter()
@@ -94,7 +94,7 @@ async def test_each_list_is_one_nccl_group(monkeypatch: pytest.MonkeyPatch) -> N
         assert [host(each).tolist() for each in own] == [[rank + 10 * at] * 2 for at in range(2)]
         await pg.barrier()
         assert counts.nccl["group_start"] == counts.nccl["group_end"] == 3 * size
-        assert (counts.launches, counts.agreements) == (3 * size, 1)  # of the one with a key
+        assert (counts.launches, counts.agreements) == (3 * size, 1)  # only the keyed list needs an agreement
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu, Counts(gpu, monkeypatch))
@@ -152,7 +152,7 @@ async def test_list_of_empty_arrays_completes(way: str) -> None:
 
 
 async def test_keyed_lists_and_calls_of_several_tasks_complete() -> None:
-    """The order in which they meet decides, and is the same on all ranks."""
+    """Check keyed lists and calls that the ranks start in different orders."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         async def one(name: int) -> None:
@@ -169,7 +169,7 @@ async def test_keyed_lists_and_calls_of_several_tasks_complete() -> None:
         await run_ranks(3, body, gpu)
 
 
-# -- what is refused
+# -- refused blocks
 
 
 @both
@@ -191,7 +191,7 @@ async def test_members_that_share_memory_are_refused(way: str) -> None:
             await block()
         with pytest.raises(ValueError, match=r"members 0 .* and 1 .* share memory"):
             pg.allreduce_coalesced([whole, whole])
-        # Two may read the same, and neighbours do not share.
+        # Two members may read the same memory, and adjacent arrays do not overlap.
         out = [gpu.tensor(np.zeros(12), rank) for _ in range(2)]
         await pg.allgather_into_tensor_coalesced(out, [whole, whole])
         await pg.allreduce_coalesced([part(0, 3), part(3, 6)])
@@ -248,7 +248,7 @@ async def test_blocks_with_different_exchange_counts_are_a_mismatch(way: str) ->
         with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLTOALL"):
             await block()
         assert host(one).tolist() == [1] * 3
-        # It has been compared before anything began: the group goes on.
+        # The ranks compared the blocks before any transfer, so the group continues.
         await check_allreduce(pg, gpu)
 
     with gpus(2, way) as gpu:
@@ -265,7 +265,7 @@ async def test_list_in_a_group_that_requires_nccl_raises_without_it() -> None:
         await run_ranks(2, body, gpu)
 
 
-# -- those that do not go on; what fails is in `test_groups_failing`
+# -- cancelled and aborted blocks; `test_groups_failing` has failures
 
 
 async def test_cancelled_await_leaves_the_block_in_flight() -> None:
@@ -356,14 +356,14 @@ async def test_scattered_outputs_on_one_rank_use_scratch_memory(monkeypatch: pyt
         counts.reset()
         await pg.barrier()
         whole, one = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.ones(2), rank)
-        # Only on rank 0 do the parts lie apart.
+        # Only on rank 0 are the outputs separate arrays.
         parts = [gpu.torch.Tensor(row, "float64", rank) for row in whole.values]
-        apart = [gpu.tensor(np.zeros(2), rank) for _ in range(size)]
+        separate = [gpu.tensor(np.zeros(2), rank) for _ in range(size)]
         async with pg.coalescing():
-            pg.allgather(parts if rank else apart, gpu.tensor(np.full(2, rank + 1.0), rank))
+            pg.allgather(parts if rank else separate, gpu.tensor(np.full(2, rank + 1.0), rank))
             pg.allreduce(one)
-        there = host(whole) if rank else np.stack([host(each) for each in apart])
-        assert there.tolist() == [[peer + 1] * 2 for peer in range(size)]
+        gathered = host(whole) if rank else np.stack([host(each) for each in separate])
+        assert gathered.tolist() == [[peer + 1] * 2 for peer in range(size)]
         assert host(one).tolist() == [size] * 2
         await pg.barrier()
         assert (counts.nccl["all_gather"], counts.nccl["broadcast"]) == (size, 0)

@@ -1,4 +1,4 @@
-"""How the ranks of groups come to one way for CUDA arrays."""
+"""The agreement of a group's ranks on NCCL or staging for CUDA arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE = EAGER_WINDOW + 1
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 async def test_group_agrees_on_nccl_after_messages_alone(late: int) -> None:
-    """All ranks have sent or received something; rank 0 may be the last that has."""
+    """Check the agreement when each rank has sent or received a message, whatever rank is last."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -56,10 +56,10 @@ async def test_group_agrees_on_nccl_after_messages_alone(late: int) -> None:
 
 
 async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks begin with groups of each two of them at once, each with another group first."""
+    """Check three ranks in three groups of two, where each rank calls another group first."""
     firsts = []
 
-    def delayed(decided: Any, side: DeviceState, number: int, decision: Decision) -> None:
+    def decide_late(decided: Any, side: DeviceState, number: int, decision: Decision) -> None:
         wait = 0.0 if side.comm in firsts else 0.05
         asyncio.get_running_loop().call_later(wait, decided, side, number, decision)
 
@@ -78,7 +78,7 @@ async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest
         assert host(one).tolist() == [rank + (rank + 1) % 3] * 3
         assert host(two).tolist() == [rank + (rank - 1) % 3] * 3
 
-    wrapped(monkeypatch, device_decided=delayed)
+    wrapped(monkeypatch, device_decided=decide_late)
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
 
@@ -86,15 +86,15 @@ async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest
 async def test_jobs_with_devices_in_opposite_orders_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def held(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
-        """Let all first turns be taken before any second one is asked for."""
+    def take_delayed(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
+        """Delay each turn, so that all ranks take their first turn before any takes a second one."""
 
         def later() -> None:
             asyncio.get_running_loop().call_later(0.02, call)
 
         return take(turns, later)
 
-    wrapped(monkeypatch, take_turn=held)
+    wrapped(monkeypatch, take_turn=take_delayed)
 
     async def body(pg: ProcessGroup, gpu: Gpus, devices: list[int]) -> None:
         tensor = gpu.tensor(np.ones(3), devices[pg.rank()])
@@ -107,12 +107,12 @@ async def test_jobs_with_devices_in_opposite_orders_do_not_wait_for_each_other(
 
 
 async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of one group does not hear that its turn has come."""
-    deaf = []
+    """Check a group whose rank 0 never learns that its turn has started."""
+    suppressed = []
 
-    def taken(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
-        if not deaf:
-            deaf.append(turns)
+    def take_and_suppress(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
+        if not suppressed:
+            suppressed.append(turns)
             return take(turns, lambda: None)
         return take(turns, call)
 
@@ -123,7 +123,7 @@ async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) 
         assert other is not None
         lost = stuck.allreduce(gpu.tensor(np.ones(1), rank), timeout=0.1)
         if rank == 0:
-            await until(lambda: bool(deaf))
+            await until(lambda: bool(suppressed))
         work = other.allreduce(tensor := gpu.tensor(np.ones(1), rank))
         with pytest.raises(CollectiveTimeoutError):
             await lost
@@ -131,7 +131,7 @@ async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) 
         assert uses_nccl(other)
         assert host(tensor).tolist() == [2]
 
-    wrapped(monkeypatch, take_turn=taken)
+    wrapped(monkeypatch, take_turn=take_and_suppress)
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
@@ -173,27 +173,31 @@ async def test_messages_for_closed_or_foreign_groups_are_not_kept() -> None:
         await run_ranks(2, body, gpu)
 
 
-class Stuck:
-    """Turns of which one is not heard of by who has taken it, until it is told."""
+class SuppressedTurn:
+    """A hook that suppresses the start of the first turn on one device.
+
+    Attributes:
+        calls: the suppressed callback; a test may call it later.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Callable[[], None]] = []
         self.device = -1
 
-        def taken(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
+        def take_and_suppress(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
             if not self.calls and turns is self.turns:
                 self.calls.append(call)
                 return take(turns, lambda: None)
             return take(turns, call)
 
-        wrapped(monkeypatch, take_turn=taken)
+        wrapped(monkeypatch, take_turn=take_and_suppress)
 
-    def on(self, gpu: Gpus, device: int) -> None:
+    def select_device(self, gpu: Gpus, device: int) -> None:
         self.turns = gpu.engine(device).turns
 
 
-async def around(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Send short messages from device to device, so that all ranks have been called with CUDA arrays."""
+async def send_around(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Send short device messages around a ring, so that all ranks have used CUDA arrays."""
     rank, size = pg.rank(), pg.size()
     device = comm_of(pg).endpoint.rank
     sent = pg.send(gpu.tensor(np.full(2, rank), device), (rank + 1) % size)
@@ -208,8 +212,8 @@ async def around(pg: ProcessGroup, gpu: Gpus) -> None:
 async def test_leaving_rank_does_not_block_other_groups(
     monkeypatch: pytest.MonkeyPatch, limits: Limits, stuck: int, leaver: int
 ) -> None:
-    """It leaves before it had its turn, or before others had theirs: their devices are free for other groups."""
-    turns = Stuck(monkeypatch)
+    """Check a rank that leaves while a turn is pending: the devices stay usable for other groups."""
+    turns = SuppressedTurn(monkeypatch)
     limits(agreement_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -217,7 +221,7 @@ async def test_leaving_rank_does_not_block_other_groups(
         part, other = await pg.split_group([[0, 1, 2]]), await pg.split_group([[0, 1, 2]], group_name="other")
         assert part is not None
         assert other is not None
-        await around(part, gpu)
+        await send_around(part, gpu)
         await until(lambda: turns.calls)
         await pg.barrier()
         if rank == leaver:
@@ -234,21 +238,21 @@ async def test_leaving_rank_does_not_block_other_groups(
             assert not uses_nccl(part)
 
     with gpus(3) as gpu:
-        turns.on(gpu, stuck)
+        turns.select_device(gpu, stuck)
         await run_ranks(3, body, gpu)
 
 
 async def test_leaving_rank_still_creates_the_awaited_communicator(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    turns = Stuck(monkeypatch)
+    turns = SuppressedTurn(monkeypatch)
     limits(device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         part = await pg.split_group([[0, 1, 2]])
         assert part is not None
-        await around(part, gpu)
+        await send_around(part, gpu)
         await until(lambda: turns.calls)
         if rank == 1:
             ending = asyncio.ensure_future(part.shutdown())
@@ -262,7 +266,7 @@ async def test_leaving_rank_still_creates_the_awaited_communicator(
             await until(lambda: uses_nccl(part))
 
     with gpus(3) as gpu:
-        turns.on(gpu, 2)
+        turns.select_device(gpu, 2)
         await run_ranks(3, body, gpu)
 
 
@@ -298,7 +302,7 @@ async def test_rank_that_left_before_the_agreement_makes_the_group_stage() -> No
 
 
 async def test_late_turn_messages_are_ignored() -> None:
-    """It was decided without them, since another rank has left."""
+    """Check turn messages that arrive after the decision."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, member = pg.rank(), comm_of(pg)
@@ -357,7 +361,7 @@ CARD = {"library": 22809, "why": "", "bus": "", "unfinished": False, "float8": F
     ids=str,
 )
 async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str, Any], when: str) -> None:
-    """They come before the group has a device there, or after."""
+    """Check invalid messages before and after the group has a device on the receiving rank."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, member = pg.rank(), comm_of(pg)
@@ -379,7 +383,7 @@ async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str,
 
 
 async def test_rank_that_fails_during_the_agreement_blocks_no_other_rank() -> None:
-    """Its group fails after it has said that it has its turn, and before it hears the decision."""
+    """Check a rank whose group fails after it has reported its turn and before it receives the decision."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -393,7 +397,7 @@ async def test_rank_that_fails_during_the_agreement_blocks_no_other_rank() -> No
             await until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")
-            # One by which nobody makes a communicator is no concern of it.
+            # A decision for staging needs no communicator, so the rank ignores it.
             deciding.handle_late({"number": 1, "decision": Decision(False, "")})
         with pytest.raises(GroupError, match="enough"):
             await work

@@ -1,4 +1,4 @@
-"""Failures of groups with CUDA arrays: each is told, with its reason, on every rank, and nothing hangs."""
+"""Failures of groups with CUDA arrays: every rank gets an error with the cause, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from .groups import (
 both = pytest.mark.parametrize("way", WAYS)
 
 
-def one_in_a_list(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    """Call a list that is no block of device calls."""
+def start_list_of_one(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    """Start a list of one allreduce, which is not a block of device calls."""
     return pg.allreduce_coalesced([gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
 
 
@@ -60,7 +60,7 @@ async def test_rank_that_does_not_call_is_named(way: str, call: Any) -> None:
 
 
 @both
-@pytest.mark.parametrize("call", [start_allreduce, one_in_a_list, start_list])
+@pytest.mark.parametrize("call", [start_allreduce, start_list_of_one, start_list])
 async def test_stuck_device_is_named(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
@@ -161,7 +161,7 @@ async def test_message_that_a_device_refuses_fails_the_group(how: str, way: str)
 
 @pytest.mark.parametrize("call", ["collective", "message"])
 async def test_staging_memory_is_reused_only_when_the_device_is_done(call: str) -> None:
-    """Though the group has failed meanwhile: the copy still writes there."""
+    """Check memory of a failed group: the pending copy still writes to it."""
 
     def start_call(pg: ProcessGroup, gpu: Gpus) -> Any:
         tensor = gpu.tensor(np.ones(1000), pg.rank())
@@ -265,7 +265,7 @@ async def test_failed_device_is_named(way: str) -> None:
     ],
 )
 async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits: Limits) -> None:
-    limits(device_release=0.05)  # the others wait for one whose start has failed
+    limits(device_release=0.05)  # the time for which other ranks wait for a rank that failed to start
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
@@ -431,11 +431,11 @@ async def test_late_rank_finds_that_the_others_have_left(limits: Limits) -> None
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
-        mine = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
+        communicator = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
         ends.append(nccl_end(pg))
         await pg.barrier()
         if pg.rank() == 0:
-            mine.abort()  # type: ignore[union-attr]
+            communicator.abort()  # type: ignore[union-attr]
         else:
             await until(lambda: 0 in comm_of(pg).left)
         await pg.shutdown()

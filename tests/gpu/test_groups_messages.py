@@ -1,4 +1,4 @@
-"""Messages of CUDA arrays: what those of the host promise, they do too."""
+"""Messages of CUDA arrays: they keep the promises of host messages."""
 
 from __future__ import annotations
 
@@ -196,8 +196,8 @@ async def test_message_of_another_length_is_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-class Locking:
-    """Notes which threads call `FakeCuda.pinned`, and lets them wait until `go` is set."""
+class BlockedLocking:
+    """A hook that records the threads in `FakeCuda.pinned` and blocks them until `go` is set."""
 
     def __init__(self, gpu: Gpus) -> None:
         self.threads: list[int] = []
@@ -220,7 +220,7 @@ async def test_loop_never_waits_for_page_locked_memory() -> None:
             await pg.allreduce(tensor)
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu)
+        locking = BlockedLocking(gpu)
         locking.go.set()
         await run_ranks(2, body, gpu)
     assert len(locking.threads) >= 6
@@ -247,7 +247,7 @@ async def test_receives_keep_their_order_while_they_wait_for_memory() -> None:
                 assert work.source_rank() == 0
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu)
+        locking = BlockedLocking(gpu)
         await run_ranks(2, body, gpu)
 
 
@@ -270,7 +270,7 @@ async def test_matched_receive_without_memory_cannot_be_withdrawn() -> None:
             await pg.barrier()
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu)
+        locking = BlockedLocking(gpu)
         await run_ranks(2, body, gpu)
 
 
@@ -291,7 +291,7 @@ async def test_group_that_ends_before_memory_is_locked_frees_it() -> None:
             await pg.wait_revoked()
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu)
+        locking = BlockedLocking(gpu)
         await run_ranks(2, body, gpu)
         assert gpu.engine(1).close(10.0)
         assert gpu.cuda.live()["pinned"] == 0
@@ -370,7 +370,7 @@ async def test_null_rank_own_rank_and_probes_work_with_device_arrays(way: str) -
         mine, untouched = gpu.tensor(np.full(200_000, rank), rank), gpu.tensor(np.full(3, 7), rank)
         assert pg.send(mine, PROC_NULL).done()
         assert await pg.recv(untouched, PROC_NULL) is untouched
-        # What goes nowhere is no part of the batch that the other rank waits for.
+        # Messages to and from the null rank are not part of the batch that the peer waits for.
         got = gpu.tensor(np.zeros(200_000, int), rank)
         await pg.batch([Send(mine, other), Recv(untouched, PROC_NULL), Recv(got, other), Send(mine, PROC_NULL)])
         assert (host(got) == other).all()

@@ -1,4 +1,4 @@
-"""A setting with which NCCL's calls return unfinished: all ranks refuse CUDA arrays, and the group goes on."""
+"""The setting for nonblocking NCCL communicators: all ranks refuse CUDA arrays, and the group continues."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ both = pytest.mark.parametrize("way", WAYS)
 SETTING = "NCCL_COMM_BLOCKING"
 
 
-async def refused(work: Work[Any]) -> str:
-    """Wait for the end, which is a refusal; return its words."""
+async def refusal_of(work: Work[Any]) -> str:
+    """Await a work that must be refused; return the error message."""
     with pytest.raises(BackendUnavailableError) as caught:
         await work
     return str(caught.value)
 
 
 async def first_call(pg: ProcessGroup, tensor: Any, setting: tuple[int, ...]) -> str:
-    """Make the call that decides, with the setting on some ranks; return why it fails."""
-    with pytest.MonkeyPatch.context() as patch:  # each rank tells what it has when it calls
+    """Make the first call of a group, with the setting on some ranks; return the error message."""
+    with pytest.MonkeyPatch.context() as patch:  # each rank reads the setting when it makes the call
         if pg.rank() in setting:
             patch.setenv(SETTING, "0")
         work = pg.allreduce(tensor)
-    return await refused(work)
+    return await refusal_of(work)
 
 
 @both
@@ -49,9 +49,9 @@ async def test_all_ranks_refuse_nonblocking_communicators(
         rank = pg.rank()
         tensors = [gpu.tensor(np.full(3, rank), rank) for _ in range(2)]
         text = await first_call(pg, tensors[0], setting)
-        # It stays so, for what NCCL could not do and for blocks too, until there is a new group.
-        assert await refused(pg.allreduce(tensors[0], ReduceOp.BXOR, key="key")) == text
-        assert await refused(pg.allreduce_coalesced(tensors)) == text
+        # The refusal holds until the group is replaced, also for staged calls and blocks.
+        assert await refusal_of(pg.allreduce(tensors[0], ReduceOp.BXOR, key="key")) == text
+        assert await refusal_of(pg.allreduce_coalesced(tensors)) == text
         assert [host(each).tolist() for each in tensors] == [[rank] * 3] * 2
         assert await pg.allreduce(1) == world_size
         other = await pg.split_group(range(world_size))
@@ -82,7 +82,7 @@ async def test_comparing_groups_refuse_nonblocking_communicators(monkeypatch: py
     monkeypatch.setenv(SETTING, "0")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        assert "ranks 0, 1 have" in await refused(pg.allreduce(gpu.tensor(np.ones(2), pg.rank())))
+        assert "ranks 0, 1 have" in await refusal_of(pg.allreduce(gpu.tensor(np.ones(2), pg.rank())))
         assert await pg.allreduce(1) == 2
 
     with gpus(2) as gpu:
@@ -102,12 +102,12 @@ async def test_messages_work_with_nonblocking_communicators(monkeypatch: pytest.
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        for _ in range(2):  # before anything was refused, and after
+        for _ in range(2):  # before and after the first refused call
             for count in (3, 100_000):
                 out, into = gpu.tensor(np.full(count, rank), rank), gpu.tensor(np.zeros(count, int), rank)
                 await asyncio.gather(pg.send(out, 1 - rank).join(), pg.recv(into, 1 - rank).join())
                 assert set(host(into)) == {1 - rank}
-            assert "ranks 0, 1 have" in await refused(pg.allreduce(out))
+            assert "ranks 0, 1 have" in await refusal_of(pg.allreduce(out))
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)

@@ -1,4 +1,4 @@
-"""What is loaded when, and what is said where CuPy is missing."""
+"""Lazy imports of GPU modules, and errors for a missing CuPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..fakes.cuda import FakeCuda
 from .processes import run_code
 from .stub_cupy import Log, import_cupy_api, stub, unload_cupy_api
 
-#: Makes CuPy a module that cannot be imported.
+#: Code that makes imports of CuPy and torch fail.
 BLOCK = """
 import sys
 class Finder:
@@ -44,10 +44,10 @@ try:
 except aiocoll.BackendUnavailableError as error:
     print(error)
 """
-    said = run_code(code)
-    assert said.startswith("CUDA arrays need CuPy: ")
-    assert "pip install aiocoll[cuda1" in said
-    assert "(cupy is not for this test; nor is the driver enough: libcuda.so.1: " in said
+    output = run_code(code)
+    assert output.startswith("CUDA arrays need CuPy: ")
+    assert "pip install aiocoll[cuda1" in output
+    assert "(cupy is not for this test; nor is the driver enough: libcuda.so.1: " in output
 
 
 def test_devices_are_counted_by_their_backend() -> None:
@@ -57,11 +57,11 @@ def test_devices_are_counted_by_their_backend() -> None:
         assert backend.count() == 3
 
 
-# -- what to install
+# -- packages to install
 
 
 class Driver:
-    """libcuda, for ctypes."""
+    """A fake libcuda for ctypes."""
 
     def __init__(self, version: int, status: int = 0) -> None:
         self.version, self.status = version, status
@@ -71,20 +71,20 @@ class Driver:
         return self.status
 
 
-def no_library(name: str) -> Any:
+def fail_to_load(name: str) -> Any:
     raise OSError(f"{name}: cannot open shared object file")
 
 
 @pytest.mark.parametrize(("status", "count"), [(0, 2), (100, 0)])
 def test_devices_of_the_driver_are_counted(status: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def counted(where: Any) -> int:
+    def write_count(where: Any) -> int:
         where._obj.value = 2
         return 0
 
-    driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=counted)
+    driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=write_count)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     assert driver_devices() == count
-    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    monkeypatch.setattr(ctypes, "CDLL", fail_to_load)
     assert driver_devices() == 0
 
 
@@ -108,7 +108,7 @@ def test_missing_cupy_names_the_package_to_install(
     torch: str | None, driver: int | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=torch)))  # type: ignore[arg-type]
-    monkeypatch.setattr(ctypes, "CDLL", no_library if driver is None else lambda name: Driver(driver))
+    monkeypatch.setattr(ctypes, "CDLL", fail_to_load if driver is None else lambda name: Driver(driver))
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
     unload_cupy_api()
     with pytest.raises(BackendUnavailableError, match=rf"^CUDA arrays need CuPy: {message} \(.*cupy.*\)$"):
@@ -121,7 +121,7 @@ def test_unknown_driver_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert "could not be determined" in needed()
 
 
-# -- what there is
+# -- providers
 
 
 def test_provided_cuda_and_nccl_are_used() -> None:

@@ -1,4 +1,4 @@
-"""Groups that overlap, in flight together, in another order on each rank: devices have room for one at a time."""
+"""Overlapping groups with calls in flight in different orders, on devices that run one communicator at a time."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def state_of(pg: ProcessGroup) -> Any:
 
 
 @contextmanager
-def only_nccl(gpu: Gpus) -> Iterator[None]:
-    """Let nothing be staged in this block."""
+def no_staging(gpu: Gpus) -> Iterator[None]:
+    """Check that no call is staged in the block."""
     before = gpu.cuda.calls["copy_to_host"]
     yield
     assert gpu.cuda.calls["copy_to_host"] == before
@@ -49,7 +49,7 @@ def only_nccl(gpu: Gpus) -> Iterator[None]:
 async def test_rows_and_columns_may_be_called_in_opposite_orders(
     rows: int, columns: int, verify: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the first has it, a device waits for the second, and around in a circle."""
+    """Check orders that would deadlock without a common launch order: the devices would wait in a cycle."""
     limits(slot_patience=60.0)
     monkeypatch.setenv("AIOCOLL_VERIFY", verify)
 
@@ -71,13 +71,13 @@ async def test_rows_and_columns_may_be_called_in_opposite_orders(
         assert uses_nccl(row)
         assert uses_nccl(column)
 
-    with gpus(rows * columns) as gpu, only_nccl(gpu):
+    with gpus(rows * columns) as gpu, no_staging(gpu):
         await run_ranks(rows * columns, body, gpu)
 
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_groups_may_be_called_in_random_orders(seed: int, limits: Limits) -> None:
-    """Some far more often than others, so that their times have nothing in common; each rank in an order of its own."""
+    """Check random orders, with one group called more often, so that the groups' times differ."""
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -96,12 +96,12 @@ async def test_groups_may_be_called_in_random_orders(seed: int, limits: Limits) 
             await asyncio.gather(*(work.join() for work in works))
         assert [host(tensor).tolist() for tensor in groups.values()] == [[1.0] * 2] * 3
 
-    with gpus(4) as gpu, only_nccl(gpu):
+    with gpus(4) as gpu, no_staging(gpu):
         await run_ranks(4, body, gpu)
 
 
 async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> None:
-    """Of the world as well, with messages, batches and blocks; a rank of each group calls one after the other."""
+    """Check collectives, batches and blocks in the world and two subgroups at the same time."""
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -154,13 +154,13 @@ async def test_first_group_on_a_device_launches_ahead_until_a_second_exists(limi
         await pg.allreduce(tensor)
         assert host(tensor).tolist() == [3.0**5] * 3
 
-    with gpus(3) as gpu, only_nccl(gpu):
+    with gpus(3) as gpu, no_staging(gpu):
         await run_ranks(3, body, gpu, gpu.calls())
 
 
 @pytest.mark.parametrize("forced", [False, True])
 async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> None:
-    """Rank 1 makes a call of the first group, which rank 0 has launched, only when that of the other one is done."""
+    """Check that rank 0's launched call delays the other group, whose call rank 1 makes first, only briefly."""
     looked = asyncio.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -195,7 +195,7 @@ async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> Non
         assert host(another).tolist() == [2.0] * 3
         assert host(tensor).tolist() == [2.0**4] * 3
         await until(lambda: uses_nccl(other))
-        with only_nccl(gpu):
+        with no_staging(gpu):
             await other.allreduce(another)
         assert host(another).tolist() == [4.0] * 3
 
@@ -204,7 +204,7 @@ async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> Non
 
 
 async def test_calls_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
-    """So are calls with keys, and those of groups that compare all calls first."""
+    """Check messages and calls, with and without keys, if the wait for a slot has no patience."""
     limits(slot_patience=0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -260,7 +260,7 @@ async def test_group_that_fails_blocks_no_other(failing: str, limits: Limits) ->
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: Limits) -> None:
-    """It has launched ahead, and cannot be brought to one place any more."""
+    """Check a group that has launched calls ahead and cannot agree on a common place any more."""
     limits(device_parting=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -292,7 +292,7 @@ async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: L
 
 
 async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Limits) -> None:
-    """Rank 0 has numbered a message between others, and leaves before both have proposed a time."""
+    """Check messages that rank 0 has numbered before it leaves, without proposals from both ends."""
     limits(slot_patience=60.0, device_parting=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -306,7 +306,7 @@ async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Lim
                 await group.allreduce(gpu.tensor(np.ones(1), rank))
         await until(lambda: state_of(first).slots.is_shared)
         await pg.barrier()
-        state_of(first).slots._lane.is_shared = rank == 0  # so nothing is proposed
+        state_of(first).slots._lane.is_shared = rank == 0  # so that no time is proposed
         await pg.barrier()
         large = gpu.tensor(np.full(LARGE, rank), rank)
         work = None if rank == 0 else held.send(large, 2) if rank == 1 else held.recv(large, 1)
@@ -341,7 +341,7 @@ async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Lim
     ids=str,
 )
 async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str, Any], way: str) -> None:
-    """Slot 5 is one that has been asked for, and, at rank 1, has a time."""
+    """Check messages around slot 5, which rank 0 has requested and which has a time on rank 1."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, comm = pg.rank(), comm_of(pg)
@@ -360,7 +360,7 @@ async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str,
 
 
 async def test_late_proposals_are_ignored(limits: Limits) -> None:
-    """A proposal comes when the call has been staged."""
+    """Check a proposal that arrives after its call was staged."""
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

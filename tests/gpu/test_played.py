@@ -1,4 +1,4 @@
-"""A machine with torch alone, as fakes play it: what is found there, and how the tests of real devices use it."""
+"""The simulated machine with torch alone: detection of its libraries, and the operations that device tests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page-locked memory is taken once and used again."""
+"""The pool of page-locked memory: reuse, limits and release."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_oldest_blocks_are_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits
     assert pool.take(2 * SMALLEST) is large
     assert pool.kept == SMALLEST
     pool.give(pool.take(4 * SMALLEST))
-    assert pool.kept == 0, "what is larger than the limit is not kept"
+    assert pool.kept == 0, "a block larger than the limit was kept"
     pool.give(large)
     pool.clear()
     assert pool.kept == 0
@@ -75,7 +75,7 @@ def test_refused_memory_raises(cuda: FakeCuda) -> None:
 
 
 def test_memory_is_freed_by_the_given_function(cuda: FakeCuda, limits: Limits) -> None:
-    """Freeing waits for the device, and who gives a block back may be the loop."""
+    """Check that another thread can free memory, because freeing waits for the device and must not block the loop."""
     limits(staging_kept=SMALLEST)
     calls: list[Callable[[], None]] = []
     pool = Staging(cuda, calls.append)

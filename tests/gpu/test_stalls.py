@@ -1,4 +1,4 @@
-"""A driver that is held up by a kernel, which waits for a rank that is gone: the loop hears of that and goes on."""
+"""Driver queries that block on the kernel of a lost rank: the loop stays free and gets the error."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .groups import Gpus, check_allreduce, check_failure, gpus, ones
 
 
 async def test_lost_rank_is_reported_while_queries_stall() -> None:
-    """The kernel of the rank that is left waits for that of the other; an abort ends it, and nothing else does."""
+    """Check the surviving rank, whose kernel waits for the lost one until an abort ends it."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
         gpu.cuda.stalls = True
-        gate = gpu.gate(1) if pg.rank() == 1 else None  # so its kernel does not begin
+        gate = gpu.gate(1) if pg.rank() == 1 else None  # so that its kernel does not start
         work = pg.allreduce(ones(pg, gpu))
         if gate is None:
             await until(lambda: len(gpu.cuda.stalled) == 2)
@@ -44,7 +44,7 @@ async def test_on_stream_fails_although_the_launcher_is_stuck() -> None:
         gate = gpu.gate(0)
         works = [pg.allreduce(ones(pg, gpu))]
         await until(lambda: gpu.cuda.stalled)
-        works.append(pg.allreduce(ones(pg, gpu)))  # the launcher does not come to it
+        works.append(pg.allreduce(ones(pg, gpu)))  # the stuck launcher never launches this call
         ordered = [asyncio.ensure_future(work.on_stream()) for work in works]
         assert await ordered[0] is not None
         pg.abort("enough")

@@ -1,4 +1,4 @@
-"""Turns that are taken one after the other, by whoever uses a device."""
+"""Turns on a device, which start in order, one at a time."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_turn_of_a_closed_loop_is_passed_on(waits: bool) -> None:
     async def leave_one() -> None:
         turns.take(lambda: None)
 
-    def in_a_thread() -> None:
+    def run_in_thread() -> None:
         asyncio.run(leave_one())
 
     async def main() -> None:
         first = turns.take(lambda: None)
-        other = threading.Thread(target=in_a_thread)
+        other = threading.Thread(target=run_in_thread)
         other.start()
         other.join()
         begun = asyncio.Event()
