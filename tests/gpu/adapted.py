@@ -1,7 +1,7 @@
 """Fake libraries for both adapters: a libcuda and a libnccl with C functions, and a CuPy, all in front of the fakes.
 
-The libnccl has non-blocking communicators. Its calls return unfinished, and so does the first status query after a
-call.
+The libnccl has non-blocking communicators: its calls return unfinished, and the first status query after a call reports
+the same.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
 #: The factor for time limits on the fake device, where other processes may load the machine.
 SLOW = 2
 
-#: The modes of two ranks that run with each adapter; see `on_device/ours.py`.
+#: The modes of two ranks that run with each adapter; see `on_device/aiocoll_rank.py`.
 PAIRED = ("sum", "killed", "aborted", "mismatched", "crossed", "queued")
 #: Requirements of all tests, and of those that pytest runs.
 TESTS = ("nccl", "pytest", "ml_dtypes")
@@ -106,7 +106,7 @@ class _Maker(NamedTuple):
             yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), needs)
 
     def two(
-        self, name: str, module: str, how: str, after: str | None = "ours", kind: str = "", **environment: str
+        self, name: str, module: str, how: str, after: str | None = "aiocoll", kind: str = "", **environment: str
     ) -> Step:
         """Return a step with two ranks on one device."""
         words = ("-m", "tests.gpu.on_device.two", module, how, kind or self.libraries[0], str(self.folder))
@@ -122,14 +122,14 @@ class _Maker(NamedTuple):
 
     def pairs(self) -> Iterator[Step]:
         """Yield the steps with two ranks that use aiocoll."""
-        yield self.two("ours", "ours", "sum", after=f"raw by {self.raw_by}")
-        yield from (self.two(how, "ours", how) for how in PAIRED[1:])
-        yield self.two("compared before", "ours", "sum", AIOCOLL_VERIFY="before")
-        yield self.two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1")
-        yield self.two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1")
+        yield self.two("aiocoll", "aiocoll_rank", "sum", after=f"raw by {self.raw_by}")
+        yield from (self.two(how, "aiocoll_rank", how) for how in PAIRED[1:])
+        yield self.two("compared before", "aiocoll_rank", "sum", AIOCOLL_VERIFY="before")
+        yield self.two("exit with RAS", "aiocoll_rank", "sum", NCCL_RAS_ENABLE="1")
+        yield self.two("exit with RAS unclosed", "aiocoll_rank", "left", NCCL_RAS_ENABLE="1")
         if self.fake:
             for how in PAIRED:
-                yield self.two(f"{how} played", "ours", how, "raw by library", "played")
+                yield self.two(f"{how} played", "aiocoll_rank", how, "raw by library", "played")
 
     def tests(
         self, file: str, limit: float, name: str = "", chosen: str = "", after: str | None = None
@@ -158,7 +158,7 @@ class _Maker(NamedTuple):
         more = () if self.fake else ("cupy", "ctypes")
         found = [
             Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), TESTS),
-            *(self.two(how, "ours", how, kind=kind) for how in PAIRED),
+            *(self.two(how, "aiocoll_rank", how, kind=kind) for how in PAIRED),
             *(step for step in self.tests("streams", 50) if step.name.endswith(kind)),
         ]
         if self.fake:  # it needs more devices than a real machine has
@@ -189,7 +189,7 @@ def all_steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Contain
         *make.alone(),
         *make.raw(),
         *make.pairs(),
-        *make.tests("processes", 60, "two ranks", "by_nccl", after="ours"),
+        *make.tests("processes", 60, "two ranks", "by_nccl", after="aiocoll"),
         *make.tests("failures", 60),
         *make.tests("streams", 50),
         *make.tests("processes", 60, "staged 2", "(2 or dies)"),

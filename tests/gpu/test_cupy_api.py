@@ -116,7 +116,7 @@ def test_cuda_errors_are_raised(cuda: Cuda, log: Log, status: int, fatal: bool) 
     with pytest.raises(DeviceError, match=f"cudaEventSynchronize: cudaError{status}") as error:
         cuda.event_synchronize(0xE0)
     assert error.value.fatal is fatal
-    log.errors["eventSynchronize"] = lambda: ZeroDivisionError("ours")
+    log.errors["eventSynchronize"] = lambda: ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
         cuda.event_synchronize(0xE0)
 

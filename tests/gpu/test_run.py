@@ -143,7 +143,7 @@ def test_steps_have_a_fixed_order() -> None:
              for kind in kinds]  # fmt: skip
     raw, exits = ["raw by cupy", "raw by library"], ["exit with RAS", "exit with RAS unclosed"]
     paired = ("killed", "aborted", "mismatched", "crossed", "queued")
-    pair = [*raw, "ours", *paired, "compared before", *exits]
+    pair = [*raw, "aiocoll", *paired, "compared before", *exits]
     two_ranks = [f"two ranks {kind}" for kind in kinds]
     by = [f"{name} by ctypes" for name in ("alone torch", "sum", *paired, "streams torch")]
     assert names == ["signatures", "alone cupy", "alone torch", *pair, *two_ranks, *tests, *by, "bench"]
@@ -170,7 +170,7 @@ def test_steps_of_cupy_are_left_out_with_torch_alone(run: Run, monkeypatch: pyte
     assert {run.outcomes[name].why for name in left_out} == {"missing: cupy"}
     for step in chosen:
         assert step.name in left_out or "cupy" not in step.words
-    assert {step.after for step in chosen} == {None, "raw by library", "ours"}
+    assert {step.after for step in chosen} == {None, "raw by library", "aiocoll"}
 
 
 def test_check_of_requirements_needs_no_package() -> None:
@@ -197,15 +197,15 @@ def test_step_with_a_missing_requirement_does_not_pass(run: Run) -> None:
         python_step("", "raw")._replace(needs=("nccl",)),
         python_step("", "torch")._replace(needs=("torch",)),
         python_step("", "both")._replace(needs=("torch", "nccl")),
-        python_step("", "ours")._replace(after="raw"),
+        python_step("", "aiocoll")._replace(after="raw"),
         python_step("", "other"),
     ]
     run.run_steps(chosen)
     assert [(name, ended.state) for name, ended in run.outcomes.items()] == [
-        ("raw", "not run"), ("torch", "left out"), ("both", "not run"), ("ours", "not run"), ("other", "passed"),
+        ("raw", "not run"), ("torch", "left out"), ("both", "not run"), ("aiocoll", "not run"), ("other", "passed"),
     ]  # fmt: skip
     assert run.outcomes["both"].why == "missing: torch, nccl"
-    assert run.outcomes["ours"].why == "raw has not passed"
+    assert run.outcomes["aiocoll"].why == "raw has not passed"
     assert not run.print_summary()
 
 
@@ -307,8 +307,8 @@ def test_hanging_processes_write_their_stacks_and_end() -> None:
 
 @pytest.mark.slow
 def test_failed_ranks_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    expected = two.main("raw", "nonsense", "fake", str(tmp_path))
-    assert expected == "raw, nonsense: rank 0 ended with code 1, rank 1 ended with code 1"
+    message = two.main("raw", "nonsense", "fake", str(tmp_path))
+    assert message == "raw, nonsense: rank 0 ended with code 1, rank 1 ended with code 1"
     assert "AssertionError" in capfd.readouterr().err
 
 
@@ -333,8 +333,8 @@ def test_hung_ranks_are_named(
         return file
 
     monkeypatch.setattr(two, "nccl_log", write_log)
-    expected = two.main("ours", "sum", "fake", str(tmp_path))
-    assert expected == "ours, sum: rank 0 hung, rank 1 hung"
+    message = two.main("aiocoll_rank", "sum", "fake", str(tmp_path))
+    assert message == "aiocoll_rank, sum: rank 0 hung, rank 1 hung"
     assert capfd.readouterr().out.count("NCCL INFO Bootstrap") == 2
 
 
@@ -377,10 +377,10 @@ ALONE = """
 import atexit, sys
 from tests.fakes.nccl import FakeNccl
 from tests.gpu.on_device.far_nccl import FarNccl
-from tests.gpu.played import machine
+from tests.gpu.played import torch_machine
 
-pair = {"tests.gpu.on_device.ours", "tests.gpu.on_device.raw"}
-played = machine(1, FarNccl if pair & {*sys.orig_argv} else FakeNccl)
+pair = {"tests.gpu.on_device.aiocoll_rank", "tests.gpu.on_device.raw"}
+played = torch_machine(1, FarNccl if pair & {*sys.orig_argv} else FakeNccl)
 played.__enter__()
 atexit.register(played.__exit__, None, None, None)
 """
@@ -393,7 +393,7 @@ def test_run_with_torch_alone_passes(tmp_path: Path) -> None:
     (tmp_path / "torch-2.13.0.dist-info").mkdir()
     (tmp_path / "torch-2.13.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
     left_out = ["alone cupy", "raw by cupy", "sum by ctypes"]
-    passing = ["signatures", "alone torch", "raw by library", "ours", "aborted"]
+    passing = ["signatures", "alone torch", "raw by library", "aiocoll", "aborted"]
     words = ["tests/gpu/run.py", "--only", ",".join([*passing, *left_out]), str(tmp_path / "figures")]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     ran = subprocess.run(
@@ -411,5 +411,5 @@ def test_run_with_torch_alone_passes(tmp_path: Path) -> None:
 def test_unknown_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "check_machine", lambda run: run.found.update(EVERYTHING) is None)
     with pytest.raises(SystemExit) as error:
-        module.main(["--fake", "--only", "ours,uors", str(tmp_path)])
+        module.main(["--fake", "--only", "aiocoll,unknown", str(tmp_path)])
     assert error.value.code == 2

@@ -1,6 +1,6 @@
 """A rank of two on one device that call NCCL through aiocoll; it fails if the machine does not support this.
 
-``python -m tests.gpu.on_device.two ours HOW KIND FOLDER`` starts both.
+``python -m tests.gpu.on_device.two aiocoll_rank HOW KIND FOLDER`` starts both.
 
 sum        both ranks reduce arrays and shut the group down
 killed     rank 1 kills itself while the kernel of rank 0 waits for it
