@@ -80,18 +80,18 @@ class FakeCall:
         disjoint = self.source + self.read_bytes <= self.target or self.target + self.written_bytes <= self.source
         return not disjoint and self.target != place
 
-    def read_from(self) -> NDArray[Any]:
+    def source_bytes(self) -> NDArray[Any]:
         """Return the source memory as bytes."""
         return self._at(self.source, self.read_bytes)
 
-    def written_to(self) -> NDArray[Any]:
+    def target_bytes(self) -> NDArray[Any]:
         """Return the target memory as bytes."""
         return self._at(self.target, self.written_bytes)
 
     def spoil(self) -> None:
         """Overwrite the output, since the output of an aborted call is undefined."""
         try:
-            self.written_to().fill(SPOILT)
+            self.target_bytes().fill(SPOILT)
         except BadAddressError:  # the target was freed: real NCCL does not check it either
             return
 
@@ -105,8 +105,8 @@ class FakeCall:
 def compute(calls: list[FakeCall]) -> None:
     """Compute a collective; `calls` has the calls of all ranks, in the order of ranks."""
     first = calls[0]
-    inputs = [call.read_from().view(first.dtype.storage) for call in calls]
-    outputs = [call.written_to().view(first.dtype.storage) for call in calls]
+    inputs = [call.source_bytes().view(first.dtype.storage) for call in calls]
+    outputs = [call.target_bytes().view(first.dtype.storage) for call in calls]
     if len(calls) == 1 and first.target == first.source:
         return  # one rank, in place: the result is already there, as in real NCCL
     if first.name == "broadcast":

@@ -187,7 +187,7 @@ class FakeCuda:
         """Block this thread until the work that is on `stream` now is done."""
         mark = self._stream(stream, "streamSynchronize", device).mark()
         self.blocked.wait(mark.passed)
-        mark.done("streamSynchronize")
+        mark.is_done("streamSynchronize")
 
     def enter(self, call: str, device: int) -> None:
         """Record that `call` creates a context on a device that has none."""
@@ -318,7 +318,7 @@ class FakeCuda:
             self.blocked.wait(mark.passed, STALLED if self.stalls else MOMENT)
             if self.stalls and not (mark.passed.is_set() or self.blocked.is_closed):
                 self.overdue.append(threading.current_thread().name)
-        return mark.done("event_done")
+        return mark.is_done("event_done")
 
     def event_synchronize(self, event: int) -> None:
         """Block this thread, without the GIL, until the event is done; raise the error if its work failed."""
@@ -327,7 +327,7 @@ class FakeCuda:
         mark = self._event(event, "event_synchronize").mark
         if mark is not None:
             self.blocked.wait(mark.passed)
-            mark.done("event_synchronize")
+            mark.is_done("event_synchronize")
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Make later work on `stream` wait for `event`."""

@@ -263,7 +263,7 @@ class FakeCommunicator:
                 call.ended.set()
             self._ended.set()
             self._leave()
-        self.nccl.cuda.rooms[self.device].changed()
+        self.nccl.cuda.rooms[self.device].wake_all()
 
     def destroy(self) -> None:
         """End the communicator; wait until all ranks have ended it. No call may be in flight."""
@@ -429,6 +429,6 @@ class FakeCommunicator:
             if send.read_bytes != recv.written_bytes:
                 self.nccl.complaints.append(f"message: {send}, {recv}")
                 return
-            recv.written_to()[:] = send.read_from()
+            recv.target_bytes()[:] = send.source_bytes()
             for each in (arrived["send"].pop(0), arrived["recv"].pop(0)):
                 each.ended.set()

@@ -56,9 +56,9 @@ class Room:
             self._running -= 1
             if not self._running:
                 self.owner = None
-        self.changed()
+        self.wake_all()
 
-    def changed(self) -> None:
+    def wake_all(self) -> None:
         """Wake all waiting threads, so that they check again."""
         with self._lock:
             waiting, self._waiting = self._waiting, []

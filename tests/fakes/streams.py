@@ -49,12 +49,12 @@ class Mark:
         self.passed = threading.Event()
         device.marks.add(self)
 
-    def reached(self) -> None:
+    def finish(self) -> None:
         """Record that all earlier work is done."""
         self._device.marks.discard(self)
         self.passed.set()
 
-    def done(self, call: str) -> bool:
+    def is_done(self, call: str) -> bool:
         """Return whether it is done; raise `DeviceError` if the device has failed."""
         self._device.check(call)
         return self.passed.is_set()
@@ -86,13 +86,13 @@ class FakeDevice:
         self.marks: set[Mark] = set()
         #: A mark that is always done.
         self.past = Mark(self)
-        self.past.reached()
+        self.past.finish()
 
     def fail(self, message: str) -> None:
         """Make the device fail for good, and end all waits for its marks."""
         self.error = self.error or message
         for mark in list(self.marks):
-            mark.reached()
+            mark.finish()
 
     def check(self, call: str) -> None:
         """Raise the error of the device if it has failed."""
@@ -192,8 +192,8 @@ class FakeStream:
             return self.device.past
         mark = Mark(self.device)
         if self.device.error is not None:
-            mark.reached()
-        self.put(mark.reached)
+            mark.finish()
+        self.put(mark.finish)
         return mark
 
     def wait(self, mark: Mark) -> None:

@@ -77,7 +77,7 @@ class Gpus:
         self.nccl.hooks.append(names.append)
         return names
 
-    def engine(self, device: int) -> Device:
+    def shared_device(self, device: int) -> Device:
         """Return the `Device` that all groups on a device share."""
         return Device.of(runtime()[0], device)
 
@@ -126,7 +126,7 @@ def host(tensor: Any) -> NDArray[Any]:
 
 async def wait_for_idle_launcher(pg: ProcessGroup, gpu: Gpus) -> None:
     """Wait until the launcher thread is idle; until then, calls are launched through that thread."""
-    device = gpu.engine(pg.rank())
+    device = gpu.shared_device(pg.rank())
     await until(lambda: not device.is_launching)
 
 

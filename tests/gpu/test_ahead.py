@@ -103,7 +103,7 @@ async def test_deferred_call_uses_its_own_device_if_another_is_current(
         cuda.use(rank)
         later = pg.allreduce(tensor)  # deferred: this call follows that one for the first time
         cuda.use(1 - rank)
-        gpu.engine(rank)._events.destroy()  # so that a new event is created, on the right device
+        gpu.shared_device(rank)._events.destroy()  # so that a new event is created, on the right device
         await later
         await wait_for_idle_launcher(pg, gpu)
         cuda.use(rank)
@@ -153,9 +153,9 @@ async def test_await_ends_after_the_device_and_the_confirmation_of_all_ranks() -
             patched.setattr(program, "confirm", confirmed.append)
             work = pg.allreduce(tensor)
             await work.on_stream()
-            waiter = waiter_of(gpu.engine(rank), dispatcher_of(pg).device_calls.state.communicator.stream)  # type: ignore[union-attr]
+            waiter = waiter_of(gpu.shared_device(rank), dispatcher_of(pg).device_calls.state.communicator.stream)  # type: ignore[union-attr]
             await until(lambda: confirmed and waiter.is_idle)
-            await gpu.engine(rank).run(lambda: None)
+            await gpu.shared_device(rank).run(lambda: None)
             assert not work.done()
         program.confirm(confirmed[-1])
         await work
@@ -174,7 +174,7 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         stream = dispatcher_of(pg).device_calls.state.communicator.stream  # type: ignore[union-attr]
-        device = gpu.engine(0)
+        device = gpu.shared_device(0)
         gate = gpu.cuda.gate(stream if behind == "the group's" else gpu.stream(0), 0)
         works = [pg.allreduce(tensor, key=str(number) if key else None) for number in range(count)]
         await until(lambda: len(waiter_of(device, stream)._held) == count - AT_MOST and not device.is_launching)

@@ -89,7 +89,7 @@ async def test_missing_memory_is_locked_when_the_device_is_idle(limits: Limits) 
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        device = gpu.engine(rank)
+        device = gpu.shared_device(rank)
         tensor = gpu.tensor(np.full(COUNTS[1], 1 << rank), rank)
         work = await occupy_device(pg, gpu)
         before = device.staging.kept
@@ -149,7 +149,7 @@ async def test_failed_call_before_the_copy_ends_the_group(failing: str) -> None:
         small = gpu.tensor(np.zeros(3), rank)
         if rank == 0:
             work = pg.recv(small, 1)
-            await gpu.engine(0).run(lambda: None)  # so that the receive has its memory
+            await gpu.shared_device(0).run(lambda: None)  # so that the receive has its memory
             gpu.cuda.hooks.append(refuse)
             await pg.send_object("now", 1, tag=1)
         else:

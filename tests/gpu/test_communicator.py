@@ -299,7 +299,7 @@ async def test_error_query_ends_before_its_communicator(end: str, limits: Limits
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
-        await gpu.engine(0).run(lambda: None)
+        await gpu.shared_device(0).run(lambda: None)
         gpu.nccl.hooks.append(slow_query)
         made: Any = nccl_end(pg)
         gate = gpu.gate(0)

@@ -193,7 +193,7 @@ async def test_on_stream_notices_a_concurrent_launch(cuda: FakeCuda, device: Dev
     launch_call(device, stream, lambda: busy.wait(10) and None)
     launched, ended = launch_call(device, stream)
 
-    class Wanted(list[Any]):
+    class LateList(list[Any]):
         """A list whose `append` first lets the launcher finish."""
 
         def append(self, waiting: Any) -> None:
@@ -202,7 +202,7 @@ async def test_on_stream_notices_a_concurrent_launch(cuda: FakeCuda, device: Dev
                 time.sleep(0)
             super().append(waiting)
 
-    launched._wanted = Wanted()
+    launched._wanted = LateList()
     await launched.on_stream(0)
     await ended
 
@@ -269,7 +269,7 @@ async def test_call_of_the_loop_does_not_overtake_a_call_of_the_launcher(
 ) -> None:
     lock, go_on = threading.Lock(), threading.Event()
 
-    class Late:
+    class SlowLock:
         """A lock that the launcher acquires late."""
 
         acquire, release = lock.acquire, lock.release
@@ -281,7 +281,7 @@ async def test_call_of_the_loop_does_not_overtake_a_call_of_the_launcher(
         def __exit__(self, *_: object) -> None:
             lock.release()
 
-    monkeypatch.setattr(device._launcher, "_calling", Late())
+    monkeypatch.setattr(device._launcher, "_calling", SlowLock())
     stream, called = device.stream(), list[int]()
     ended = asyncio.get_running_loop().create_future()
     device.launch(stream, partial(called.append, 1), None, lambda _: None)
@@ -313,7 +313,7 @@ def test_blocked_loop_does_not_delay_the_ends_of_another_loop(cuda: FakeCuda, de
     go_on = threading.Event()
     reported: list[str] = []
 
-    async def held_up() -> None:
+    async def wait_in_blocked_loop() -> None:
         _, ended = launch_call(device, stream)
         block_until_launched(device)
         other.start()
@@ -327,7 +327,7 @@ def test_blocked_loop_does_not_delay_the_ends_of_another_loop(cuda: FakeCuda, de
         go_on.set()
 
     other = threading.Thread(target=lambda: asyncio.run(loop()))
-    asyncio.run(held_up())
+    asyncio.run(wait_in_blocked_loop())
     other.join(10)
     assert reported == ["other", "held up"]
 

@@ -60,11 +60,11 @@ async def test_failed_call_keeps_references_until_its_enqueued_work_ends(cuda: F
     stream = device.stream()
     held = GatedCall(cuda, stream)
 
-    def half() -> None:
+    def enqueue_and_fail() -> None:
         held()
         raise DeviceError("ncclGroupEnd", "no")
 
-    launched, ended = launch_call(device, stream, half, keep=kept.new())
+    launched, ended = launch_call(device, stream, enqueue_and_fail, keep=kept.new())
     with pytest.raises(DeviceError, match="no"):
         await launched.on_stream(0)
     gc.collect()
@@ -308,12 +308,12 @@ async def test_unawaited_result_is_released(device: Device, caplog: pytest.LogCa
     undone: list[tuple[int, bool]] = []
     loop = threading.get_ident()
 
-    def late(result: int) -> None:
+    def release_result(result: int) -> None:
         undone.append((result, threading.get_ident() != loop))
         raise DeviceError("abort", "no")
 
     device.run(lambda: busy.wait(10))
-    for call in (device.run(lambda: 7, late), device.run(lambda: 8)):
+    for call in (device.run(lambda: 7, release_result), device.run(lambda: 8)):
         call.cancel()
     busy.set()
     await until(lambda: caplog.records)

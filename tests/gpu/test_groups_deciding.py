@@ -193,7 +193,7 @@ class SuppressedTurn:
         wrapped(monkeypatch, take_turn=take_and_suppress)
 
     def select_device(self, gpu: Gpus, device: int) -> None:
-        self.turns = gpu.engine(device).turns
+        self.turns = gpu.shared_device(device).turns
 
 
 async def send_around(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -314,7 +314,7 @@ async def test_late_turn_messages_are_ignored() -> None:
         )
         await pg.allreduce(tensor)
         await pg.barrier()
-        assert not gpu.engine(rank).turns._row
+        assert not gpu.shared_device(rank).turns._row
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)

@@ -176,7 +176,7 @@ async def test_staging_memory_is_reused_only_when_the_device_is_done(call: str) 
                 await asyncio.wait([start_call(pg, gpu).get_future()])
             await pg.wait_revoked()
             return
-        staging = gpu.engine(0).staging
+        staging = gpu.shared_device(0).staging
         await until(lambda: staging.kept > 0)
         kept, gate = staging.kept, gpu.gate(0)
         work = start_call(pg, gpu)

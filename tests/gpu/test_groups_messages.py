@@ -293,7 +293,7 @@ async def test_group_that_ends_before_memory_is_locked_frees_it() -> None:
     with gpus(2, "staged") as gpu:
         locking = BlockedLocking(gpu)
         await run_ranks(2, body, gpu)
-        assert gpu.engine(1).close(10.0)
+        assert gpu.shared_device(1).close(10.0)
         assert gpu.cuda.live()["pinned"] == 0
 
 

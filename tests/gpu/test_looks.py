@@ -248,7 +248,7 @@ async def wait_until_idle(pg: ProcessGroup, gpu: Gpus) -> None:
     """Wait until the launcher is idle and the completion thread of NCCL's stream sleeps."""
     await wait_for_idle_launcher(pg, gpu)
     communicator = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
-    waiter = waiter_of(gpu.engine(pg.rank()), communicator.stream)  # type: ignore[union-attr]
+    waiter = waiter_of(gpu.shared_device(pg.rank()), communicator.stream)  # type: ignore[union-attr]
     await until(lambda: not waiter._is_awake)
 
 

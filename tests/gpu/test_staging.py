@@ -13,7 +13,7 @@ from ..fakes.cuda import FakeCuda
 from ..internals import Limits
 
 
-def at_once(call: Callable[[], None]) -> None:
+def call_now(call: Callable[[], None]) -> None:
     call()
 
 
@@ -25,7 +25,7 @@ def cuda() -> Iterator[FakeCuda]:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 40_000, 65_537, 100_000, 131_072, 1_000_001])
 def test_block_is_a_little_larger_than_requested(cuda: FakeCuda, nbytes: int) -> None:
-    block = Staging(cuda, at_once).take(nbytes)
+    block = Staging(cuda, call_now).take(nbytes)
     assert nbytes <= block.nbytes <= max(nbytes * 1.25, nbytes + SMALLEST)
     assert block.nbytes % SMALLEST == 0
     assert block.nbytes == cuda.live()["pinned"]
@@ -33,7 +33,7 @@ def test_block_is_a_little_larger_than_requested(cuda: FakeCuda, nbytes: int) ->
 
 
 def test_returned_blocks_are_reused_last_first(cuda: FakeCuda) -> None:
-    pool = Staging(cuda, at_once)
+    pool = Staging(cuda, call_now)
     first, second, larger = pool.take(10), pool.take(10), pool.take(10_000)
     for block in (first, second, larger):
         pool.give(block)
@@ -47,7 +47,7 @@ def test_returned_blocks_are_reused_last_first(cuda: FakeCuda) -> None:
 
 def test_oldest_blocks_are_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits) -> None:
     limits(staging_kept=3 * SMALLEST)
-    pool = Staging(cuda, at_once)
+    pool = Staging(cuda, call_now)
     small, large = [pool.take(1) for _ in range(3)], pool.take(2 * SMALLEST)
     while small:
         pool.give(small.pop())
@@ -66,7 +66,7 @@ def test_oldest_blocks_are_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits
 
 
 def test_refused_memory_raises(cuda: FakeCuda) -> None:
-    pool = Staging(cuda, at_once)
+    pool = Staging(cuda, call_now)
     cuda.fail_next("pinned", "out of memory")
     with pytest.raises(DeviceError, match="out of memory"):
         pool.take(1)

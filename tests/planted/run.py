@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from .mutations import Mutant, draw, mutants
 from .places import Package
-from .subjects import SUBJECTS, files, found, quota
+from .subjects import SUBJECTS, files, pytest_arguments, quota
 
 __all__ = ["BY_HAND", "FAULTS", "ROOT", "Tree", "key", "main", "read", "reasons"]
 
@@ -112,7 +112,7 @@ class Tree:
             The first test that fails, or "no end within ... s"; None if all pass.
         """
         for run, limit in zip(runs, limits, strict=True):
-            arguments = found(self.root / "tests", run)
+            arguments = pytest_arguments(self.root / "tests", run)
             failed = self._pytest(arguments, limit, native)
             if (
                 failed is not None

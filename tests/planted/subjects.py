@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .places import Package
 
-__all__ = ["COUNT", "SUBJECTS", "Subject", "files", "found", "quota"]
+__all__ = ["COUNT", "SUBJECTS", "Subject", "files", "pytest_arguments", "quota"]
 
 #: The number of drawn mutants.
 COUNT = 150
@@ -321,7 +321,7 @@ def files(package: Package, subject: str) -> set[Path]:
     return found
 
 
-def found(tests: Path, run: tuple[str, ...]) -> list[str]:
+def pytest_arguments(tests: Path, run: tuple[str, ...]) -> list[str]:
     """Return the arguments of a pytest run, with file names replaced by paths."""
     arguments = []
     for each in run:

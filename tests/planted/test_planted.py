@@ -13,7 +13,7 @@ from ..each import each
 from .mutations import KINDS, Mutant, draw, mutants
 from .places import Package, Place
 from .run import BY_HAND, ROOT, Tree, key, read, reasons
-from .subjects import COUNT, SUBJECTS, files, found, quota
+from .subjects import COUNT, SUBJECTS, files, pytest_arguments, quota
 
 package = cache(partial(Package, ROOT / "aiocoll"))
 FAULTS = read()
@@ -150,4 +150,4 @@ def test_every_equivalence_reason_belongs_to_a_fault() -> None:
 def test_modules_and_tests_of_a_subject_exist(subject: str) -> None:
     assert files(package(), subject)
     for run in SUBJECTS[subject].tests:
-        assert found(ROOT / "tests", run)
+        assert pytest_arguments(ROOT / "tests", run)

@@ -61,7 +61,7 @@ async def make_checked_calls(pg: ProcessGroup, made: World) -> str:
     return "nccl" if dispatcher_of(pg).device_calls.state.decision.native else "staged"
 
 
-async def staged(pg: ProcessGroup, kind: str) -> str:
+async def call_staged(pg: ProcessGroup, kind: str) -> str:
     with world(kind) as made:
         found = await make_checked_calls(pg, made)
         tensor = made.tensor(np.ones(4 << 20))
@@ -80,7 +80,7 @@ async def staged(pg: ProcessGroup, kind: str) -> str:
 async def test_processes_on_one_device_are_staged(kind: str, world_size: int) -> None:
     if kind in PLAYED and world_size > 2:
         pytest.skip("two processes are enough on simulated devices")
-    assert await testing.run_processes(world_size, staged, kind, timeout=LIMIT) == ["staged"] * world_size
+    assert await testing.run_processes(world_size, call_staged, kind, timeout=LIMIT) == ["staged"] * world_size
 
 
 async def kill_rank_1(pg: ProcessGroup, kind: str, reports: Path) -> None:
