@@ -58,7 +58,7 @@ def kernel_functions(cuda: FakeCuda) -> dict[str, Callable[..., None]]:
         cuda.kernel(stream, lambda: run(*arguments), device)
 
     def begin_capture(stream: int, mode: int) -> None:
-        assert mode == 0, "the fake captures in the default mode"
+        assert mode == 0, f"capture mode {mode}; the fake supports the default mode only"
         cuda.capture(stream, True)
 
     def end_capture(stream: int, graph: Pointer) -> None:

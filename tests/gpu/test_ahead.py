@@ -187,7 +187,7 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
 
 
 async def test_staged_and_host_calls_keep_their_place_among_launched_ones() -> None:
-    """Check staged calls, host calls and blocks between many launched calls, more than one report can contain."""
+    """Check staged calls, host calls and blocks among so many launched calls that ranks send several reports."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()

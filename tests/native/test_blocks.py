@@ -280,7 +280,7 @@ async def test_inspected_calls_in_flight_are_handed_over_to_python() -> None:
         works: list[Work[Any]] = []
         task = asyncio.create_task(block(zero, works))
         await until(lambda: native_of(zero).count == 3)
-        assert pending_in_python(zero) == 1, "the flush"
+        assert pending_in_python(zero) == 1, "more than the flush is pending in Python"
         assert repr(works[1]) == "<Work ALLREDUCE pending>"
         assert native_of(zero).count == 2
         assert zero.pending() == works

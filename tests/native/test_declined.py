@@ -76,7 +76,7 @@ async def test_hook_declines_calls_until_it_is_removed(ranks: Ranks) -> None:
     work = zero.allreduce(ones())
     assert (is_native(before), is_native(work)) == (True, False)
     await await_all(one.allreduce(ones()), one.allreduce(ones()), before, work)
-    assert seen == ["start ALLREDUCE", "end ALLREDUCE"], "only the call after `add_hook` is reported"
+    assert seen == ["start ALLREDUCE", "end ALLREDUCE"], "the hook saw other calls than the one after `add_hook`"
     handle.remove()
     await check_next_call_is_native(ranks)
 
@@ -344,9 +344,9 @@ async def test_frame_instead_of_a_post_hands_a_call_over() -> None:
         first, waiting = a_one.allreduce(ones()), b_zero.allreduce(ones())
         assert (is_native(first), is_native(waiting)) == (True, True)
         late = b_one.allreduce(ones())
-        assert not is_native(late), "the slot of this call holds a call of the other group"
+        assert not is_native(late), "the call used a slot that holds a call of the other group"
         await await_all(late, waiting)
-        assert not is_native(waiting), "a frame arrived for this call, so Python took it over"
+        assert not is_native(waiting), "the call stayed native although a frame arrived for it"
         await await_all(a_zero.allreduce(ones()), first)
         assert is_native(first)
         await await_all(b_zero.allreduce(ones()), b_one.allreduce(ones()))

@@ -114,7 +114,7 @@ async def test_post_seen_before_its_link_closes_is_read_by_python() -> None:
     async with group_of_ranks([True] * 3) as pgs:
         arrays = [np.full(4, 2.0 ** pg.rank()) for pg in pgs]
         works = [pgs[1].allreduce(arrays[1]), pgs[0].allreduce(arrays[0])]
-        assert not works[1].done(), "rank 0 has seen the post of rank 1, and waits for rank 2"
+        assert not works[1].done(), "rank 0 finished before rank 2 made its call"
         shared = comm_of(pgs[0]).channels[1].shared
         assert shared is not None
         shared.native.close()

@@ -24,7 +24,7 @@ from ..internals import is_native, native_of
 from .groups import group_of_ranks
 from .test_wrong_arguments import make_common_lane, make_steps
 
-#: The number of counted turns, and of turns before them, which fill the call history.
+#: The number of counted repetitions, and of those before them, which fill the call history.
 TURNS, WARM = 400, HISTORY + 300
 #: Extension modules give objects at least this reference count to keep them alive for ever.
 IMMORTAL = 10**8
