@@ -67,7 +67,7 @@ async def test_async_error_is_queried_once_at_a_time_and_a_late_result_is_ignore
 
 
 async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the loop yields less and less often, and never while calls only wait for a stream.
+    """Check that the loop yields the GIL less and less often, and never while calls only wait for a stream.
 
     The launcher may be in a call that waits for another rank, so the loop must not yield too often.
     """

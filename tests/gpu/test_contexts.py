@@ -1,4 +1,4 @@
-"""CUDA contexts: a rank has a context only on the device of its arrays, whatever thread makes calls."""
+"""CUDA contexts: all threads of a rank create them only on the device of its arrays."""
 
 from __future__ import annotations
 

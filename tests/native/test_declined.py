@@ -184,7 +184,7 @@ async def test_early_frames_decline_calls_until_they_are_taken(ranks: Ranks) -> 
 
 
 async def test_calls_on_unusual_arrays_give_the_right_results(ranks: Ranks) -> None:
-    """Check arrays that are not contiguous, not aligned or not plain: only plain memory may be native."""
+    """Check strided, Fortran-ordered and other unusual arrays, which the accelerator may decline."""
     zero, one = ranks
     for make in (
         lambda: np.ones(6)[::2],

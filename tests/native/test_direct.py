@@ -1,4 +1,4 @@
-"""Repeated calls: the accelerator finds the plan of a call that equals an earlier one without Python."""
+"""Repeated calls, whose plans the accelerator finds without Python."""
 
 from __future__ import annotations
 
