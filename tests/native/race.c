@@ -2,8 +2,8 @@
 
    race ROUNDS [SEED]: in each round, both threads post, fold and free, and sleep while nothing arrives. Then one thread
    makes ROUNDS posts and withdraws half of them while the other reads them. Then one thread puts ROUNDS chunks into a
-   queue and the other takes them. The data of the first and the last part is not atomic, so that ThreadSanitizer finds a
-   missing release or acquire. Checks find missing fences and lost wake-ups. */
+   queue and the other takes them. The data of the first and the last part is not atomic, so that ThreadSanitizer finds
+   a missing release or acquire. Checks find missing fences and lost wake-ups. */
 #define _GNU_SOURCE
 #include "protocol.h"
 
