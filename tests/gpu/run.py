@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu import found as machine_info  # noqa: E402
+from tests.gpu import machine_info  # noqa: E402
 from tests.gpu.on_device.two import TWO_BY, way_for_version  # noqa: E402
 from tests.gpu.steps import Outcome, Step, all_steps, run_step  # noqa: E402
 
@@ -64,7 +64,7 @@ class Run:
     def check_machine(self) -> bool:
         """Print the description of the machine and the missing requirements; return whether any step can run."""
         into = Path(self._scratch.name) / "found.json"
-        step = Step("versions and interfaces", LOOKING, ("-m", "tests.gpu.found", str(into)))
+        step = Step("versions and interfaces", LOOKING, ("-m", "tests.gpu.machine_info", str(into)))
         self._record(step.name, run_step(step, step.limit, self.environment, self.log))
         try:
             self.found = json.loads(into.read_text())

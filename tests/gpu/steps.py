@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from tests.gpu.kinds import ADAPTER, ADAPTERS, PLAYED, REAL
+from tests.gpu.device_kinds import ADAPTER, ADAPTERS, PLAYED, REAL
 
 ROOT = Path(__file__).parents[2]
 #: Seconds for hung processes to write the stacks of their threads.
@@ -103,7 +103,7 @@ class _Maker(NamedTuple):
         """Yield the steps with one rank, for each array library."""
         for kind in self.kinds:
             needs = (*TESTS, *self.needed(kind))
-            yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), needs)
+            yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.single_rank", kind), needs)
 
     def two(
         self, name: str, module: str, how: str, after: str | None = "aiocoll", kind: str = "", **environment: str
@@ -157,7 +157,7 @@ class _Maker(NamedTuple):
         kind, by = self.libraries[-1], {ADAPTER: adapter}
         more = () if self.fake else ("cupy", "ctypes")
         found = [
-            Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), TESTS),
+            Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.single_rank", kind), TESTS),
             *(self.two(how, "aiocoll_rank", how, kind=kind) for how in PAIRED),
             *(step for step in self.tests("streams", 50) if step.name.endswith(kind)),
         ]

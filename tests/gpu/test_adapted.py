@@ -12,8 +12,8 @@ from aiocoll import GroupError, ProcessGroup, ReduceOp
 from aiocoll.gpu.provider import runtime
 
 from ..ranks import run_ranks
+from .device_kinds import ADAPTER, ADAPTERS
 from .groups import WAYS, Gpus, check_block_of_every_kind, gpus, host
-from .kinds import ADAPTER, ADAPTERS
 
 adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 

@@ -12,7 +12,7 @@ from aiocoll.gpu.ctypes_cuda import CtypesCuda
 from aiocoll.gpu.ctypes_nccl import CtypesNccl
 from aiocoll.gpu.provider import runtime, why_no_nccl
 
-from .on_device import alone, real
+from .on_device import real, single_rank
 from .on_device.worlds import missing, world
 from .played import torch_machine
 
@@ -45,7 +45,7 @@ def test_world_operations_work_on_simulated_devices(devices: int) -> None:
 
 
 def test_one_rank_reduces_tensors(capsys: pytest.CaptureFixture[str]) -> None:
-    alone.main("played")
+    single_rank.main("played")
     assert capsys.readouterr().out.splitlines() == [f"played, {dtype}: reduced" for dtype in ("bfloat16", "float32")]
 
 

@@ -14,10 +14,9 @@ import pytest
 
 from aiocoll.testing.skips import _gpus
 
-from . import found as machine_info
-from . import processes
+from . import machine_info, processes
 from . import run as module
-from .kinds import ADAPTER, ADAPTERS
+from .device_kinds import ADAPTER, ADAPTERS
 from .on_device import two
 from .played import torch_machine
 from .run import Run
@@ -105,7 +104,7 @@ def test_hanging_query_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_description_of_this_machine_is_complete(tmp_path: Path) -> None:
     # In a separate process, since CUDA never closes what it opens.
     file = tmp_path / "found.json"
-    subprocess.run([sys.executable, "-m", "tests.gpu.found", str(file)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tests.gpu.machine_info", str(file)], cwd=ROOT, check=True)
     found = json.loads(file.read_text())
     assert found["modules"]["numpy"].startswith("2.")
     assert found["interfaces"]["127.0.0.1"] == "answers"
@@ -177,7 +176,7 @@ def test_check_of_requirements_needs_no_package() -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-import tests.gpu.run, tests.gpu.found
+import tests.gpu.run, tests.gpu.machine_info
 print(*({{"aiocoll", "numpy", "msgpack", "pytest", "ml_dtypes"}} & {{*sys.modules}}))
 """
     assert processes.run_code(code) == ""

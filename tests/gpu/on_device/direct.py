@@ -34,12 +34,12 @@ KERNELS = rb"""
 again:
     ld.volatile.s32 %open, [%flag];
     setp.ne.s32 %is_open, %open, 0;
-    @%is_open bra finish;
+    @%is_open bra over;
     mov.u64 %now, %globaltimer;
     sub.u64 %passed, %now, %start;
     setp.lt.u64 %is_early, %passed, %most;
     @%is_early bra again;
-finish:
+over:
     ret;
 }
 

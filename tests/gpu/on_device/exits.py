@@ -20,7 +20,7 @@ from aiocoll.gpu.calls import device_state as side_module
 from aiocoll.gpu.provider import provide, runtime
 from aiocoll.store import HashStore
 
-from .through import Delegate
+from .delegate import Delegate
 from .worlds import PLAYED, World, world
 
 #: Timeouts for a call that hangs, in seconds: on a real device and on a simulated one.

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from .through import Delegate
+from .delegate import Delegate
 
 #: Environment variables of NCCL for both ranks, in each of `WAYS`.
 TWO_HOSTS = {

@@ -19,8 +19,8 @@ from aiocoll.gpu.provider import by_ctypes, provide, runtime, why_no_nccl
 from aiocoll.testing.skips import _gpus
 
 from ...fakes.nccl import FakeNccl
+from ..device_kinds import ADAPTER, PLAYED, REAL
 from ..groups import gpus, join_threads
-from ..kinds import ADAPTER, PLAYED, REAL
 from ..played import torch_machine
 from .base import World
 from .fake import FakeWorld

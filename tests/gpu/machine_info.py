@@ -1,4 +1,4 @@
-"""The software and devices of this machine, for `run.py`: ``python -m tests.gpu.found FILE`` writes them as JSON.
+"""The software and devices of this machine, for `run.py`: ``python -m tests.gpu.machine_info FILE`` writes them as JSON.
 
 This runs in a separate process, because a broken driver or library may hang or crash it.
 """
@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.kinds import REAL
+from tests.gpu.device_kinds import REAL
 
 #: The oldest usable version of each module.
 MODULES = {

@@ -1,4 +1,4 @@
-"""A group of one rank that reduces CuPy or torch arrays: ``python -m tests.gpu.on_device.alone KIND``."""
+"""A group of one rank that reduces CuPy or torch arrays: ``python -m tests.gpu.on_device.single_rank KIND``."""
 
 from __future__ import annotations
 
