@@ -1,4 +1,4 @@
-"""The software and devices of this machine, for `run.py`: ``python -m tests.gpu.machine_info FILE`` writes them as JSON.
+"""The software and devices of this machine, which ``python -m tests.gpu.machine_info FILE`` writes as JSON.
 
 This runs in a separate process, because a broken driver or library may hang or crash it.
 """
