@@ -319,7 +319,7 @@ def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
-        stub_cupy.forget()
+        stub_cupy.unload_cupy_api()
         from aiocoll.gpu import cupy_api
 
         cupy_api.load = lambda: Driver(libcuda(cuda))  # type: ignore[attr-defined]
@@ -332,7 +332,7 @@ def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
-        stub_cupy.forget()
+        stub_cupy.unload_cupy_api()
 
 
 def select_adapter(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:

@@ -61,7 +61,7 @@ def torch_machine(devices: int = 1, library: Callable[[FakeCuda], Any] = FakeNcc
 
 def _clear_caches() -> None:
     """Clear the caches of imports and libraries, so that aiocoll searches again."""
-    stub_cupy.forget()
+    stub_cupy.unload_cupy_api()
     by_ctypes.cache_clear()
     _gpus.cache_clear()
 
