@@ -69,7 +69,10 @@ class Run:
         try:
             self.found = json.loads(into.read_text())
         except (OSError, ValueError):
-            print(f"The machine could not be described; {step.name}: {self.ended[step.name].why}\n{self._said(0)}")
+            print(
+                f"The machine could not be described; {step.name}: {self.outcomes[step.name].why}\n"
+                f"{self._last_lines(0)}"
+            )
             return False
         self.missing = machine_info.missing_parts(self.found, self.fake)
         self.environment[TWO_BY] = way_for_version(self.found["nccl"].get("version", 0))
