@@ -1,4 +1,4 @@
-"""Arrays on the devices of a fake CUDA."""
+"""Arrays in the memory of fake CUDA devices."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from aiocoll.elements.dtypes import DType, by_name, of_numpy
 
 from .cuda import FakeCuda
 
-#: What freed memory is filled with.
+#: The byte that fills freed memory.
 FREED = 0xDD
 
 
 class FakeArray:
-    """An array on a fake device, which other libraries see by `__cuda_array_interface__`.
+    """A C-contiguous array on a fake device, with `__cuda_array_interface__`.
 
-    It is C-contiguous. Its memory goes when the last reference to it does, even if the device still works on it.
+    Its memory is freed with its last reference, even if the device still uses it.
 
     Args:
-        cuda: whose device.
-        values: what it begins with; of bfloat16 and float8, the bits as unsigned integers.
-        device: ordinal.
-        dtype: needed where NumPy has none: bfloat16 and float8, or the name of one.
-        stream: what `__cuda_array_interface__` tells that the data is ordered by; None: it tells nothing.
+        cuda: the fake CUDA that has the device.
+        values: initial values; for bfloat16 and float8, their bits as unsigned integers.
+        device: ordinal of the device.
+        dtype: dtype or its name; needed for dtypes that NumPy lacks, such as bfloat16 and float8.
+        stream: the stream in `__cuda_array_interface__`; None leaves it out.
 
     Attributes:
-        ptr: address on the device.
+        ptr: the address on the device.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class FakeArray:
         return found if self.stream is None else found | {"stream": self.stream}
 
     def numpy(self, stream: int = 0) -> NDArray[Any]:
-        """Return a copy as the host sees it when all that is on `stream` now is done; bits where NumPy has no dtype."""
+        """Wait for `stream` and return a copy in host memory; dtypes that NumPy lacks are returned as bits."""
         self._cuda.stream_synchronize(stream, self.device)
         return self._bytes.view(self.dtype.storage).reshape(self.shape).copy()
 
     def peek(self) -> NDArray[Any]:
-        """Return a copy of what is there at this moment."""
+        """Return a copy of the current content, without waiting for a stream."""
         return self._bytes.view(self.dtype.storage).reshape(self.shape).copy()
 
     def fill(self, value: Any, stream: int = 0) -> None:
-        """Write `value` everywhere, in the order of `stream`."""
+        """Fill the array with `value`, in the order of `stream`."""
         memory, ptr, nbytes, storage, device = self._cuda.memory, self.ptr, self.nbytes, self.dtype.storage, self.device
         self._cuda.kernel(stream, lambda: memory.at(ptr, nbytes, device).view(storage).fill(value), device)
 

@@ -1,4 +1,4 @@
-"""Calls of a fake NCCL, and what they calculate."""
+"""Calls of the fake NCCL, and the computation of their results."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from aiocoll.elements.ops import ReduceOp, kernel
 
 from .memory import BadAddressError, FakeMemory
 
-#: NCCL's numbers of dtypes; see nccl.h.
+#: Dtypes by their numbers in nccl.h.
 DTYPES: Mapping[int, DType] = MappingProxyType(dict(enumerate(map(by_name, (
     "int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16",
     "float8_e4m3fn", "float8_e5m2",
 )))))  # fmt: skip
-#: The version that brought the float8 types.
+#: The first NCCL version with float8 dtypes.
 FLOAT8_SINCE = 22400
-#: What a device needs to reduce them; NCCL refuses if one of the communicator has less.
+#: The compute capability that float8 reductions need on every device of a communicator.
 FLOAT8_CAPABILITY = (9, 0)
-#: NCCL's numbers of operations.
+#: Reductions by their numbers in nccl.h.
 OPS: Mapping[int, ReduceOp] = MappingProxyType(
     dict(enumerate((ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)))
 )
-#: What an aborted call leaves where it was to write.
+#: The byte that an aborted call writes to its output.
 SPOILT = 0xA5
 
 
 class FakeCall:
-    """One call of one rank: it reads and writes so many elements."""
+    """An NCCL call of one rank, with its source and target memory."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class FakeCall:
         self.read_bytes = read * dtype.itemsize
         self.written_bytes = written * dtype.itemsize
         self.ended = threading.Event()
-        #: What all ranks must agree on; the larger of both is the same everywhere.
+        #: The arguments that all ranks must agree on. The larger count is the same on every rank.
         self.terms = (name, max(read, written), dtype.name, op, root)
 
     def overlaps(self) -> bool:
-        """Whether it writes where it reads, in another way than in place."""
+        """Return whether source and target overlap in another way than in place."""
         if not self.read_bytes or not self.written_bytes:
             return False
         place = self.source
@@ -77,22 +77,22 @@ class FakeCall:
             place += self.rank * self.written_bytes
         elif self.name == "all_gather":
             place -= self.rank * self.read_bytes
-        apart = self.source + self.read_bytes <= self.target or self.target + self.written_bytes <= self.source
-        return not apart and self.target != place
+        disjoint = self.source + self.read_bytes <= self.target or self.target + self.written_bytes <= self.source
+        return not disjoint and self.target != place
 
-    def read_from(self) -> NDArray[Any]:
-        """Return the bytes it reads."""
+    def source_bytes(self) -> NDArray[Any]:
+        """Return the source memory as bytes."""
         return self._at(self.source, self.read_bytes)
 
-    def written_to(self) -> NDArray[Any]:
-        """Return the bytes it writes."""
+    def target_bytes(self) -> NDArray[Any]:
+        """Return the target memory as bytes."""
         return self._at(self.target, self.written_bytes)
 
     def spoil(self) -> None:
-        """Abort the call: its output may hold anything."""
+        """Overwrite the output, since the output of an aborted call is undefined."""
         try:
-            self.written_to().fill(SPOILT)
-        except BadAddressError:  # gone by now: the real one would not look
+            self.target_bytes().fill(SPOILT)
+        except BadAddressError:  # the target was freed: real NCCL does not check it either
             return
 
     def _at(self, address: int, nbytes: int) -> NDArray[Any]:
@@ -103,12 +103,12 @@ class FakeCall:
 
 
 def compute(calls: list[FakeCall]) -> None:
-    """Do one collective of all ranks, whose calls come in the order of ranks."""
+    """Compute a collective; `calls` has the calls of all ranks, in the order of ranks."""
     first = calls[0]
-    inputs = [call.read_from().view(first.dtype.storage) for call in calls]
-    outputs = [call.written_to().view(first.dtype.storage) for call in calls]
+    inputs = [call.source_bytes().view(first.dtype.storage) for call in calls]
+    outputs = [call.target_bytes().view(first.dtype.storage) for call in calls]
     if len(calls) == 1 and first.target == first.source:
-        return  # of one rank in place, NCCL too has nothing to do
+        return  # one rank, in place: the result is already there, as in real NCCL
     if first.name == "broadcast":
         assert first.root is not None
         result = inputs[first.root].copy()

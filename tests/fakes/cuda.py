@@ -1,10 +1,11 @@
-"""A CUDA without devices, for tests: host memory plays device memory, and threads play streams.
+"""A simulated CUDA for tests: host memory stands for device memory, and threads for streams.
 
-It is strict: what real CUDA refuses, or takes and then goes wrong without a word, is an error here. Copies need
-page-locked memory; addresses must belong to the device; handles must be of the right device and not given back; work
-that touches memory which is gone takes the device with it. As in the real one, an event that was never recorded counts
-as done, a device that has failed stays so, and nearly every call makes a context on the device of its thread, which is
-number 0 in a thread that has not chosen.
+It is strict: it raises an error for everything that real CUDA refuses, and for mistakes that real CUDA does not report.
+Copies need page-locked memory. Addresses must belong to the device. Handles must belong to the right device and must
+not be destroyed. Work on freed memory makes the device fail.
+
+Some behaviour copies real CUDA. An event that was never recorded counts as done. A failed device stays failed. Nearly
+every call creates a context on the device of its thread, which is device 0 until the thread selects another one.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from .memory import HOST, BadAddressError, FakeMemory
 from .occupancy import Room
 from .streams import SLEEPING, Blocked, FakeDevice, FakeStream, Gate, Mark
 
-#: Streams that nobody makes: the default one of the thread's device, by both its names, and the one of each thread.
+#: Streams that always exist: the default stream of the thread's device, by two names, and the stream of each thread.
 LEGACY = (0, 1)
 PER_THREAD = 2
-#: What CUDA says of what it refuses.
+#: Error texts of CUDA.
 INVALID_HANDLE = "invalid resource handle"
 INVALID_VALUE = "invalid argument"
-#: Seconds after which a stalled query comes back all the same, so that a test in which nothing ends it fails.
+#: Seconds after which a stalled query returns anyway, so that a test fails instead of hanging.
 STALLED = 60.0
 #: Seconds that a query takes.
 MOMENT = 1e-6
 
 
 class _Thread(threading.local):
-    """What CUDA knows of a thread."""
+    """The state that CUDA keeps per thread."""
 
     device = 0
     relaxed = False
@@ -54,30 +55,30 @@ class _Event:
 
 
 class FakeCuda:
-    """A CUDA runtime, as `aiocoll.gpu.api.Cuda` wants it, and the hands to play with it.
+    """A simulated CUDA runtime with the interface `aiocoll.gpu.api.Cuda`, and methods that control it.
 
-    Use it in a ``with`` block, or `close` it: its threads end there.
+    Use it in a ``with`` block or call `close`, which ends its threads.
 
     Args:
-        devices: how many there are.
+        devices: the number of devices.
 
     Attributes:
-        bus_ids: of the devices; change one to play another GPU.
-        capabilities: of the devices; change one to play an older GPU.
+        bus_ids: by device; change one to simulate another GPU.
+        capabilities: compute capability by device; change one to simulate an older GPU.
         latency: seconds that every kernel and copy takes.
-        memory: of the devices and the page-locked one of the host.
-        kernels: of these devices.
-        calls: how often each function of the runtime was called.
-        hooks: what is told each call by its name as it begins; it may wait or raise.
-        contexts: of each device that has a context, the call that has made it, and the thread it was made in.
-        stalls: a query of what is not done does not come back before it is: the kernel holds the driver up.
-        stalled: the threads whose queries were held up.
-        overdue: those of them whose queries nothing has ended.
-        full: the threads that had to wait for room in a stream, or until fewer events were pending.
-        held_up: the threads that have locked or freed memory while kernels of NCCL ran, whose end that waits for.
-        blocked: where threads wait, for the end to let them go.
-        disturbed: the calls, and their threads, by which captures of other threads were made invalid.
-        rooms: what NCCL's kernels wait for on each device.
+        memory: memory of the devices, and page-locked memory of the host.
+        kernels: the kernels of these devices.
+        calls: the number of calls of each runtime function.
+        hooks: called with the name of each function at its start; a hook may wait or raise.
+        contexts: for each device with a context, the call and the thread that created it.
+        stalls: whether a query of unfinished work blocks until the work is done, as if a kernel blocked the driver.
+        stalled: the threads whose queries blocked.
+        overdue: the threads whose queries blocked until the time limit.
+        full: the threads that waited because a stream was full or had too many pending events.
+        held_up: the threads that locked or freed memory while NCCL kernels ran, which waits for their end.
+        blocked: all waiting threads, so that `close` can release them.
+        disturbed: the calls that made a capture of another thread invalid, with their threads.
+        rooms: by device, the place for which NCCL kernels wait.
     """
 
     def __init__(self, devices: int = 1) -> None:
@@ -107,7 +108,7 @@ class FakeCuda:
         self._next: dict[str, list[DeviceError]] = {}
         self._scratch: dict[int, NDArray[Any]] = {}
         self.disturbed: list[str] = []
-        #: Streams that are captured, and whether the default stream is drawn into that.
+        #: Captured streams, and whether work on the default stream would join the capture.
         self._captures: dict[FakeStream, bool] = {}
 
     def __enter__(self) -> FakeCuda:
@@ -116,10 +117,10 @@ class FakeCuda:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- the hands
+    # -- control by tests
 
     def close(self) -> None:
-        """End all that runs, and the threads."""
+        """Release all waiting threads, and end the streams and their threads."""
         self.blocked.end()
         streams = [*self._streams.values(), *self._implicit.values(), *self._ending]
         for stream in streams:
@@ -128,7 +129,7 @@ class FakeCuda:
             stream.join(10.0)
 
     def live(self) -> dict[str, int]:
-        """Return how many events and streams, and how many bytes page-locked and of all devices, are in use."""
+        """Return the numbers of events and streams, and the bytes of page-locked and device memory, in use."""
         return {
             "events": len(self._events),
             "streams": len(self._streams),
@@ -137,37 +138,44 @@ class FakeCuda:
         }
 
     def fail(self, message: str = "unspecified launch failure", device: int = 0) -> None:
-        """Let `device` fail; all that waits for it learns of it at once."""
+        """Make `device` fail; all waits for it end at once with the error."""
         self._devices[device].fail(message)
 
     def fail_next(self, call: str, message: str = INVALID_VALUE, *, fatal: bool = False) -> None:
-        """Let the next call of one function fail."""
+        """Make the next call of a function fail."""
         self._next.setdefault(call, []).append(DeviceError(call, message, fatal=fatal))
 
     def allocate(self, nbytes: int, device: int = 0) -> NDArray[Any]:
-        """Return memory of `device`, as bytes, which is in use as long as they live."""
+        """Return device memory as an array of bytes; it is freed with the array."""
         where = self._device(device, "malloc").ordinal
         self.enter("malloc", where)
         return self.memory.new(nbytes, where)
 
     def kernel(self, stream: int, work: Callable[[], None], device: int | None = None, seconds: float = 0.0) -> None:
-        """Do `work` in the order of `stream`; `device` is the one of stream 0, by default the thread's."""
+        """Enqueue `work` on a stream.
+
+        Args:
+            stream: handle of the stream.
+            work: called by the thread of the stream.
+            device: the device of a default stream; None for the thread's device.
+            seconds: the time that the kernel takes before `work`.
+        """
         self._stream(stream, "launch", device).kernel(work, seconds)
 
     def gate(self, stream: int, device: int | None = None) -> Gate:
-        """Put a kernel on `stream` that runs until it is opened."""
+        """Enqueue a kernel that runs until the returned gate is opened."""
         gate = Gate()
         self.kernel(stream, lambda: gate.run(self.blocked), device)
         return gate
 
     def step(self, stream: int, steps: int | None, device: int | None = None) -> None:
-        """Let `stream` do `steps` things more and then stop (0: stop at once); None lets it go on."""
+        """Let a stream carry out `steps` more entries and then stop; None lets it continue without end."""
         self._stream(stream, "step", device).step(steps)
 
     def capture(self, stream: int, on: bool, device: int | None = None, *, blocking: bool = False) -> None:
-        """Begin to capture what comes on `stream` into a graph, or end it; in the mode that CUDA has by default.
+        """Start or end the capture of a stream into a graph, in the default capture mode of CUDA.
 
-        As of a `blocking` stream, the default stream of its device would then be drawn into it.
+        Work on the default stream would join the capture of a `blocking` stream.
         """
         found = self._stream(stream, "capture", device)
         found.capturing = on
@@ -176,13 +184,13 @@ class FakeCuda:
             self._captures[found] = blocking
 
     def stream_synchronize(self, stream: int, device: int | None = None) -> None:
-        """Block this thread until all that is on `stream` now is done."""
+        """Block this thread until the work that is on `stream` now is done."""
         mark = self._stream(stream, "streamSynchronize", device).mark()
         self.blocked.wait(mark.passed)
-        mark.done("streamSynchronize")
+        mark.is_done("streamSynchronize")
 
     def enter(self, call: str, device: int) -> None:
-        """Make a context on a device, if there is none, as `call` does."""
+        """Record that `call` creates a context on a device that has none."""
         self.contexts.setdefault(device, f"{call} in {threading.current_thread().name}")
 
     # -- the runtime
@@ -192,25 +200,25 @@ class FakeCuda:
         return 12080
 
     def device_count(self) -> int:
-        """Return how many devices this process may use; 0 without a driver."""
+        """Return the number of devices that this process may use; 0 without a driver."""
         return len(self._devices)
 
     def bus_id(self, device: int) -> str:
-        """Return what tells the device from all others of this host."""
+        """Return the PCI bus id, which is unique among the devices of the host."""
         self._count("bus_id")
         return self.bus_ids[self._device(device, "bus_id").ordinal]
 
     def capability(self, device: int) -> tuple[int, int]:
-        """Return the compute capability of the device, such as (9, 0): what its generation can do."""
+        """Return the compute capability of the device, such as (9, 0)."""
         self._count("capability")
         return self.capabilities[self._device(device, "capability").ordinal]
 
     def has_context(self, device: int) -> bool:
-        """Whether anything has been done on the device in this process: to `use` it makes a context there, if not."""
+        """Return whether this process has a context on the device; `use` would create one."""
         return self._device(device, "has_context").ordinal in self.contexts
 
     def relax(self) -> None:
-        """Let calls of this thread not disturb what other threads capture."""
+        """Select the capture mode in which calls of this thread do not invalidate captures of other threads."""
         self._count("relax")
         self._thread.relaxed = True
 
@@ -226,13 +234,13 @@ class FakeCuda:
         return found
 
     def use(self, device: int) -> None:
-        """Make `device` the one that calls of this thread are for."""
+        """Select the device for later calls of this thread."""
         self._count("use")
         self._thread.device = self._device(device, "use").ordinal
         self.enter("use", device)
 
     def current(self) -> int:
-        """Return the device that calls of this thread are for; the streams 0, 1 and 2 are those of this device."""
+        """Return the device of this thread, to which the streams 0, 1 and 2 belong."""
         return self._thread.device
 
     def stream_create(self) -> int:
@@ -245,7 +253,7 @@ class FakeCuda:
         return handle
 
     def stream_destroy(self, stream: int) -> None:
-        """Give a stream back; what is on it still ends."""
+        """Destroy a stream; the work on it still ends."""
         self._begin("stream_destroy", check=False)
         with self._lock:
             found = self._streams.pop(stream, None)
@@ -255,7 +263,7 @@ class FakeCuda:
         found.close()
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether work for `stream` is being captured into a graph."""
+        """Return whether work on `stream` is being captured into a graph."""
         self._begin("is_capturing", check=False)
         found = self._stream(stream, "is_capturing")
         if stream in LEGACY and any(
@@ -266,7 +274,10 @@ class FakeCuda:
         return found.capturing
 
     def event_create(self, sleeps: bool = False) -> int:
-        """Return a new event of the thread's device; who waits for it `sleeps`, in the fake in any case."""
+        """Return a new event of the thread's device; `sleeps`: waiting threads sleep instead of spinning.
+
+        In this fake, they always sleep.
+        """
         device = self._begin("event_create")
         with self._lock:
             handle = next(self._handles)
@@ -274,14 +285,14 @@ class FakeCuda:
         return handle
 
     def event_destroy(self, event: int) -> None:
-        """Give an event back."""
+        """Destroy an event."""
         self._begin("event_destroy", check=False)
         with self._lock:
             if self._events.pop(event, None) is None:
                 raise DeviceError("event_destroy", INVALID_HANDLE, fatal=False)
 
     def event_record(self, event: int, stream: int) -> None:
-        """Let `event` be done when all that is on `stream` now is done."""
+        """Record `event` behind the work that is on `stream` now."""
         self._begin("event_record", check=False)
         found, on = self._event(event, "event_record"), self._open(stream, "event_record")
         if found.device is not on.device:
@@ -294,7 +305,7 @@ class FakeCuda:
             on.sleeping.append(found.mark)
 
     def event_done(self, event: int) -> bool:
-        """Whether what was before the event is done; raises if it has failed."""
+        """Return whether the work before the event is done; raise its error if it failed."""
         self._count("event_done")
         self._unsafe("event_done")
         mark = self._event(event, "event_done").mark
@@ -303,23 +314,23 @@ class FakeCuda:
         if not mark.passed.is_set():
             if self.stalls:
                 self.stalled.append(threading.current_thread().name)
-            # As the real one it lets go of the GIL, which here the kernel needs to go on.
+            # The real query releases the GIL. Here the thread that runs the kernel needs the GIL to continue.
             self.blocked.wait(mark.passed, STALLED if self.stalls else MOMENT)
-            if self.stalls and not (mark.passed.is_set() or self.blocked.over):
+            if self.stalls and not (mark.passed.is_set() or self.blocked.is_closed):
                 self.overdue.append(threading.current_thread().name)
-        return mark.done("event_done")
+        return mark.is_done("event_done")
 
     def event_synchronize(self, event: int) -> None:
-        """Block this thread, without the GIL, until the event is done; raises if what was before it has failed."""
+        """Block this thread, without the GIL, until the event is done; raise the error if its work failed."""
         self._begin("event_synchronize", check=False)
         self._unsafe("event_synchronize")
         mark = self._event(event, "event_synchronize").mark
         if mark is not None:
             self.blocked.wait(mark.passed)
-            mark.done("event_synchronize")
+            mark.is_done("event_synchronize")
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Let what comes on `stream` wait for `event`."""
+        """Make later work on `stream` wait for `event`."""
         self._begin("stream_wait", check=False)
         mark = self._event(event, "stream_wait").mark
         on = self._open(stream, "stream_wait")
@@ -327,7 +338,7 @@ class FakeCuda:
             on.wait(mark)
 
     def stream_write(self, stream: int, address: int, value: int) -> None:
-        """Write 32 bits to page-locked memory when all that is on `stream` now is done."""
+        """Write 32 bits to page-locked memory behind the work that is on `stream` now."""
         self._begin("stream_write", check=False)
         self.check("stream_write", address, 4, HOST)
         written = np.frombuffer(np.uint32(value).tobytes(), np.uint8)
@@ -338,7 +349,7 @@ class FakeCuda:
         self._open(stream, "stream_write").kernel(work, 0.0)
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
-        """Return `nbytes` of page-locked host memory as uint8, which is freed with the last reference."""
+        """Return page-locked host memory as an array of uint8; it is freed with the last reference."""
         self._begin("pinned")
         self._unsafe("pinned")
         if self.rooms[self._thread.device].wait_until_free(self.blocked):
@@ -348,22 +359,22 @@ class FakeCuda:
         return made
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from the device to pinned memory, in the order of `stream`."""
+        """Copy from the device to page-locked memory, in the order of `stream`."""
         device = self._open(stream, "copy_to_host").device.ordinal
         self._copy("copy_to_host", (target, HOST), (source, device), nbytes, stream)
 
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from pinned memory to the device, in the order of `stream`."""
+        """Copy from page-locked memory to the device, in the order of `stream`."""
         device = self._open(stream, "copy_to_device").device.ordinal
         self._copy("copy_to_device", (target, device), (source, HOST), nbytes, stream)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy on the device, in the order of `stream`."""
+        """Copy within the device, in the order of `stream`."""
         device = self._open(stream, "copy").device.ordinal
         self._copy("copy", (target, device), (source, device), nbytes, stream)
 
     def scratch(self, nbytes: int, stream: int) -> int:
-        """Return the address of new memory on the device of `stream`, for later work on it."""
+        """Return the address of new memory on the device of `stream`, for later work on that stream."""
         self._begin("scratch", check=False)
         made = self.memory.new(nbytes, self._open(stream, "scratch").device.ordinal)
         address = made.ctypes.data
@@ -371,24 +382,24 @@ class FakeCuda:
         return address
 
     def scratch_free(self, address: int, stream: int) -> None:
-        """Free what `scratch` has returned, behind the work that is on `stream` now."""
+        """Free memory from `scratch`, behind the work that is on `stream` now."""
         self._begin("scratch_free", check=False)
         on = self._open(stream, "scratch_free")
         if address not in self._scratch:
             raise DeviceError("scratch_free", f"{INVALID_VALUE}: {address:#x} is not in use", fatal=False)
         on.kernel(lambda: self._scratch.pop(address).fill(0xDD), 0.0)
 
-    # -- what is looked at in every call
+    # -- checks in every call
 
     def check(self, call: str, address: int, nbytes: int, where: int) -> None:
-        """Refuse an address that is not in live memory of device `where`, or, if it is `HOST`, page-locked memory."""
+        """Raise an error unless the range is in live memory of device `where`, or in page-locked memory for `HOST`."""
         try:
             self.memory.at(address, nbytes, where)
         except BadAddressError as exc:
             raise DeviceError(call, f"{INVALID_VALUE}: {exc}", fatal=False) from None
 
     def stream_of(self, stream: int, call: str, device: int) -> FakeStream:
-        """Return the stream to put something on, which must be of `device`."""
+        """Return the stream for new work; raise an error unless it belongs to `device`."""
         found = self._open(stream, call, device)
         if found.device.ordinal != device:
             raise DeviceError(call, f"{INVALID_HANDLE}: a stream of device {found.device.ordinal}", fatal=False)
@@ -409,13 +420,13 @@ class FakeCuda:
             self.held_up.append(threading.current_thread().name)
 
     def _unsafe(self, call: str) -> None:
-        """Make captures of other threads invalid, as each call does that is not safe while they last."""
+        """Invalidate captures of other threads, as CUDA does in calls that are unsafe during a capture."""
         if not self._thread.relaxed and self._captures:
             self.disturbed.append(f"{call} in {threading.current_thread().name}")
             raise DeviceError(call, "operation not permitted when stream is capturing", fatal=False, status=900)
 
     def _begin(self, call: str, *, check: bool = True) -> FakeDevice:
-        """Do as each call does that makes a context; return the thread's device."""
+        """Start a call that creates a context; return the thread's device."""
         self._count(call)
         self.enter(call, self._thread.device)
         device = self._devices[self._thread.device]
@@ -424,7 +435,7 @@ class FakeCuda:
         return device
 
     def _count(self, call: str) -> None:
-        """Count the call, and let it fail if it has to."""
+        """Count the call; raise the error that `fail_next` has set for it."""
         for hook in self.hooks:
             hook(call)
         self.calls[call] += 1
@@ -440,7 +451,7 @@ class FakeCuda:
         return self._devices[device]
 
     def _wait_for_room(self, pending: deque[Mark]) -> None:
-        """Wait until few of these are pending."""
+        """Wait until fewer than `SLEEPING` of these marks are pending."""
         while pending and (pending[0].passed.is_set() or len(pending) >= SLEEPING):
             if not pending[0].passed.is_set():
                 self.full.append(threading.current_thread().name)
@@ -467,7 +478,7 @@ class FakeCuda:
         return made
 
     def _open(self, stream: int, call: str, device: int | None = None) -> FakeStream:
-        """Return a stream to put something on, which the runtime does."""
+        """Return the stream for new work; raise an error if its device has failed or it is being captured."""
         found = self._stream(stream, call, device)
         found.device.check(call)
         if found.capturing:
@@ -476,15 +487,15 @@ class FakeCuda:
 
 
 class FakeKernels:
-    """The kernels of a `FakeCuda`, as `aiocoll.gpu.api.Kernels` wants them."""
+    """The kernels of a `FakeCuda`, with the interface `aiocoll.gpu.api.Kernels`."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Write the products of `count` elements and `factor`, in the order of `stream`.
+        """Multiply `count` elements by `factor`, in the order of `stream`.
 
-        `dtype` is a float of 16 bits or more, or complex; of any other it raises a `DeviceError` that is not fatal.
+        `dtype` must be complex or a float of at least 16 bits; others raise a `DeviceError` that is not fatal.
         """
         on = self._cuda._open(stream, "scale")
         if self._cuda._begin("scale") is not on.device:

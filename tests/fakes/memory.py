@@ -1,4 +1,4 @@
-"""Memory of a fake CUDA: host memory that knows which device it plays."""
+"""Memory of a fake CUDA: host memory, each block assigned to a device or to the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-#: Where page-locked memory is; devices are numbers from 0.
+#: The place of page-locked memory; devices are numbered from 0.
 HOST = -1
 
 
 class BadAddressError(Exception):
-    """Nothing that may be used is there."""
+    """An address without usable memory."""
 
 
 class _Block(NamedTuple):
@@ -26,17 +26,17 @@ class _Block(NamedTuple):
 
 
 class FakeMemory:
-    """All memory of a fake CUDA, by address."""
+    """The memory blocks of a fake CUDA, by address."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bases: list[int] = []
         self._blocks: dict[int, _Block] = {}
-        # Blocks that are gone. A finalizer may run anywhere, also where the lock is held: it does no more than note it.
+        # Freed blocks. A finalizer may run while the lock is held, so it only appends here.
         self._gone: deque[int] = deque()
 
     def new(self, nbytes: int, where: int) -> NDArray[Any]:
-        """Return `nbytes` of uint8 that belong to device `where`, or to the host, as long as the array lives."""
+        """Return an array of `nbytes` uint8 that belongs to device `where` or to the host until it is freed."""
         made = np.empty(nbytes, np.uint8)
         if nbytes:
             base = made.ctypes.data
@@ -44,19 +44,19 @@ class FakeMemory:
                 self._sweep()
                 self._blocks[base] = _Block(nbytes, where, weakref.ref(made))
                 insort(self._bases, base)
-            # Noted before the memory can be given to anybody else: the array calls it while it still has it.
+            # The finalizer runs while the array still owns its memory, so a new block at this address comes later.
             weakref.finalize(made, self._gone.append, base).atexit = False
         return made
 
     def _sweep(self) -> None:
-        """Forget the blocks that are gone; with the lock."""
+        """Remove freed blocks; the caller holds the lock."""
         while self._gone:
             base = self._gone.popleft()
             del self._blocks[base]
             self._bases.remove(base)
 
     def _found(self, address: int) -> tuple[int, _Block | None]:
-        """Return where the block begins that may hold `address`, and the block."""
+        """Return the start of the block that may contain `address`, and the block."""
         with self._lock:
             self._sweep()
             place = bisect_right(self._bases, address) - 1
@@ -69,7 +69,7 @@ class FakeMemory:
         """Return the bytes at `address`.
 
         Raises:
-            BadAddressError: they are not, or not all, in one live block there.
+            BadAddressError: the range is not inside one live block of `where`.
         """
         if not nbytes:
             return np.empty(0, np.uint8)
@@ -82,10 +82,10 @@ class FakeMemory:
         return found[address - base : address - base + nbytes]
 
     def where(self, address: int) -> int:
-        """Return what the memory at `address` belongs to.
+        """Return the device, or `HOST`, that owns the memory at `address`.
 
         Raises:
-            BadAddressError: to nothing.
+            BadAddressError: no live block contains the address.
         """
         base, block = self._found(address)
         if block is None or address >= base + block.nbytes:
@@ -93,7 +93,7 @@ class FakeMemory:
         return block.where
 
     def live(self, where: int) -> int:
-        """Return the bytes that are in use there."""
+        """Return the number of bytes in use on a device or on the host."""
         with self._lock:
             self._sweep()
             return sum(block.nbytes for block in self._blocks.values() if block.where == where)

@@ -1,10 +1,10 @@
-"""An NCCL without devices, for tests: ranks are threads of one process, and collectives are NumPy on a fake CUDA.
+"""A simulated NCCL for tests: ranks are threads of one process, and NumPy computes the collectives on a fake CUDA.
 
-As in the real one, a call is put on a stream and ends at once; there it occupies the stream, and the device, until the
-kernels of all ranks are there: kernels of other communicators wait for it. The n-th collective of one rank belongs to
-the n-th of every other rank: if they are not the same, or somebody does not come, all wait until they abort. `send`
-and `recv` wait for each other, unless they are called in one group. Aborted calls count as done, and have spoiled what
-they were to write.
+As in real NCCL, a call enqueues a kernel on a stream and returns. The kernel occupies the stream and the device until
+the kernels of all ranks run. Kernels of other communicators wait meanwhile. The n-th collective of a rank belongs to
+the n-th collective of every other rank. If the calls differ or a rank makes none, all kernels wait until they are
+aborted. `send` and `recv` wait for each other, except inside one group. Aborted calls count as done, with undefined
+output.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _ids = itertools.count(1)
 
 
 class _World:
-    """All ranks of a communicator."""
+    """The ranks of a communicator."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.lock = threading.Lock()
         self.members: dict[int, FakeCommunicator] = {}
-        # By the name of a call: the ranks that have made it, and what is set when all have.
+        # By call name: the ranks that have made the call, and an event for the time when all have.
         self.connecting: defaultdict[str, set[int]] = defaultdict(set)
         self.connected: defaultdict[str, threading.Event] = defaultdict(threading.Event)
-        # Set when all are there.
+        # Set when all ranks have joined.
         self.complete = threading.Event()
         self.refused: str | None = None
-        # Nothing ends any more once a rank is gone or broken.
+        # Set when a rank has left or failed: no kernel ends after that.
         self.stuck = False
         self.collectives: dict[int, list[FakeCall]] = {}
         self.messages: defaultdict[tuple[int, int], dict[str, list[FakeCall]]] = defaultdict(
@@ -48,26 +48,26 @@ class _World:
 
 
 class FakeNccl:
-    """An NCCL library, as `aiocoll.gpu.api.Nccl` wants it.
+    """A simulated NCCL library with the interface `aiocoll.gpu.api.Nccl`.
 
-    Several of one process, each with the fake CUDA of its own rank, see each other.
+    Several libraries in one process, each with the fake CUDA of its own rank, can form communicators.
 
     Args:
-        cuda: where its ranks run.
-        version: as NCCL numbers them.
+        cuda: the fake CUDA on which its ranks run.
+        version: NCCL's version number, such as 22809.
 
     Attributes:
-        complaints: what was called that does not belong together, which is why nothing ends: the real one is silent.
-        init_hangs: `init` does not come back.
-        abort_hangs: `abort` does not come back, and ends nothing.
-        hooks: what is told each call by its name as it begins; it may wait or raise.
-        crashes: ends of communicators that a thread was in a call of, or that had ended: the real one then goes on with
-            freed memory, which may end the process.
-        connecting: the threads that were held up in a first call.
-        connects: ranks are connected in first calls, unless a setting says otherwise as the communicator is made.
+        complaints: calls that do not match, so that their kernels never end. Real NCCL reports nothing.
+        init_hangs: whether `init` never returns.
+        abort_hangs: whether `abort` never returns and ends no kernel.
+        hooks: called with the name of each function at its start; a hook may wait or raise.
+        crashes: uses of ended communicators, and ends during a call of another thread. Real NCCL then uses freed
+            memory, which may crash the process.
+        connecting: the threads that were blocked in a first call.
+        connects: whether ranks connect in their first calls, unless `NCCL_RUNTIME_CONNECT` is "0" in `init`.
     """
 
-    #: Worlds that form, by unique id.
+    #: Incomplete communicators, by unique id.
     _worlds: dict[bytes, _World] = {}  # noqa: RUF012
     _lock = threading.Lock()
 
@@ -85,20 +85,20 @@ class FakeNccl:
         self._next: dict[str, list[DeviceError]] = {}
 
     def fail_next(self, call: str, message: str = "internal error", *, fatal: bool = True) -> None:
-        """Let the next call of one function fail, of any communicator."""
+        """Make the next call of a function fail, on any communicator."""
         self._next.setdefault(call, []).append(DeviceError(call, message, fatal=fatal))
 
     def version(self) -> int:
-        """Return its version, such as 22809."""
+        """Return the version number, such as 22809."""
         return self._version
 
     def unique_id(self) -> bytes:
-        """Return the name of a new communicator, 128 bytes; one rank calls it and tells the others."""
+        """Return the id of a new communicator, 128 bytes; one rank creates it and sends it to the others."""
         self.begin("unique_id")
         return next(_ids).to_bytes(UNIQUE_ID_BYTES, "little")
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> FakeCommunicator:
-        """Return this rank's end, on the thread's device; blocks until all ranks have called it."""
+        """Return this rank's communicator on the thread's device; block until all ranks have called it."""
         self.begin("init")
         if len(unique_id) != UNIQUE_ID_BYTES or not 0 <= rank < world_size:
             raise DeviceError("init", f"invalid argument: rank {rank} of {world_size}", fatal=False)
@@ -129,12 +129,12 @@ class FakeNccl:
         world.members[made.rank] = made
 
     def group_start(self) -> None:
-        """Collect the calls of this thread until `group_end`: none waits for another."""
+        """Collect the calls of this thread until `group_end`, so that none waits for another."""
         self.begin("group_start")
         self._calls.append([])
 
     def group_end(self) -> None:
-        """Start what was called since `group_start`; raises what any of it raised."""
+        """Start the calls since `group_start`; raise the first error."""
         if not self._calls:
             raise DeviceError("group_end", "invalid usage: there was no group_start", fatal=False)
         called = self._calls.pop()
@@ -146,14 +146,14 @@ class FakeNccl:
 
     @property
     def _calls(self) -> list[list[tuple[FakeCommunicator, FakeCall]]]:
-        """What was called in the open groups of this thread, the innermost last."""
+        """The calls in the open groups of this thread, innermost group last."""
         if not hasattr(self._thread, "calls"):
             self._thread.calls = []
         found: list[list[tuple[FakeCommunicator, FakeCall]]] = self._thread.calls
         return found
 
     def begin(self, call: str) -> None:
-        """Make a context on the thread's device, to which NCCL goes back in the end; let the call fail if it has to."""
+        """Start a call: create a context on the thread's device, and raise the error that `fail_next` has set."""
         for hook in self.hooks:
             hook(call)
         self.cuda.enter(call, self.cuda.current())
@@ -168,7 +168,7 @@ class FakeNccl:
             self._start([(communicator, call)])
 
     def _start(self, calls: list[tuple[FakeCommunicator, FakeCall]]) -> None:
-        """Put calls on their streams: messages between the same ends are one kernel."""
+        """Enqueue calls on their streams; the messages of one communicator on one stream form one kernel."""
         messages: defaultdict[tuple[FakeCommunicator, int], list[FakeCall]] = defaultdict(list)
         for communicator, call in calls:
             if call.peer is None:
@@ -180,9 +180,9 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    """One rank's end, as `aiocoll.gpu.api.NcclCommunicator` wants it.
+    """The communicator of one rank, with the interface `aiocoll.gpu.api.NcclCommunicator`.
 
-    All calls must come one after the other: the real one is not for several threads at a time.
+    Only one thread at a time may call it, as in real NCCL.
     """
 
     def __init__(self, nccl: FakeNccl, world: _World, rank: int) -> None:
@@ -190,7 +190,7 @@ class FakeCommunicator:
         self.rank = rank
         self.device = nccl.cuda.current()
         self.bus_id = nccl.cuda.bus_id(self.device)
-        #: It connects with other ranks in the first call of each kind.
+        #: Whether it connects to other ranks in the first call of each kind.
         self.connects = nccl.connects and os.environ.get("NCCL_RUNTIME_CONNECT") != "0"
         self.aborted = False
         self.destroyed = False
@@ -199,21 +199,21 @@ class FakeCommunicator:
         self._called = 0
         self._in_flight: set[FakeCall] = set()
         self._error: str | None = None
-        self._over = threading.Event()
+        self._ended = threading.Event()
 
     def fail(self, message: str = "unhandled system error") -> None:
-        """Break it on the way: nothing ends, and `async_error` tells."""
+        """Make the communicator fail: no kernel ends, and `async_error` returns the message."""
         with self._world.lock:
             self._error = message
             self._world.stuck = True
 
     @property
     def in_flight(self) -> int:
-        """How many calls have been started and have not ended."""
+        """The number of calls that have started and not ended."""
         return len(self._in_flight)
 
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks into every rank's `target`; in place if both are one."""
+        """Reduce over all ranks into every rank's `target`; in place if `source` is `target`."""
         self._call("all_reduce", source, count, target, count, dtype, stream, op=op)
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
@@ -226,15 +226,15 @@ class FakeCommunicator:
         self._call("broadcast", source, count if self.rank == root else 0, target, count, dtype, stream, root=root)
 
     def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """Write every rank's `count` elements behind each other into every rank's `target`."""
+        """Concatenate every rank's `count` elements in every rank's `target`."""
         self._call("all_gather", source, count, target, count * self._world.size, dtype, stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce, and leave part r, of `count` elements, in rank r's `target`."""
+        """Reduce over all ranks, and write part r of `count` elements to rank r's `target`."""
         self._call("reduce_scatter", source, count * self._world.size, target, count, dtype, stream, op=op)
 
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Send to `peer`, whose `recv` it waits for."""
+        """Send to `peer`; the kernel waits for the `recv` of the peer."""
         self._call("send", source, count, 0, 0, dtype, stream, peer=peer)
 
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
@@ -242,16 +242,16 @@ class FakeCommunicator:
         self._call("recv", 0, 0, target, count, dtype, stream, peer=peer)
 
     def async_error(self) -> str | None:
-        """Return what has failed on the way, and None if all is well."""
-        with self._alone("async_error"):
-            self._check("async_error")
+        """Return the message of an asynchronous error, or None."""
+        with self._exclusive_call("async_error"):
+            self._check_alive("async_error")
             self.nccl.begin("async_error")
             return self._error
 
     def abort(self) -> None:
-        """Give up all that is in flight: it counts as done, with undefined results; may be called from any thread."""
+        """End all calls in flight with undefined results; any thread may call this."""
         self.nccl.begin("abort")
-        self._check_end("abort")
+        self._note_crash("abort")
         if self.nccl.abort_hangs:
             self.nccl.cuda.blocked.wait(threading.Event())
             return
@@ -261,57 +261,57 @@ class FakeCommunicator:
             for call in self._in_flight:
                 call.spoil()
                 call.ended.set()
-            self._over.set()
+            self._ended.set()
             self._leave()
-        self.nccl.cuda.rooms[self.device].changed()
+        self.nccl.cuda.rooms[self.device].wake_all()
 
     def destroy(self) -> None:
-        """End the communicator; all ranks of a host have to, and nothing may be in flight."""
+        """End the communicator; wait until all ranks have ended it. No call may be in flight."""
         self.nccl.begin("destroy")
-        self._check_end("destroy")
-        self._check("destroy")
+        self._note_crash("destroy")
+        self._check_alive("destroy")
         with self._world.lock:
             if self._in_flight:
                 raise DeviceError("destroy", f"{len(self._in_flight)} calls are in flight")
             self.destroyed = True
             self._leave()
-        self.nccl.cuda.blocked.wait(self._over)
+        self.nccl.cuda.blocked.wait(self._ended)
 
-    # -- how it works
+    # -- implementation
 
     def _leave(self) -> None:
         members = self._world.members.values()
         if all(member.destroyed or member.aborted for member in members):
             for member in members:
-                member._over.set()
+                member._ended.set()
 
     @contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
+    def _exclusive_call(self, call: str) -> Iterator[None]:
         if not self._inside.acquire(blocking=False):
-            raise DeviceError(call, "called while another thread calls it: it is not for several at a time")
+            raise DeviceError(call, "called while another thread is in a call of this communicator")
         try:
             yield
         finally:
             self._inside.release()
 
     def _connect(self, name: str) -> None:
-        """Wait in the first call of a kind until all ranks have made one, unless the communicator was made so."""
+        """Wait in the first call of a kind until all ranks have made it, unless they connected in `init`."""
         if not self.connects or name in ("send", "recv"):
             return
         with self._world.lock:
-            there, connected = self._world.connecting[name], self._world.connected[name]
-            there.add(self.rank)
-            if len(there) == self._world.size:
+            arrived, connected = self._world.connecting[name], self._world.connected[name]
+            arrived.add(self.rank)
+            if len(arrived) == self._world.size:
                 connected.set()
         if not connected.is_set():
             self.nccl.connecting.append(threading.current_thread().name)
             self.nccl.cuda.blocked.wait(connected)
 
-    def _check_end(self, call: str) -> None:
+    def _note_crash(self, call: str) -> None:
         if self._inside.locked():
             self.nccl.crashes.append(f"{call} of rank {self.rank} while a thread is in another call")
 
-    def _check(self, call: str) -> None:
+    def _check_alive(self, call: str) -> None:
         if self.aborted or self.destroyed:
             self.nccl.crashes.append(f"{call} of rank {self.rank} after its end")
             raise DeviceError(call, f"the communicator was {'aborted' if self.aborted else 'destroyed'}")
@@ -330,14 +330,14 @@ class FakeCommunicator:
         root: int | None = None,
         peer: int | None = None,
     ) -> None:
-        """Check a call that reads and writes so many elements, and start it."""
-        with self._alone(name):
+        """Check and start a call that reads `read` and writes `written` elements."""
+        with self._exclusive_call(name):
             self.nccl.begin(name)
-            self._check(name)
+            self._check_alive(name)
             self._connect(name)
-            self._checked(name, source, read, target, written, dtype, stream, op, root, peer)
+            self._start_checked(name, source, read, target, written, dtype, stream, op, root, peer)
 
-    def _checked(
+    def _start_checked(
         self,
         name: str,
         source: int,
@@ -372,18 +372,18 @@ class FakeCommunicator:
             self.nccl.call(self, call)
 
     def start(self, calls: list[FakeCall], stream: int) -> None:
-        """Put calls on the stream, as one kernel."""
+        """Enqueue calls on the stream as one kernel."""
         number = self._called
         self._called += calls[0].peer is None
         with self._world.lock:
-            self._check(calls[0].name)  # it may have been aborted since it was called, in a group
+            self._check_alive(calls[0].name)  # inside a group, an abort may come between the call and the start
             self._in_flight.update(calls)
         cuda = self.nccl.cuda
         on = cuda.stream_of(stream, calls[0].name, self.device)
         on.kernel(lambda: self._run(calls, number), cuda.latency)
 
     def _run(self, calls: list[FakeCall], number: int) -> None:
-        """Be the kernel."""
+        """Carry out the kernel in the thread of the stream."""
         room = self.nccl.cuda.rooms[self.device]
         room.enter(self, lambda: self.aborted, self.nccl.cuda.blocked)
         try:
@@ -395,40 +395,40 @@ class FakeCommunicator:
         with self._world.lock:
             for call in () if self.aborted else calls:
                 if call.peer is None:
-                    self._arrive(call, number)
+                    self._add_collective(call, number)
                 else:
-                    self._post(call, call.peer)
+                    self._add_message(call, call.peer)
         for call in calls:
             if not call.ended.is_set():
                 self.nccl.cuda.blocked.wait(call.ended)
         with self._world.lock:
             self._in_flight.difference_update(calls)
 
-    def _arrive(self, call: FakeCall, number: int) -> None:
-        there = self._world.collectives.setdefault(number, [])
-        there.append(call)
-        if len(there) < self._world.size or self._world.stuck:
+    def _add_collective(self, call: FakeCall, number: int) -> None:
+        arrived = self._world.collectives.setdefault(number, [])
+        arrived.append(call)
+        if len(arrived) < self._world.size or self._world.stuck:
             return
-        there.sort(key=lambda call: call.rank)
-        if len({call.terms for call in there}) > 1:
-            self.nccl.complaints.append(f"collective {number}: {', '.join(map(str, there))}")
+        arrived.sort(key=lambda call: call.rank)
+        if len({call.terms for call in arrived}) > 1:
+            self.nccl.complaints.append(f"collective {number}: {', '.join(map(str, arrived))}")
             return
         del self._world.collectives[number]
         try:
-            compute(there)
+            compute(arrived)
         finally:
-            for each in there:
+            for each in arrived:
                 each.ended.set()
 
-    def _post(self, call: FakeCall, peer: int) -> None:
+    def _add_message(self, call: FakeCall, peer: int) -> None:
         ends = (self.rank, peer) if call.name == "send" else (peer, self.rank)
-        there = self._world.messages[ends]
-        there[call.name].append(call)
-        while there["send"] and there["recv"] and not self._world.stuck:
-            send, recv = there["send"][0], there["recv"][0]
+        arrived = self._world.messages[ends]
+        arrived[call.name].append(call)
+        while arrived["send"] and arrived["recv"] and not self._world.stuck:
+            send, recv = arrived["send"][0], arrived["recv"][0]
             if send.read_bytes != recv.written_bytes:
                 self.nccl.complaints.append(f"message: {send}, {recv}")
                 return
-            recv.written_to()[:] = send.read_from()
-            for each in (there["send"].pop(0), there["recv"].pop(0)):
+            recv.target_bytes()[:] = send.source_bytes()
+            for each in (arrived["send"].pop(0), arrived["recv"].pop(0)):
                 each.ended.set()

@@ -1,8 +1,8 @@
-"""Which kernels of NCCL a fake device has room for: those of one communicator at a time.
+"""The room for NCCL kernels on a fake device: kernels of one communicator at a time.
 
-A real device may run several at once, or not: that depends on what else it does, and on how many blocks NCCL uses. So a
-kernel waits here until those of other communicators have ended, on whatever streams they are. Who launches in an order
-that is not the same on all devices deadlocks.
+A real device may run kernels of several communicators at once, depending on its load and on the blocks that NCCL uses.
+The fake assumes the worst case: a kernel waits until those of other communicators have ended, on all streams. So ranks
+deadlock if they launch in different orders.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .streams import Blocked
 
 
 class Room:
-    """The room of one device.
+    """The room for NCCL kernels on one device.
 
     Attributes:
-        owner: the communicator whose kernels run; None if there are none.
+        owner: the communicator whose kernels run; None if no kernel runs.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Room:
         self._lock = threading.Lock()
         self._waiting: list[threading.Event] = []
 
-    def enter(self, owner: object, is_over: Callable[[], bool], blocked: Blocked) -> None:
-        """Wait until there is room for a kernel of `owner`, or until that is over."""
+    def enter(self, owner: object, has_ended: Callable[[], bool], blocked: Blocked) -> None:
+        """Wait until a kernel of `owner` may run, or until `has_ended` returns True."""
         while True:
             with self._lock:
-                if self.owner in (None, owner) or is_over() or blocked.over:
+                if self.owner in (None, owner) or has_ended() or blocked.is_closed:
                     self.owner = owner
                     self._running += 1
                     return
@@ -39,11 +39,11 @@ class Room:
             blocked.wait(changed)
 
     def wait_until_free(self, blocked: Blocked) -> bool:
-        """Wait until no kernel of NCCL runs; return whether one did."""
+        """Wait until no NCCL kernel runs; return whether this had to wait."""
         waited = False
         while True:
             with self._lock:
-                if self.owner is None or blocked.over:
+                if self.owner is None or blocked.is_closed:
                     return waited
                 waited = True
                 changed = threading.Event()
@@ -56,10 +56,10 @@ class Room:
             self._running -= 1
             if not self._running:
                 self.owner = None
-        self.changed()
+        self.wake_all()
 
-    def changed(self) -> None:
-        """Let all that wait look again."""
+    def wake_all(self) -> None:
+        """Wake all waiting threads, so that they check again."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for each in waiting:

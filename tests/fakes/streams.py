@@ -1,4 +1,4 @@
-"""Streams and events of a fake CUDA: each stream is a queue and a thread that does what is in it."""
+"""Streams and events of a fake CUDA: each stream is a queue with a thread that carries out its entries."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Callable
 
 from aiocoll.gpu.api import DeviceError
 
-#: Entries of a stream for which there is room; who puts more waits until one is done.
+#: The capacity of a stream. A thread that enqueues more waits until an entry is done.
 ROOM = 1024
-#: Events that threads sleep for and that may be pending on a stream; who records one more waits until one is done.
+#: The number of pending events per stream for which threads may sleep. A thread that records one more waits.
 SLEEPING = 56
 
 
 class Blocked:
-    """All threads that wait for something, so that they can be let go at the end."""
+    """The events for which threads wait, so that `end` can release the threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: set[threading.Event] = set()
-        self.over = False
+        self.is_closed = False
 
     def wait(self, event: threading.Event, seconds: float | None = None) -> None:
-        """Wait for `event`, or for the end of the fake."""
+        """Wait for `event`, or until the fake is closed."""
         with self._lock:
-            if self.over:
+            if self.is_closed:
                 return
             self._events.add(event)
         event.wait(seconds)
@@ -34,79 +34,79 @@ class Blocked:
             self._events.discard(event)
 
     def end(self) -> None:
-        """Let all go, and all that come."""
+        """Release all waiting threads, now and later."""
         with self._lock:
-            self.over = True
+            self.is_closed = True
             for event in self._events:
                 event.set()
 
 
 class Mark:
-    """A place in a stream. Done when all before it is, or has failed."""
+    """A position in a stream. It is done when all earlier work is done or has failed."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self.passed = threading.Event()
         device.marks.add(self)
 
-    def reached(self) -> None:
-        """All before it is done."""
+    def finish(self) -> None:
+        """Record that all earlier work is done."""
         self._device.marks.discard(self)
         self.passed.set()
 
-    def done(self, call: str) -> bool:
-        """Whether it is done; raises `DeviceError` if the device has failed."""
+    def is_done(self, call: str) -> bool:
+        """Return whether it is done; raise `DeviceError` if the device has failed."""
         self._device.check(call)
         return self.passed.is_set()
 
 
 class Gate:
-    """A kernel that runs until somebody opens it."""
+    """A kernel that runs until `open` is called."""
 
     def __init__(self) -> None:
         self.running = threading.Event()
         self._open = threading.Event()
 
     def open(self) -> None:
-        """Let the kernel end."""
+        """Allow the kernel to end."""
         self._open.set()
 
     def run(self, blocked: Blocked) -> None:
-        """Be the kernel."""
+        """Carry out the kernel in the thread of the stream."""
         self.running.set()
         blocked.wait(self._open)
 
 
 class FakeDevice:
-    """One device of a fake CUDA: its error, which stays, and its places in streams that are not done."""
+    """A device of a fake CUDA, with its permanent error and its pending marks."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self.error: str | None = None
         self.marks: set[Mark] = set()
-        #: A place that is behind all.
+        #: A mark that is always done.
         self.past = Mark(self)
-        self.past.reached()
+        self.past.finish()
 
     def fail(self, message: str) -> None:
-        """Nothing can be done on the device any more."""
+        """Make the device fail for good, and end all waits for its marks."""
         self.error = self.error or message
         for mark in list(self.marks):
-            mark.reached()
+            mark.finish()
 
     def check(self, call: str) -> None:
-        """Raise the error of the device, if it has failed."""
+        """Raise the error of the device if it has failed."""
         if self.error is not None:
             raise DeviceError(call, self.error)
 
 
 class FakeStream:
-    """A queue of calls, done one after the other by a thread of its own, which is there while there are any.
+    """A queue of work with its own thread, which starts with the first entry.
 
     Args:
-        device: whose stream.
+        device: the device of the stream.
         blocked: where its thread waits.
-        full: gets the name of each thread that has to wait since there is no room for more.
+        full: list of names, extended with each thread that waits because the stream is full.
     """
 
     def __init__(self, device: FakeDevice, blocked: Blocked, full: list[str]) -> None:
@@ -120,18 +120,18 @@ class FakeStream:
         self._wake = threading.Condition(self._lock)
         self._steps: int | None = None
         self._is_busy = False
-        #: Of the events that threads sleep for, perhaps some that are done.
+        #: Marks of events for which threads may sleep; some may be done.
         self.sleeping: deque[Mark] = deque()
-        # At the end of the fake, none takes anything any more.
-        self._over = blocked.over
+        # A closed fake accepts no more work.
+        self._is_closed = blocked.is_closed
 
     def put(self, item: Callable[[], None]) -> None:
-        """Let `item` be called when all before it is done."""
+        """Enqueue `item`, which is called when all earlier entries are done."""
         with self._lock:
-            if len(self._items) >= ROOM and not self._over:
+            if len(self._items) >= ROOM and not self._is_closed:
                 self._full.append(threading.current_thread().name)
-                self._wake.wait_for(lambda: len(self._items) < ROOM or self._over)
-            if self._over:
+                self._wake.wait_for(lambda: len(self._items) < ROOM or self._is_closed)
+            if self._is_closed:
                 return
             self._items.append(item)
             if self._thread is None:
@@ -141,15 +141,15 @@ class FakeStream:
             self._wake.notify_all()
 
     def step(self, steps: int | None) -> None:
-        """Do `steps` items more, and then stop; None: go on without end."""
+        """Carry out `steps` more entries and then stop; None continues without end."""
         with self._lock:
             self._steps = None if steps is None else (self._steps or 0) + steps
             self._wake.notify_all()
 
     def close(self) -> None:
-        """Take nothing any more; what is there still ends."""
+        """Accept no more work; the entries in the queue are still carried out."""
         with self._lock:
-            self._over = True
+            self._is_closed = True
             self._steps = None
             self._wake.notify_all()
 
@@ -162,14 +162,14 @@ class FakeStream:
         while (item := self._next()) is not None:
             try:
                 item()
-            except Exception as exc:  # what a real kernel does wrong takes the device with it
+            except Exception as exc:  # an error in a real kernel makes the whole device fail
                 self.device.fail(f"an illegal memory access was encountered: {exc}")
 
     def _next(self) -> Callable[[], None] | None:
         with self._lock:
             self._is_busy = False
             while not (self._items and self._steps != 0):
-                if self._over:
+                if self._is_closed:
                     return None
                 self._wake.wait()
             if self._steps is not None:
@@ -180,29 +180,29 @@ class FakeStream:
             return self._items.popleft()
 
     def _is_idle(self) -> bool:
-        """Whether all that was put on it is done; then its thread need not be woken for what takes no time."""
+        """Return whether all entries are done. If so, entries that take no time need not wake the thread."""
         with self._lock:
-            return not (self._items or self._is_busy or self._over) and self._steps is None
+            return not (self._items or self._is_busy or self._is_closed) and self._steps is None
 
-    # -- what is put on it
+    # -- entries
 
     def mark(self) -> Mark:
-        """Return a place behind all that is there now; one that is passed, if there is nothing, as on a real device."""
+        """Return a mark behind all current entries; on an idle stream it is done at once, as on a real device."""
         if self._is_idle():
             return self.device.past
         mark = Mark(self.device)
         if self.device.error is not None:
-            mark.reached()
-        self.put(mark.reached)
+            mark.finish()
+        self.put(mark.finish)
         return mark
 
     def wait(self, mark: Mark) -> None:
-        """Let what comes wait for a place in another stream."""
+        """Make later entries wait for a mark in another stream."""
         if not (self._is_idle() and mark.passed.is_set()):
             self.put(lambda: self._blocked.wait(mark.passed))
 
     def kernel(self, work: Callable[[], None], seconds: float) -> None:
-        """Do `work`, which takes so long, unless the device has failed by then."""
+        """Enqueue `work`, which starts after `seconds` unless the device has failed by then."""
 
         def run() -> None:
             if seconds:

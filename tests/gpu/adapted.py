@@ -1,6 +1,7 @@
-"""Both adapters on the fakes: a libcuda and a libnccl that are called by C, and a CuPy, each with a fake behind it.
+"""Fake libraries for both adapters: a libcuda and a libnccl with C functions, and a CuPy, all in front of the fakes.
 
-The libnccl plays non-blocking communicators: its calls return unfinished, and who asks is told so once more.
+The libnccl has non-blocking communicators: its calls return unfinished, and the first status query after a call reports
+the same.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from aiocoll.gpu.driver import Driver
 
 from ..fakes.cuda import FakeCuda
 from . import stub_cupy
-from .kinds import ADAPTER
-from .played_kernels import launching
-from .stub_driver import CONTEXT, Pointer, put
-from .stub_libraries import CUDA_H, LAUNCH_H, NCCL_H, RAW_H, kinds
+from .device_kinds import ADAPTER
+from .played_kernels import kernel_functions
+from .stub_driver import CONTEXT, Pointer, write_number
+from .stub_libraries import CUDA_H, LAUNCH_H, NCCL_H, RAW_H, ctypes_of
 
 #: Functions of cuda.h that `Driver` calls.
 DRIVER_H = {
@@ -42,7 +43,7 @@ DRIVER_H = {
 }
 SUCCESS, REFUSED, NOT_READY, FAILED = 0, 1, 600, 719
 IN_PROGRESS, NCCL_FAILED, NCCL_REFUSED = 7, 1, 4
-#: The flag of an event for which threads sleep.
+#: The flag of an event that lets waiting threads sleep.
 _SLEEPS = 1
 _MAJOR = 75
 _WIDE = ctypes.c_uint64
@@ -52,52 +53,54 @@ _NAME = ctypes.create_string_buffer(b"CUDA_ERROR_OF_A_FAKE")
 def _library(
     headers: dict[str, str], functions: dict[str, Callable[..., int | None]], refused: int, failed: int
 ) -> Any:
-    """Return a library of functions that C calls; what they raise becomes a status."""
+    """Return a library of C functions that call `functions`; an exception becomes a status."""
 
     def function(name: str) -> Any:
         call = functions[name]
 
-        def called(*args: Any) -> int:
+        def call_function(*args: Any) -> int:
             try:
                 return call(*args) or SUCCESS
             except DeviceError as error:
                 return error.status or (failed if error.fatal else refused)
 
-        return ctypes.CFUNCTYPE(ctypes.c_int, *kinds(headers[name]))(called)
+        return ctypes.CFUNCTYPE(ctypes.c_int, *ctypes_of(headers[name]))(call_function)
 
     return SimpleNamespace(**{name: function(name) for name in headers})
 
 
 def libcuda(cuda: FakeCuda) -> Any:
-    """Return a libcuda."""
+    """Return a libcuda in front of a fake CUDA."""
     locked: dict[int, Any] = {}
 
     def lock(where: Pointer, nbytes: int, flags: int) -> None:
         made = cuda.pinned(nbytes)
         locked[made.ctypes.data] = made
-        put(where, made.ctypes.data, _WIDE)
+        write_number(where, made.ctypes.data, _WIDE)
 
     functions: dict[str, Callable[..., int | None]] = {
         "cuInit": lambda flags: None,
         "cuEventQuery": lambda event: SUCCESS if cuda.event_done(event) else NOT_READY,
         "cuStreamWriteValue32_v2": lambda stream, address, value, flags: cuda.stream_write(stream, address, value),
-        "cuDeviceGet": put,
-        "cuDevicePrimaryCtxGetState": lambda device, flags, active: put(active, cuda.has_context(device)),
-        "cuDevicePrimaryCtxRetain": lambda where, device: put(where, CONTEXT + device, _WIDE),
+        "cuDeviceGet": write_number,
+        "cuDevicePrimaryCtxGetState": lambda device, flags, active: write_number(active, cuda.has_context(device)),
+        "cuDevicePrimaryCtxRetain": lambda where, device: write_number(where, CONTEXT + device, _WIDE),
         "cuCtxSetCurrent": lambda context: cuda.use(context - CONTEXT),
-        "cuPointerGetAttribute": lambda where, attribute, address: put(where, cuda.device_of(address)),
+        "cuPointerGetAttribute": lambda where, attribute, address: write_number(where, cuda.device_of(address)),
         "cuThreadExchangeStreamCaptureMode": lambda where: cuda.relax(),
-        "cuGetErrorName": lambda status, where: put(where, ctypes.addressof(_NAME), _WIDE),
-        "cuDriverGetVersion": lambda where: put(where, cuda.version()),
-        "cuDeviceGetCount": lambda where: put(where, cuda.device_count()),
+        "cuGetErrorName": lambda status, where: write_number(where, ctypes.addressof(_NAME), _WIDE),
+        "cuDriverGetVersion": lambda where: write_number(where, cuda.version()),
+        "cuDeviceGetCount": lambda where: write_number(where, cuda.device_count()),
         "cuDeviceGetPCIBusId": lambda where, size, device: _write(where, cuda.bus_id(device).encode()),
-        "cuDeviceGetAttribute": lambda where, which, device: put(where, cuda.capability(device)[which - _MAJOR]),
-        "cuCtxGetDevice": lambda where: put(where, cuda.current()),
-        "cuStreamCreate": lambda where, flags: put(where, cuda.stream_create(), _WIDE),
+        "cuDeviceGetAttribute": lambda where, which, device: write_number(
+            where, cuda.capability(device)[which - _MAJOR]
+        ),
+        "cuCtxGetDevice": lambda where: write_number(where, cuda.current()),
+        "cuStreamCreate": lambda where, flags: write_number(where, cuda.stream_create(), _WIDE),
         "cuStreamDestroy_v2": cuda.stream_destroy,
-        "cuStreamIsCapturing": lambda stream, where: put(where, cuda.is_capturing(stream)),
+        "cuStreamIsCapturing": lambda stream, where: write_number(where, cuda.is_capturing(stream)),
         "cuStreamWaitEvent": lambda stream, event, flags: cuda.stream_wait(stream, event),
-        "cuEventCreate": lambda where, flags: put(where, cuda.event_create(bool(flags & _SLEEPS)), _WIDE),
+        "cuEventCreate": lambda where, flags: write_number(where, cuda.event_create(bool(flags & _SLEEPS)), _WIDE),
         "cuEventDestroy_v2": cuda.event_destroy,
         "cuEventRecord": cuda.event_record,
         "cuEventSynchronize": cuda.event_synchronize,
@@ -106,9 +109,9 @@ def libcuda(cuda: FakeCuda) -> Any:
         "cuMemcpyDtoHAsync_v2": cuda.copy_to_host,
         "cuMemcpyHtoDAsync_v2": cuda.copy_to_device,
         "cuMemcpyDtoDAsync_v2": cuda.copy,
-        "cuMemAllocAsync": lambda where, nbytes, stream: put(where, cuda.scratch(nbytes, stream), _WIDE),
+        "cuMemAllocAsync": lambda where, nbytes, stream: write_number(where, cuda.scratch(nbytes, stream), _WIDE),
         "cuMemFreeAsync": cuda.scratch_free,
-        **launching(cuda),
+        **kernel_functions(cuda),
     }
     return _library({**DRIVER_H, **CUDA_H, **LAUNCH_H}, functions, REFUSED, FAILED)
 
@@ -117,10 +120,10 @@ def _write(where: Pointer, text: bytes) -> None:
     ctypes.memmove(where.value or 0, text + b"\0", len(text) + 1)
 
 
-class _End:
-    """One rank's end: what it is doing in a thread, and how often it says that it has not done it yet.
+class _Communicator:
+    """A communicator of one rank, its unfinished call in a thread, and the number of unfinished status replies.
 
-    Of a blocking one, calls are done when they return.
+    The calls of a blocking communicator have finished when they return.
     """
 
     def __init__(self, made: Any = None) -> None:
@@ -131,13 +134,13 @@ class _End:
         self.unfinished = 0
 
     def begin(self, call: Callable[[], object]) -> int:
-        def there() -> None:
+        def run_call() -> None:
             try:
                 call()
             except DeviceError:
                 self.failed = True
 
-        self.thread = threading.Thread(target=there, daemon=True, name="fake-nccl")
+        self.thread = threading.Thread(target=run_call, daemon=True, name="fake-nccl")
         self.thread.start()
         return IN_PROGRESS
 
@@ -149,55 +152,55 @@ class _End:
 
 
 def libnccl(cuda: FakeCuda, nccl: Any) -> Any:
-    """Return a libnccl; the fakes may be of another process' peer, see `FarNccl`."""
-    ends: dict[int, _End] = {}
+    """Return a libnccl in front of a fake NCCL: `FakeNccl` or `FarNccl`."""
+    communicators: dict[int, _Communicator] = {}
     handles = itertools.count(0x7F00_0000_0000, 0x100)
 
     def init(where: Pointer, size: int, identity: Any, rank: int, config: Pointer) -> int:
         assert Config.from_address(config.value or 0).blocking == 0
         handle, device, name = next(handles), cuda.current(), bytes(memoryview(identity))
-        end = ends[handle] = _End()
-        put(where, handle, _WIDE)
+        communicator = communicators[handle] = _Communicator()
+        write_number(where, handle, _WIDE)
 
         def make() -> None:
             cuda.use(device)
-            end.made = nccl.init(size, name, rank)
+            communicator.made = nccl.init(size, name, rank)
 
-        return end.begin(make)
+        return communicator.begin(make)
 
     def init_blocking(where: Pointer, size: int, identity: Any, rank: int) -> None:
         handle = next(handles)
-        ends[handle] = _End(nccl.init(size, bytes(memoryview(identity)), rank))
-        put(where, handle, _WIDE)
+        communicators[handle] = _Communicator(nccl.init(size, bytes(memoryview(identity)), rank))
+        write_number(where, handle, _WIDE)
 
     def call(name: str) -> Callable[..., int]:
-        def called(*args: int) -> int:
+        def call_function(*args: int) -> int:
             *first, handle, stream = args
-            getattr(ends[handle].made, name)(*first, stream)
-            if ends[handle].is_blocking:
+            getattr(communicators[handle].made, name)(*first, stream)
+            if communicators[handle].is_blocking:
                 return SUCCESS
-            ends[handle].unfinished = 1
+            communicators[handle].unfinished = 1
             return IN_PROGRESS
 
-        return called
+        return call_function
 
     def finalize(handle: int) -> int:
-        made, ends[handle].made = ends[handle].made, None
-        return ends[handle].begin(made.destroy)
+        made, communicators[handle].made = communicators[handle].made, None
+        return communicators[handle].begin(made.destroy)
 
     def destroy(handle: int) -> None:
-        if (made := ends.pop(handle).made) is not None:
+        if (made := communicators.pop(handle).made) is not None:
             made.destroy()
 
     def abort(handle: int) -> None:
-        if (made := ends.pop(handle).made) is not None:
+        if (made := communicators.pop(handle).made) is not None:
             made.abort()
 
     functions: dict[str, Callable[..., int | None]] = {
-        "ncclGetVersion": lambda where: put(where, nccl.version()),
+        "ncclGetVersion": lambda where: write_number(where, nccl.version()),
         "ncclGetUniqueId": lambda where: ctypes.memmove(where.value or 0, nccl.unique_id(), 128) and None,
         "ncclCommInitRankConfig": init,
-        "ncclCommGetAsyncError": lambda handle, where: put(where, ends[handle].status()),
+        "ncclCommGetAsyncError": lambda handle, where: write_number(where, communicators[handle].status()),
         "ncclCommFinalize": finalize,
         "ncclCommInitRank": init_blocking,
         "ncclCommDestroy": destroy,
@@ -218,22 +221,22 @@ def libnccl(cuda: FakeCuda, nccl: Any) -> Any:
 
 
 class _Text:
-    """A function that returns a status in words."""
+    """A function that returns the text of a status."""
 
     def __call__(self, status: int) -> bytes:
         return b"status %d of a fake" % status
 
 
 class _Cuda(CtypesCuda):
-    """By ctypes, but for factors, which are torch's."""
+    """The ctypes adapter with the kernels of the fake, since its own kernels need torch."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__(libcuda(cuda))
         self.kernels = cuda.kernels
 
 
-class _Played(stub_cupy.Log):
-    """What CuPy's functions do, on the fakes."""
+class _FakeLog(stub_cupy.Log):
+    """A log that carries out CuPy's functions on the fakes."""
 
     def __init__(self, cuda: FakeCuda, nccl: Any) -> None:
         super().__init__()
@@ -266,13 +269,13 @@ class _Played(stub_cupy.Log):
 
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
         kind = stub_cupy.NcclError if name.startswith(("get_", "group")) else stub_cupy.CUDARuntimeError
-        with _raised(kind):
+        with _cupy_errors(kind):
             return self._functions[name](*args)
 
 
 @contextmanager
-def _raised(kind: Callable[[int], Exception]) -> Iterator[None]:
-    """Raise what CuPy does."""
+def _cupy_errors(kind: Callable[[int], Exception]) -> Iterator[None]:
+    """Raise errors of the fakes as CuPy's errors."""
     try:
         yield
     except DeviceError as error:
@@ -282,16 +285,16 @@ def _raised(kind: Callable[[int], Exception]) -> Iterator[None]:
 
 
 def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
-    """Return CUDA and NCCL by `aiocoll.gpu.cupy_api`."""
+    """Return CUDA and NCCL from `aiocoll.gpu.cupy_api`, with CuPy in front of the fakes."""
 
     class Pinned:
         def __init__(self, size: int) -> None:
-            with _raised(stub_cupy.CUDARuntimeError):
+            with _cupy_errors(stub_cupy.CUDARuntimeError):
                 self.bytes = cuda.pinned(size)
 
     class Communicator:
         def __init__(self, size: int, identity: bytes, rank: int) -> None:
-            with _raised(stub_cupy.NcclError):
+            with _cupy_errors(stub_cupy.NcclError):
                 self._end = nccl.init(size, identity, rank)
 
         def check_async_error(self) -> None:
@@ -299,16 +302,16 @@ def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
                 raise stub_cupy.NcclError(NCCL_FAILED)
 
     def method(name: str) -> Callable[..., None]:
-        def called(self: Any, *args: Any) -> None:
-            with _raised(stub_cupy.NcclError):
+        def call_function(self: Any, *args: Any) -> None:
+            with _cupy_errors(stub_cupy.NcclError):
                 getattr(self._end, name)(*args)
 
-        return called
+        return call_function
 
     for name in ("allReduce", "reduce", "broadcast", "allGather", "reduceScatter", "send", "recv", "abort", "destroy"):
-        ours = "".join(f"_{each.lower()}" if each.isupper() else each for each in name)
-        setattr(Communicator, name, method(ours))
-    modules = stub_cupy.stub(_Played(cuda, nccl))
+        own_name = "".join(f"_{each.lower()}" if each.isupper() else each for each in name)
+        setattr(Communicator, name, method(own_name))
+    modules = stub_cupy.stub(_FakeLog(cuda, nccl))
     where: Any = modules["cupy.cuda"]
     where.PinnedMemory, where.PinnedMemoryPointer = Pinned, lambda memory, offset: memory.bytes.data
     where.nccl = modules["cupy.cuda.nccl"]
@@ -316,7 +319,7 @@ def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
-        stub_cupy.forget()
+        stub_cupy.unload_cupy_api()
         from aiocoll.gpu import cupy_api
 
         cupy_api.load = lambda: Driver(libcuda(cuda))  # type: ignore[attr-defined]
@@ -329,11 +332,11 @@ def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
-        stub_cupy.forget()
+        stub_cupy.unload_cupy_api()
 
 
-def adapted(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
-    """Return both by the adapter that `ADAPTER` names; the fakes themselves if it names none."""
+def select_adapter(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
+    """Return CUDA and NCCL through the adapter that `ADAPTER` names; without it, the fakes themselves."""
     name = os.environ.get(ADAPTER)
     if name is None:
         return cuda, nccl

@@ -1,4 +1,4 @@
-"""A fake CUDA, and a device of it, for the tests that want them."""
+"""Fixtures: a fake CUDA, and a device on it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from aiocoll.gpu.device import Device
 
 from ..fakes.cuda import FakeCuda
-from .devices import faked
+from .devices import fake_cuda
 
 
 @pytest.fixture
 def cuda() -> Iterator[FakeCuda]:
-    with faked() as made:
+    with fake_cuda() as made:
         yield made
 
 

@@ -1,6 +1,6 @@
-"""What we use of CuPy 14.2: how it is called, by the first line of its docstrings, and its constants."""
+"""The functions of CuPy 14.2 that aiocoll calls, by the first lines of their docstrings, and CuPy's constants."""
 
-#: Functions and classes.
+#: Functions and classes in Cython.
 SIGNATURES = {
     "cuda.runtime.runtimeGetVersion": "runtimeGetVersion() -> int",
     "cuda.runtime.getDeviceCount": "getDeviceCount() -> int",
@@ -64,7 +64,7 @@ SIGNATURES = {
     "from_dlpack": "from_dlpack(array, *, device=None, copy=None)",
 }
 
-#: Python functions and classes, whose signatures `inspect` knows.
+#: Functions and classes in Python, with the parameters that `inspect` reports.
 INSPECTED = {
     "cuda.PinnedMemory": ["size", "flags"],
     "ascontiguousarray": ["a", "dtype"],
@@ -80,7 +80,7 @@ CONSTANTS = {
     "cuda.runtime.memcpyDeviceToDevice": 3,
 }
 
-#: NCCL's own numbers, which go through CuPy as they are.
+#: Numbers of NCCL that CuPy passes on unchanged.
 NCCL_NUMBERS = {
     "NCCL_INT8": 0,
     "NCCL_UINT8": 1,

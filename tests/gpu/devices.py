@@ -1,4 +1,4 @@
-"""What tests of devices share: calls on a device of a fake, and what they keep."""
+"""Helpers for tests of devices: a fake CUDA, calls that wait for a gate, and objects whose release is recorded."""
 
 from __future__ import annotations
 
@@ -18,75 +18,83 @@ from ..ranks import until
 
 
 @contextmanager
-def faked(devices: int = 2) -> Iterator[FakeCuda]:
-    """Give a fake CUDA; at the end let go all that waits there, and end the devices that used it."""
+def fake_cuda(devices: int = 2) -> Iterator[FakeCuda]:
+    """Yield a fake CUDA; at the end, release waiting threads and close the devices on it."""
     with FakeCuda(devices) as cuda:
         yield cuda
     assert cuda.full == []
     assert close_devices()
     for thread in threading.enumerate():
-        if thread.name.startswith("aiocoll-"):  # of devices that a test has closed before they could end
+        if thread.name.startswith("aiocoll-"):  # left by devices that a test closed while calls were stuck
             thread.join(10)
 
 
-def nothing() -> None:
-    """Put nothing on the stream."""
+def do_nothing() -> None:
+    """Make no call: the stream stays empty."""
 
 
-class Kept:
-    """What a call keeps.
+class TrackedObjects:
+    """Objects whose release is recorded.
 
     Attributes:
-        gone: the thread in which each ended.
+        freed_in: for each released object, the id of the thread that released it.
     """
 
-    gone: list[int]
+    freed_in: list[int]
 
     def __init__(self) -> None:
-        self.gone = []
+        self.freed_in = []
 
     def new(self) -> object:
         made = type("Array", (), {})()
-        weakref.finalize(made, lambda: self.gone.append(threading.get_ident()))
+        weakref.finalize(made, lambda: self.freed_in.append(threading.get_ident()))
         return made
 
 
-def begin(
+def launch_call(
     device: Device,
     stream: int,
-    call: Callable[[], None] = nothing,
+    call: Callable[[], None] = do_nothing,
     keep: object = None,
     before: int | None = 0,
 ) -> tuple[Launched, asyncio.Future[None]]:
-    """Launch a call, behind what is on another stream now; return it and the future of its end."""
+    """Launch a call on a stream; return it, and a future that is done when the call ends.
+
+    Args:
+        device: where to launch.
+        stream: handle of the stream.
+        call: enqueues the work.
+        keep: object that must live until the call ends.
+        before: a stream whose current work comes first; None for no such stream.
+    """
     mark = None if before is None else device.mark(before)
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def done(error: DeviceError | None) -> None:
-        if ended.done():  # cancelled
+    def finish(error: DeviceError | None) -> None:
+        if ended.done():  # the test has cancelled it
             return
         if error is None:
             ended.set_result(None)
         else:
             ended.set_exception(error)
 
-    def ordered() -> None:
+    def run_in_order() -> None:
         if mark is not None:
             device.after((mark,), stream)
         call()
 
-    return device.launch(stream, ordered, keep, done), ended
+    return device.launch(stream, run_in_order, keep, finish), ended
 
 
-def hold_up(device: Device) -> None:
-    """Hold the loop up until all that was put into the launcher is launched."""
-    through = threading.Event()
-    device._launcher.put(through.set)
-    assert through.wait(10)
+def block_until_launched(device: Device) -> None:
+    """Block the event loop until the launcher thread has launched all queued calls."""
+    launched = threading.Event()
+    device._launcher.put(launched.set)
+    assert launched.wait(10)
 
 
-class Gated:
-    """A call that puts a gate on a stream."""
+class GatedCall:
+    """A call that enqueues a kernel which runs until `open` is called."""
 
     def __init__(self, cuda: FakeCuda, stream: int) -> None:
         self._cuda, self._stream = cuda, stream
@@ -99,8 +107,8 @@ class Gated:
         self.gate.open()
 
 
-class Batch(Gated):
-    """The first of some calls, which the thread that waits sees only when all of them have ended."""
+class Batch(GatedCall):
+    """The first of several calls; the completion thread sees their ends only after all have ended."""
 
     def __init__(self, cuda: FakeCuda, device: Device, stream: int) -> None:
         super().__init__(cuda, stream)
@@ -108,8 +116,8 @@ class Batch(Gated):
         self._waits, self._seen = threading.Event(), threading.Event()
         cuda.hooks.append(self._called)
 
-    async def waited_for(self, calls: int) -> None:
-        """Wait until so many are on the stream, and the thread waits for the first."""
+    async def wait_until_queued(self, calls: int) -> None:
+        """Wait until `calls` calls are on the stream and the completion thread waits for the first one."""
         await until(lambda: self._waits.is_set() and len(self._waiter._calls) == calls)
 
     def _called(self, call: str) -> None:

@@ -1,4 +1,4 @@
-"""What tests of the fakes share: ranks on threads, each with a device and a stream of its own."""
+"""Ranks for tests of the fakes: threads, each with its own device and stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..fakes.nccl import FakeCommunicator, FakeNccl
 
 
 class Rank:
-    """One rank, for the thread it is made in."""
+    """A rank of a fake NCCL communicator, for the thread that creates it."""
 
     def __init__(self, nccl: FakeNccl, unique_id: bytes, rank: int, world_size: int) -> None:
         self.nccl, self.cuda, self.rank, self.world_size = nccl, nccl.cuda, rank, world_size
@@ -20,12 +20,12 @@ class Rank:
         self.communicator: FakeCommunicator = nccl.init(world_size, unique_id, rank)
 
     def finish(self) -> None:
-        """Wait for all that is on the stream."""
+        """Wait until the work on the stream is done."""
         self.cuda.stream_synchronize(self.stream)
 
 
-def on_ranks(cuda: FakeCuda, nccl: FakeNccl, world_size: int, fn: Callable[[Rank], Any]) -> list[Any]:
-    """Return what `fn` returns on every rank, each in a thread."""
+def results_by_rank(cuda: FakeCuda, nccl: FakeNccl, world_size: int, fn: Callable[[Rank], Any]) -> list[Any]:
+    """Run `fn` on every rank, each in a thread; return the results by rank."""
     unique_id = nccl.unique_id()
     with ThreadPoolExecutor(world_size) as threads:
         running = [

@@ -1,4 +1,4 @@
-"""What tests of groups on fake devices share: CUDA, NCCL, a module that looks like torch, and tensors of it."""
+"""Helpers for tests of groups on fake devices: fake CUDA and NCCL, a torch lookalike, and checked calls."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from ..fakes.nccl import FakeNccl
 from ..internals import dispatcher_of
 from ..lookalikes import Torch
 from ..ranks import until
-from .adapted import adapted
+from .adapted import select_adapter
 
-#: How CUDA arrays go: by NCCL, or through the host.
+#: The ways of CUDA arrays: by NCCL, or staged through the host.
 WAYS = ("nccl", "staged")
 
 
 class Gpus:
-    """One device for each rank, all in this process.
+    """Fake devices in this process, one per rank.
 
     Attributes:
-        cuda: the fake runtime.
-        nccl: the fake library.
-        torch: what tensors are made of.
+        cuda: the fake CUDA.
+        nccl: the fake NCCL.
+        torch: the torch lookalike.
     """
 
     def __init__(self, cuda: FakeCuda, library: Callable[[FakeCuda], Any]) -> None:
@@ -48,7 +48,10 @@ class Gpus:
         self.torch = Torch(lambda stream, device, work: cuda.kernel(stream, work, device))
 
     def tensor(self, values: Any, device: int, dtype: str | None = None, margin: int = 0) -> Any:
-        """Return a tensor on a device, with `margin` ones around it; of what NumPy lacks, `values` are ml_dtypes'."""
+        """Return a tensor on a device, with `margin` ones before and after it.
+
+        Values of dtypes that NumPy lacks have the types of ml_dtypes.
+        """
         array = np.asarray(values, dtype)
         around = self.cuda.allocate((array.size + 2 * margin) * array.itemsize, device).view(array.dtype)
         around[:] = 1
@@ -65,29 +68,35 @@ class Gpus:
         return stream
 
     def gate(self, device: int) -> Gate:
-        """Let nothing end that comes on the current stream of a device until the gate is opened."""
+        """Return a gate that holds up later work on the current stream of a device until it is opened."""
         return self.cuda.gate(self.torch.streams.get(device, 0), device)
 
     def calls(self) -> list[str]:
-        """Return the names of all calls of NCCL from now on, on all ranks."""
-        called: list[str] = []
-        self.nccl.hooks.append(called.append)
-        return called
+        """Return a list to which the names of all later NCCL calls are added, on all ranks."""
+        names: list[str] = []
+        self.nccl.hooks.append(names.append)
+        return names
 
-    def engine(self, device: int) -> Device:
-        """Return what the groups share."""
+    def shared_device(self, device: int) -> Device:
+        """Return the `Device` that all groups on a device share."""
         return Device.of(runtime()[0], device)
 
 
 @contextmanager
 def gpus(devices: int, way: str = "nccl", library: Callable[[FakeCuda], Any] = FakeNccl) -> Iterator[Gpus]:
-    """Provide so many devices, and NCCL, played by `library`, if that is the way."""
+    """Yield fake devices, and make groups use them.
+
+    Args:
+        devices: the number of devices.
+        way: "nccl", or "staged" for a machine without NCCL.
+        library: class of the fake NCCL.
+    """
     before = sys.modules.get("torch")
     cuda = FakeCuda(devices)
     made = Gpus(cuda, library)
     sys.modules["torch"] = made.torch  # type: ignore[assignment]
     try:
-        used, nccl = adapted(cuda, made.nccl)
+        used, nccl = select_adapter(cuda, made.nccl)
         with cuda, provide(used, nccl if way == "nccl" else None):
             yield made
     finally:
@@ -103,37 +112,37 @@ def gpus(devices: int, way: str = "nccl", library: Callable[[FakeCuda], Any] = F
 
 
 def join_threads() -> None:
-    """Wait for threads of devices that a test has left stuck, and that have been let go."""
+    """Wait for device threads that a test left stuck and that can end now."""
     for thread in threading.enumerate():
         if thread.name.startswith(("aiocoll-launch", "aiocoll-wait", "aiocoll-call")):
             thread.join(10.0)
 
 
 def host(tensor: Any) -> NDArray[Any]:
-    """Return what is in the tensor at this moment."""
+    """Return the current values of a tensor, without waiting for a stream."""
     values: NDArray[Any] = tensor.values
     return values
 
 
-async def launcher_rests(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Wait until the launcher is done with calls whose ends it has told: until then, calls go through its thread."""
-    device = gpu.engine(pg.rank())
+async def wait_for_idle_launcher(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Wait until the launcher thread is idle; until then, calls are launched through that thread."""
+    device = gpu.shared_device(pg.rank())
     await until(lambda: not device.is_launching)
 
 
-async def looped(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -> Any:
-    """Call the same a few times: from then on it goes ahead."""
+async def repeat_allreduce(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -> Any:
+    """Repeat an allreduce, so that later ones are launched before they are compared; return the tensor."""
     tensor = gpu.tensor(np.ones(count), pg.rank())
     for number in range(1, passes + 1):
         assert await pg.allreduce(tensor) is tensor
         assert host(tensor).tolist() == [float(pg.size() ** number)] * count
     tensor.values[:] = 1
-    await launcher_rests(pg, gpu)
+    await wait_for_idle_launcher(pg, gpu)
     return tensor
 
 
-def is_native(pg: ProcessGroup) -> bool:
-    """Whether the group has a communicator of NCCL."""
+def uses_nccl(pg: ProcessGroup) -> bool:
+    """Return whether the group has an NCCL communicator."""
     return (
         dispatcher_of(pg).device_calls is not None
         and dispatcher_of(pg).device_calls.state.communicator is not None
@@ -141,8 +150,8 @@ def is_native(pg: ProcessGroup) -> bool:
     )
 
 
-async def allreduced(pg: ProcessGroup, gpu: Gpus, **more: Any) -> None:
-    """Allreduce something, and find it right."""
+async def check_allreduce(pg: ProcessGroup, gpu: Gpus, **more: Any) -> None:
+    """Make an allreduce and check its result."""
     tensor = gpu.tensor(np.full(4, pg.rank() + 1.0), pg.rank())
     assert await pg.allreduce(tensor, **more) is tensor
     assert host(tensor).tolist() == [pg.size() * (pg.size() + 1) / 2] * 4
@@ -152,25 +161,32 @@ def ones(pg: ProcessGroup, gpu: Gpus) -> Any:
     return gpu.tensor(np.ones(3), pg.rank())
 
 
-def one(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+def start_allreduce(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
     return pg.allreduce(ones(pg, gpu), **more)
 
 
-def several(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    """Call a list of which one is staged."""
+def start_list(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    """Start a list of allreduces, of which one must be staged."""
     tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(3)]
     return pg.allreduce_coalesced([*tensors, gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
 
 
-def called(pg: ProcessGroup, gpu: Gpus, call: Any = one, **more: Any) -> Any:
-    """Call it, unless another rank has told before that the group has failed."""
+def start_unless_revoked(pg: ProcessGroup, gpu: Gpus, call: Any = start_allreduce, **more: Any) -> Any:
+    """Start a call; return None if the group has failed on another rank before."""
     with contextlib.suppress(GroupRevokedError):
         return call(pg, gpu, **more)
     return None
 
 
-async def fails(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
-    """Check that the group fails for this reason, and the work, too, unless it has ended before."""
+async def check_failure(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
+    """Check the failure of a group.
+
+    Args:
+        pg: the group.
+        work: must fail for the same reason, unless it finished before; None for no work.
+        match: pattern of the message.
+        kind: class of the error.
+    """
     cause = await pg.wait_revoked()
     assert isinstance(cause, kind)
     assert re.search(match, str(cause))
@@ -181,9 +197,9 @@ async def fails(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] 
         pg.barrier()
 
 
-async def ended(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) -> None:
-    """End the group; all works fail for that reason, though the gate is not opened before they have."""
-    pg.timeout = 0.01  # for so long shutdown waits for them
+async def end_group(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) -> None:
+    """End the group, and check that all works fail before the gate is opened."""
+    pg.timeout = 0.01  # the time for which `shutdown` waits for the works
     if end == "abort":
         pg.abort("enough")
     ending = asyncio.ensure_future(pg.shutdown())
@@ -191,13 +207,13 @@ async def ended(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) -> Non
     gate.open()
     await ending
     for work in works:
-        # Of two ranks that shut down, one may hear that the other has left before its own time is up.
+        # During a shutdown, the notice that the peer has left may arrive before this rank's timeout.
         with pytest.raises(GroupError, match="enough" if end == "abort" else "closed|has left"):
             await work
 
 
-async def every_kind(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Call nearly everything in one block, and find it right."""
+async def check_block_of_every_kind(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Make nearly every kind of call in one block, and check the results."""
     rank, size = pg.rank(), pg.size()
 
     def full(count: int, value: float, dtype: str = "float32") -> Any:

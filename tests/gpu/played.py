@@ -1,7 +1,7 @@
-"""A machine with torch and without CuPy, played by the fakes.
+"""A simulated machine with torch and without CuPy.
 
-``import torch`` gives a lookalike whose tensors are in memory of the fake device, and ctypes loads a libcuda and a
-libnccl that C calls. So what looks for them finds them where they are on such a machine; what they do is played.
+``import torch`` imports a lookalike whose tensors are in memory of the fake device. ctypes loads a libcuda and a
+libnccl in front of the fakes. So aiocoll finds the libraries as on a real machine. Only their work is simulated.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .groups import join_threads
 
 
 @contextmanager
-def machine(devices: int = 1, library: Callable[[FakeCuda], Any] = FakeNccl) -> Iterator[FakeCuda]:
-    """Be that machine in this block.
+def torch_machine(devices: int = 1, library: Callable[[FakeCuda], Any] = FakeNccl) -> Iterator[FakeCuda]:
+    """Simulate the machine in a ``with`` block, and yield its fake CUDA.
 
     Args:
-        devices: how many there are.
-        library: what plays NCCL.
+        devices: the number of devices.
+        library: class of the fake NCCL.
     """
     cuda = FakeCuda(devices)
     nccl = library(cuda)
@@ -44,7 +44,7 @@ def machine(devices: int = 1, library: Callable[[FakeCuda], Any] = FakeNccl) -> 
     with cuda:
         ctypes.CDLL = lambda name, *more, **modes: libraries.get(name) or load(name, *more, **modes)  # type: ignore
         sys.modules.update(modules)  # type: ignore[arg-type]
-        _forget()
+        _clear_caches()
         try:
             yield cuda
         finally:
@@ -52,16 +52,16 @@ def machine(devices: int = 1, library: Callable[[FakeCuda], Any] = FakeNccl) -> 
             for name in modules:
                 del sys.modules[name]
             sys.modules.update(before)
-            _forget()
+            _clear_caches()
     join_threads()
     assert nccl.complaints == []
     assert nccl.crashes == []
     assert cuda.full == cuda.held_up == []
 
 
-def _forget() -> None:
-    """Let all that has been looked for be looked for again."""
-    stub_cupy.forget()
+def _clear_caches() -> None:
+    """Clear the caches of imports and libraries, so that aiocoll searches again."""
+    stub_cupy.unload_cupy_api()
     by_ctypes.cache_clear()
     _gpus.cache_clear()
 
@@ -72,7 +72,7 @@ class _Stream:
 
 
 class _Torch(Torch):
-    """torch, with memory and streams of the fake device."""
+    """The torch lookalike, with memory and streams of the fake device."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__(lambda stream, device, work: cuda.kernel(stream, work, device), cuda.allocate)
@@ -80,10 +80,10 @@ class _Torch(Torch):
         for name in DTYPES:
             setattr(self, name, f"torch.{name}")
         self.cuda.is_available = lambda: True
-        self.cuda.Stream = self._made
-        self.cuda.device = self._on
+        self.cuda.Stream = self._new_stream
+        self.cuda.device = self._on_device
         self.cuda.Event = lambda: _Event(cuda, self.streams)
-        self.cuda.set_stream = self._set
+        self.cuda.set_stream = self._set_stream
         self.cuda.default_stream = lambda device: _Stream(0, device)
         self.cuda.ExternalStream = lambda address: _Stream(address, cuda.current())
         self.cuda.stream = lambda stream: self.on_stream(stream.cuda_stream, stream.device_index)
@@ -94,7 +94,7 @@ class _Torch(Torch):
         return self.Tensor(self.new(shape, by_name(name).storage, ordinal), name, ordinal)
 
     def as_tensor(self, memory: Any, device: str) -> _Bytes:
-        """Return a tensor on memory that is not torch's, of the thread's device."""
+        """Return a tensor on foreign memory of the thread's device."""
         assert device == "cuda"
         about = memory.__cuda_array_interface__
         assert about["typestr"] == "|u1"
@@ -106,12 +106,12 @@ class _Torch(Torch):
         count = given.nbytes // np.dtype(by_name(given.dtype).storage).itemsize
         cuda.kernels.scale(out.address, given.address, count, given.dtype, number, stream)
 
-    def _made(self, device: int) -> _Stream:
-        with self._on(device):
+    def _new_stream(self, device: int) -> _Stream:
+        with self._on_device(device):
             return _Stream(self._cuda.stream_create(), device)
 
     @contextmanager
-    def _on(self, device: int) -> Iterator[None]:
+    def _on_device(self, device: int) -> Iterator[None]:
         before = self._cuda.current()
         self._cuda.use(device)
         try:
@@ -119,12 +119,12 @@ class _Torch(Torch):
         finally:
             self._cuda.use(before)
 
-    def _set(self, stream: _Stream) -> None:
+    def _set_stream(self, stream: _Stream) -> None:
         self.streams[stream.device_index] = stream.cuda_stream
 
 
 class _Bytes:
-    """Memory, and how it is looked at."""
+    """Memory with a dtype."""
 
     def __init__(self, address: int, nbytes: int, dtype: str = "uint8") -> None:
         self.address, self.nbytes, self.dtype = address, nbytes, dtype
@@ -134,7 +134,7 @@ class _Bytes:
 
 
 class _Event:
-    """An event of the thread's device."""
+    """A torch event on the thread's device."""
 
     def __init__(self, cuda: FakeCuda, streams: dict[int, int]) -> None:
         self._cuda, self._streams, self._event = cuda, streams, cuda.event_create()

@@ -1,4 +1,4 @@
-"""The kernels of tests on a device (`on_device/direct.py`), as a driver that the fake plays runs them."""
+"""The kernels of `on_device/direct.py`, as the fake CUDA carries them out."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 
 from ..fakes.cuda import FakeCuda
 from ..fakes.memory import HOST
-from .stub_driver import Pointer, put
+from .stub_driver import Pointer, write_number
 
-#: Seconds between two looks of a kernel at a number.
+#: Seconds between two reads of the flag by a waiting kernel.
 LOOK = 0.0005
 _MODULE = 0x7F0D_0000_0000
 
 
-def launching(cuda: FakeCuda) -> dict[str, Callable[..., None]]:
+def kernel_functions(cuda: FakeCuda) -> dict[str, Callable[..., None]]:
     """Return the functions of cuda.h that load and launch kernels."""
 
     def until(flag: int, nanoseconds: int) -> None:
         end, never = monotonic() + nanoseconds / 1e9, threading.Event()
         looked_at = cuda.memory.at(flag, 4, HOST).view(np.int32)
-        while not (looked_at[0] or cuda.blocked.over) and monotonic() < end:
+        while not (looked_at[0] or cuda.blocked.is_closed) and monotonic() < end:
             cuda.blocked.wait(never, LOOK)
 
     def add(values: int, number: float, count: int, device: int) -> None:
@@ -40,11 +40,11 @@ def launching(cuda: FakeCuda) -> dict[str, Callable[..., None]]:
     def load(where: Pointer, image: Pointer) -> None:
         text = ctypes.string_at(image.value or 0)
         assert all(b".visible .entry " + name + b"(" in text for name in names)
-        put(where, _MODULE, ctypes.c_uint64)
+        write_number(where, _MODULE, ctypes.c_uint64)
 
     def function(where: Pointer, module: int, name: Pointer) -> None:
         assert module == _MODULE
-        put(where, _MODULE + 1 + names.index(ctypes.string_at(name.value or 0)), ctypes.c_uint64)
+        write_number(where, _MODULE + 1 + names.index(ctypes.string_at(name.value or 0)), ctypes.c_uint64)
 
     def launch(kernel: int, *more: Any) -> None:
         *_, stream, given, extra = more
@@ -58,12 +58,12 @@ def launching(cuda: FakeCuda) -> dict[str, Callable[..., None]]:
         cuda.kernel(stream, lambda: run(*arguments), device)
 
     def begin_capture(stream: int, mode: int) -> None:
-        assert mode == 0, "the fake captures in the default mode"
+        assert mode == 0, f"capture mode {mode}; the fake supports the default mode only"
         cuda.capture(stream, True)
 
     def end_capture(stream: int, graph: Pointer) -> None:
         cuda.capture(stream, False)
-        put(graph, _MODULE, ctypes.c_uint64)
+        write_number(graph, _MODULE, ctypes.c_uint64)
 
     return {
         "cuModuleLoadData": load,

@@ -1,4 +1,4 @@
-"""Code in a process of its own."""
+"""Code that runs in a separate process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run(code: str) -> str:
-    """Run `code` in a process where warnings are errors; return what it prints."""
+def run_code(code: str) -> str:
+    """Run `code` in a process where warnings are errors; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""The steps of `run.py`, in the order in which they tell most about a machine that nobody knows, and how one is run."""
+"""The steps of `run.py`, ordered so that the first ones show most about an unknown machine; and their processes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from tests.gpu.kinds import ADAPTER, ADAPTERS, PLAYED, REAL
+from tests.gpu.device_kinds import ADAPTER, ADAPTERS, PLAYED, REAL
 
 ROOT = Path(__file__).parents[2]
-#: Seconds that processes which hang have to write the stacks of their threads.
-LAST_WORDS = 3.0
-#: CUDA would load kernels while others run, for which it waits for them. Not with torch: to load all of torch's takes
-#: many seconds, in each process.
+#: Seconds for hung processes to write the stacks of their threads.
+STACK_SECONDS = 3.0
+#: Load all kernels at the start: otherwise CUDA loads a kernel at its first launch, and waits for running kernels. Not
+#: with torch, whose kernels take many seconds to load in each process.
 EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
 
-#: How much longer steps may take on the fake device: that is no machine for this, but any, which others use as well.
+#: The factor for time limits on the fake device, where other processes may load the machine.
 SLOW = 2
 
-#: What two ranks do by each adapter, see `on_device/ours.py`.
+#: The modes of two ranks that run with each adapter; see `on_device/aiocoll_rank.py`.
 PAIRED = ("sum", "killed", "aborted", "mismatched", "crossed", "queued")
-#: What tests import, also those that are not run by pytest; and what those need that are.
+#: Requirements of all tests, and of those that pytest runs.
 TESTS = ("nccl", "pytest", "ml_dtypes")
 PYTEST = (*TESTS, "pytest_asyncio")
 
 
 class Step(NamedTuple):
-    """One process.
+    """A step of the run, in a process.
 
     Attributes:
         name: of the step.
-        limit: seconds it may take.
-        words: what to run, behind the name of the Python.
-        needs: without which it is not run.
-        after: the step without which this one cannot pass.
-        environment: what it needs there.
+        limit: time limit in seconds.
+        words: arguments of the Python interpreter.
+        needs: requirements.
+        after: a step that must pass first.
+        environment: additional environment variables.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Step(NamedTuple):
     environment: Mapping[str, str] = {}
 
 
-class Ended(NamedTuple):
-    """How a step has ended.
+class Outcome(NamedTuple):
+    """The outcome of a step.
 
     Attributes:
         state: "passed", "failed", "hung", "left out" or "not run"; all but the first and "left out" are failures.
-        seconds: it took.
-        why: in words.
+        seconds: its duration.
+        why: the reason for any state but "passed".
     """
 
     state: str
@@ -68,52 +68,52 @@ class Ended(NamedTuple):
 
 
 class _Maker(NamedTuple):
-    """Makes steps.
+    """A factory for steps.
 
     Attributes:
-        fake: on the fake device.
-        folder: for what they write.
-        plugins: what pytest has to be told.
-        there: what arrays can be made of here; one of them is enough for some steps.
+        fake: whether the steps use the fake device.
+        folder: for the files of the steps.
+        plugins: options that let pytest load its plugins.
+        libraries: the usable array libraries; some steps need only one.
     """
 
     fake: bool
     folder: Path
     plugins: Sequence[str]
-    there: Sequence[str]
+    libraries: Sequence[str]
 
     @property
     def kinds(self) -> Sequence[str]:
-        """What arrays are made of, there or not."""
+        """The array libraries, usable or not."""
         return PLAYED if self.fake else REAL
 
     @property
     def raw_by(self) -> str:
-        """What calls NCCL in the step without which no other of two ranks can pass."""
-        return "library" if self.there[0] == "torch" else self.there[0]
+        """The way to call NCCL in the first step with two ranks, on which the other steps depend."""
+        return "library" if self.libraries[0] == "torch" else self.libraries[0]
 
     def needed(self, kind: str) -> Sequence[str]:
-        """Return what a kind needs; what is played needs nothing."""
+        """Return the requirements of an array library; the fakes have none."""
         return () if self.fake else (kind,)
 
     def pytest(self, *more: str) -> Sequence[str]:
         return ("-m", "pytest", "-q", *self.plugins, "-W", "default", *more)
 
     def alone(self) -> Iterator[Step]:
-        """One rank, for arrays of each kind."""
+        """Yield the steps with one rank, for each array library."""
         for kind in self.kinds:
             needs = (*TESTS, *self.needed(kind))
-            yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), needs)
+            yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.single_rank", kind), needs)
 
     def two(
-        self, name: str, module: str, how: str, after: str | None = "ours", kind: str = "", **environment: str
+        self, name: str, module: str, how: str, after: str | None = "aiocoll", kind: str = "", **environment: str
     ) -> Step:
-        """Two ranks on one device."""
-        words = ("-m", "tests.gpu.on_device.two", module, how, kind or self.there[0], str(self.folder))
+        """Return a step with two ranks on one device."""
+        words = ("-m", "tests.gpu.on_device.two", module, how, kind or self.libraries[0], str(self.folder))
         return Step(name, 55, words, TESTS, after, environment)
 
     def raw(self) -> Iterator[Step]:
-        """Two ranks on one device without anything of ours in between: by CuPy, and by libnccl."""
+        """Yield steps with two ranks that call NCCL without aiocoll: by CuPy, and by libnccl."""
         kind = self.kinds[0]
         step = self.two(f"raw by {kind}", "raw", kind, None, kind)
         yield step._replace(needs=(*step.needs, *self.needed(kind)))
@@ -121,20 +121,20 @@ class _Maker(NamedTuple):
         yield step._replace(needs=(*step.needs, *self.needed("ctypes")))
 
     def pairs(self) -> Iterator[Step]:
-        """Two ranks on one device, by aiocoll."""
-        yield self.two("ours", "ours", "sum", after=f"raw by {self.raw_by}")
-        yield from (self.two(how, "ours", how) for how in PAIRED[1:])
-        yield self.two("compared before", "ours", "sum", AIOCOLL_VERIFY="before")
-        yield self.two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1")
-        yield self.two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1")
+        """Yield the steps with two ranks that use aiocoll."""
+        yield self.two("aiocoll", "aiocoll_rank", "sum", after=f"raw by {self.raw_by}")
+        yield from (self.two(how, "aiocoll_rank", how) for how in PAIRED[1:])
+        yield self.two("compared before", "aiocoll_rank", "sum", AIOCOLL_VERIFY="before")
+        yield self.two("exit with RAS", "aiocoll_rank", "sum", NCCL_RAS_ENABLE="1")
+        yield self.two("exit with RAS unclosed", "aiocoll_rank", "left", NCCL_RAS_ENABLE="1")
         if self.fake:
             for how in PAIRED:
-                yield self.two(f"{how} played", "ours", how, "raw by library", "played")
+                yield self.two(f"{how} played", "aiocoll_rank", how, "raw by library", "played")
 
     def tests(
         self, file: str, limit: float, name: str = "", chosen: str = "", after: str | None = None
     ) -> Iterator[Step]:
-        """Tests of a file, or those chosen of them, for arrays of each kind."""
+        """Yield steps that run a test file, or the tests that match `chosen`, for each array library."""
         for kind in self.kinds:
             which = f"{kind} and {chosen}" if chosen else kind
             picked = ("-m", "not gpu" if self.fake else "gpu", "-k", which, "--durations=3")
@@ -149,39 +149,39 @@ class _Maker(NamedTuple):
             )
 
     def adapters(self) -> Iterator[Step]:
-        """Run by ctypes what has run by CuPy, or all without CuPy; on the fake device, run all by each."""
+        """Yield steps that repeat calls by ctypes after CuPy; on the fake device, by both adapters."""
         for adapter in ADAPTERS if self.fake else ADAPTERS[1:]:
             yield from self.adapter(adapter)
 
     def adapter(self, adapter: str) -> Iterator[Step]:
-        kind, by = self.there[-1], {ADAPTER: adapter}
+        kind, by = self.libraries[-1], {ADAPTER: adapter}
         more = () if self.fake else ("cupy", "ctypes")
-        steps = [
-            Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), TESTS),
-            *(self.two(how, "ours", how, kind=kind) for how in PAIRED),
+        found = [
+            Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.single_rank", kind), TESTS),
+            *(self.two(how, "aiocoll_rank", how, kind=kind) for how in PAIRED),
             *(step for step in self.tests("streams", 50) if step.name.endswith(kind)),
         ]
-        if self.fake:  # of a real one there are not enough
+        if self.fake:  # it needs more devices than a real machine has
             words = self.pytest("tests/gpu/test_overlapping.py", "-k", "rows or kinds or first_group or fails")
-            steps.append(Step("overlapping", 50, words, PYTEST))
-        for step in steps:
+            found.append(Step("overlapping", 50, words, PYTEST))
+        for step in found:
             name, environment = f"{step.name} by {adapter}", {**step.environment, **by}
             yield step._replace(name=name, needs=(*step.needs, *more), environment=environment)
 
     def bench(self) -> Step:
-        words = ("bench/gpu.py", "--quick", *(["--fake"] if self.fake else ["--kind", self.there[0]]))
+        words = ("bench/gpu.py", "--quick", *(["--fake"] if self.fake else ["--kind", self.libraries[0]]))
         output = ("--output", f"{self.folder}/RESULTS-gpu.md")
         return Step("bench", 60, (*words, *output), (*TESTS, "uvloop"))
 
 
-def steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Container[str]) -> list[Step]:
-    """Return what is to be run, in order.
+def all_steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Container[str]) -> list[Step]:
+    """Return the steps in order.
 
     Args:
-        fake: on the fake device.
-        folder: for what they write.
-        plugins: what pytest has to be told.
-        missing: names of what there is not.
+        fake: whether to use the fake device.
+        folder: for the files of the steps.
+        plugins: options that let pytest load its plugins.
+        missing: names of missing requirements.
     """
     make = _Maker(fake, folder, plugins, PLAYED[:1] if fake else [kind for kind in REAL if kind not in missing])
     found = [
@@ -189,7 +189,7 @@ def steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Container[s
         *make.alone(),
         *make.raw(),
         *make.pairs(),
-        *make.tests("processes", 60, "two ranks", "by_nccl", after="ours"),
+        *make.tests("processes", 60, "two ranks", "by_nccl", after="aiocoll"),
         *make.tests("failures", 60),
         *make.tests("streams", 50),
         *make.tests("processes", 60, "staged 2", "(2 or dies)"),
@@ -202,11 +202,11 @@ def steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Container[s
     return [step._replace(limit=step.limit * SLOW) for step in found] if fake else found
 
 
-def carry_out(step: Step, limit: float, environment: Mapping[str, str], log: Path) -> Ended:
-    """Run a step, and write what it says behind what is in `log`; one that hangs leaves the stacks of its threads."""
+def run_step(step: Step, limit: float, environment: Mapping[str, str], log: Path) -> Outcome:
+    """Run a step and append its output to `log`; a step that hangs first writes the stacks of its threads."""
     start = monotonic()
     with log.open("ab") as output:
-        where = output.tell()  # before the process moves that on
+        where = output.tell()  # the process moves this position
         with subprocess.Popen(
             [sys.executable, *step.words],
             cwd=ROOT,
@@ -221,34 +221,36 @@ def carry_out(step: Step, limit: float, environment: Mapping[str, str], log: Pat
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                end(process)
+                end_process(process)
     took = round(monotonic() - start, 1)
-    said = log.read_bytes()[where:].decode(errors="replace")
+    output_text = log.read_bytes()[where:].decode(errors="replace")
     if code is None:
-        return Ended("hung", took, f"it was killed after {limit:g} s; the stacks are in the log")
+        return Outcome("hung", took, f"killed after {limit:g} s; the log has the stacks")
     if code:
-        return Ended("failed", took, _last(said) if code > 0 else f"killed by {signal.Signals(-code).name}")
-    if step.words[:2] == ("-m", "pytest") and not re.search(r"\b[1-9]\d* passed", said):
-        return Ended("failed", took, f"no test has passed: {_last(said)}")
-    return Ended("passed", took)
+        return Outcome(
+            "failed", took, _last_line(output_text) if code > 0 else f"killed by {signal.Signals(-code).name}"
+        )
+    if step.words[:2] == ("-m", "pytest") and not re.search(r"\b[1-9]\d* passed", output_text):
+        return Outcome("failed", took, f"no test passed: {_last_line(output_text)}")
+    return Outcome("passed", took)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started: by a signal at which each writes its stacks, then for good."""
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its descendants; if it still runs, let each write its stacks first."""
     family = [process.pid, *_descendants(process.pid)]
     if process.poll() is None:
-        _abort(family)
+        _abort_in_turn(family)
     for pid in {*family[1:], *_descendants(process.pid)}:
         _kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # what was its child, and has lost its parent
+    with contextlib.suppress(ProcessLookupError):  # descendants whose parent has ended
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _abort(family: Sequence[int]) -> None:
-    """Have processes write their stacks one after another: what they write at once would be mixed in their log."""
-    deadline = monotonic() + LAST_WORDS
+def _abort_in_turn(family: Sequence[int]) -> None:
+    """Let processes write their stacks one after another, since simultaneous writes would mix in the log."""
+    deadline = monotonic() + STACK_SECONDS
     for pid in family:
-        _kill(pid, signal.SIGSTOP)  # what has not come to its turn does not react to the end of the others
+        _kill(pid, signal.SIGSTOP)  # so that no process reacts to the end of another before its turn
     for pid in family:
         with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as ended:
             os.kill(pid, signal.SIGABRT)
@@ -262,7 +264,7 @@ def _kill(pid: int, how: signal.Signals) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and that those have."""
+    """Return the ids of a process's descendants."""
     children: dict[int, list[int]] = {}
     for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -270,12 +272,12 @@ def _descendants(pid: int) -> list[int]:
             children.setdefault(parent, []).append(int(each.name))
     found, left = [], [pid]
     while left:
-        mine = children.get(left.pop(), [])
-        found += mine
-        left += mine
+        started = children.get(left.pop(), [])
+        found += started
+        left += started
     return found
 
 
-def _last(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it has said nothing"
+def _last_line(output_text: str) -> str:
+    lines = [line.strip() for line in output_text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "no output"

@@ -1,4 +1,4 @@
-"""A CuPy that does nothing but look at how it is called, by the signatures of the real one, and write it down."""
+"""A stub of CuPy: it checks calls against the signatures of the real CuPy, and records them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocoll.gpu.driver import Driver
 from .cupy_signatures import CONSTANTS, SIGNATURES
 from .stub_driver import driver
 
-#: What functions return that have to return something.
+#: The results of functions that return a value.
 RETURNS: dict[str, Any] = {
     "runtimeGetVersion": 12090,
     "getDeviceCount": 2,
@@ -39,7 +39,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class NcclError(RuntimeError):
-    """As the real one, it knows no status beyond 6."""
+    """An error of NCCL; like CuPy's, it raises KeyError for a status above 6."""
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -47,13 +47,13 @@ class NcclError(RuntimeError):
 
 
 class Log:
-    """What was called, with which arguments; and what fails next.
+    """A record of calls, with results and errors for later calls.
 
     Attributes:
-        calls: (name, arguments) of every call.
-        errors: by name, what the next calls of it raise.
-        returns: by name, what it returns.
-        freed: called with every communicator that is freed.
+        calls: name and arguments of every call.
+        errors: by function, a factory of the error that it raises.
+        returns: by function, its result.
+        freed: called whenever a communicator is freed.
     """
 
     def __init__(self) -> None:
@@ -65,12 +65,12 @@ class Log:
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
         self.calls.append((name, args))
         if name in self.errors:
-            raise self.errors[name]()  # a status without words fails in here, with KeyError
+            raise self.errors[name]()  # a status unknown to CuPy raises KeyError here
         return self.returns.get(name)
 
 
-def check(signature: str, args: tuple[Any, ...]) -> None:
-    """Refuse arguments that the signature does not take: their number, and ints and bytes for what C declares."""
+def check_arguments(signature: str, args: tuple[Any, ...]) -> None:
+    """Check the number of arguments against a signature, and the types of C integers and bytes."""
     inside = signature[signature.index("(") + 1 : signature.rindex(")")]
     params = [each for each in inside.split(", ") if each and each not in ("self", "cls")]
     positional = params[: params.index("*")] if "*" in params else [each for each in params if "**" not in each]
@@ -86,7 +86,7 @@ def check(signature: str, args: tuple[Any, ...]) -> None:
 
 
 def stub(log: Log, *, nccl: bool = True, version: str = "14.2.0") -> dict[str, ModuleType]:
-    """Return the modules, by name, to put into `sys.modules`."""
+    """Return the stub modules by name, for `sys.modules`."""
     cupy = ModuleType("cupy")
     cupy.__version__ = version  # type: ignore[attr-defined]
     modules = {"cupy": cupy}
@@ -97,7 +97,7 @@ def stub(log: Log, *, nccl: bool = True, version: str = "14.2.0") -> dict[str, M
         signature, name = SIGNATURES[path], path.rpartition(".")[2]
 
         def called(*args: Any) -> Any:
-            check(signature, args)
+            check_arguments(signature, args)
             return log.call(name, args)
 
         return called
@@ -139,7 +139,7 @@ def _communicator(log: Log, function: Callable[[str], Callable[..., Any]]) -> ty
 
 
 def _add_memory(log: Log, cupy: Any, cuda: Any, function: Callable[[str], Callable[..., Any]]) -> None:
-    """Add what is used of CuPy's arrays and memory."""
+    """Add the classes for arrays and memory that aiocoll uses."""
 
     class Stream:
         @staticmethod
@@ -169,7 +169,7 @@ def _add_memory(log: Log, cupy: Any, cuda: Any, function: Callable[[str], Callab
 
     class ElementwiseKernel:
         def __init__(self, *args: Any) -> None:
-            check(SIGNATURES["ElementwiseKernel"], args)
+            check_arguments(SIGNATURES["ElementwiseKernel"], args)
             log.call("ElementwiseKernel", args)
             self.arity = len(f"{args[0]}, {args[1]}".split(", "))
 
@@ -179,25 +179,25 @@ def _add_memory(log: Log, cupy: Any, cuda: Any, function: Callable[[str], Callab
 
     cuda.Stream, cuda.PinnedMemory, cuda.PinnedMemoryPointer = Stream, PinnedMemory, pointer
     for name in ("UnownedMemory", "MemoryPointer"):
-        looked_at = function(f"cuda.{name}")
-        setattr(cuda, name, lambda *args, looked_at=looked_at: (looked_at(*args), args)[1])
+        check_call = function(f"cuda.{name}")
+        setattr(cuda, name, lambda *args, check_call=check_call: (check_call(*args), args)[1])
     array = function("ndarray")
     cupy.ndarray = lambda *args: (array(*args), args)[1]
     cupy.ElementwiseKernel = ElementwiseKernel
     cupy.multiply = lambda a, b, out: log.call("multiply", (a, b, out))
 
 
-def loaded(log: Log) -> Any:
-    """Import `aiocoll.gpu.cupy_api` anew, on the CuPy that is in `sys.modules` and a driver that writes down, too."""
-    forget()
+def import_cupy_api(log: Log) -> Any:
+    """Import `aiocoll.gpu.cupy_api` again, with the CuPy in `sys.modules` and a stub of the driver."""
+    unload_cupy_api()
     from aiocoll.gpu import cupy_api
 
     cupy_api.load = lambda: Driver(driver(log.call))  # type: ignore[attr-defined]
     return cupy_api
 
 
-def forget() -> None:
-    """Let the next import of `aiocoll.gpu.cupy_api` load it."""
+def unload_cupy_api() -> None:
+    """Unload `aiocoll.gpu.cupy_api`, so that the next import executes it."""
     import aiocoll.gpu
 
     sys.modules.pop("aiocoll.gpu.cupy_api", None)

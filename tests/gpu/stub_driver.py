@@ -1,4 +1,4 @@
-"""A libcuda that is called as the real one is, by C, and writes down how."""
+"""A stub of libcuda with C functions, which records its calls."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-#: What is written where calls give something back: the device of an address, flags, whether there is a context.
+#: Results of calls: the device of an address, the flags of a context, and whether the context is active.
 DEVICE, FLAGS, ACTIVE = 1, 0, 1
-#: The primary context of device 0; those of others follow.
+#: The handle of device 0's primary context; the next devices have the next numbers.
 CONTEXT = 0x5500_0000_0000
-#: The modes of capturing that threads have asked for.
+#: The capture modes that threads have requested.
 MODES: list[int] = []
 NAME = ctypes.create_string_buffer(b"CUDA_ERROR_OF_A_STUB")
 
 
 class Log:
-    """Records the calls of a stub library.
+    """A record of the calls of a stub library.
 
     Attributes:
         calls: name and arguments of each call.
@@ -40,10 +40,10 @@ class Log:
 
 
 def driver(call: Callable[[str, tuple[Any, ...]], Any]) -> Any:
-    """Return the library.
+    """Return the stub library.
 
     Args:
-        call: called with the name of every function and what it was given; returns its status.
+        call: called with the name and the arguments of each function; returns its status.
     """
 
     def function(name: str, write: Callable[..., None], *types: Any) -> Any:
@@ -57,37 +57,37 @@ def driver(call: Callable[[str, tuple[Any, ...]], Any]) -> Any:
         return ctypes.CFUNCTYPE(ctypes.c_int, *types)(called)
 
     return SimpleNamespace(
-        cuInit=function("cuInit", nothing, ctypes.c_uint),
-        cuEventQuery=function("cuEventQuery", nothing, ctypes.c_uint64),
+        cuInit=function("cuInit", write_nothing, ctypes.c_uint),
+        cuEventQuery=function("cuEventQuery", write_nothing, ctypes.c_uint64),
         cuStreamWriteValue32_v2=function(
-            "cuStreamWriteValue32_v2", nothing, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+            "cuStreamWriteValue32_v2", write_nothing, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
         ),
-        cuDeviceGet=function("cuDeviceGet", lambda where, device: put(where, device), Pointer, ctypes.c_int),
+        cuDeviceGet=function("cuDeviceGet", lambda where, device: write_number(where, device), Pointer, ctypes.c_int),
         cuDevicePrimaryCtxGetState=function(
             "cuDevicePrimaryCtxGetState",
-            lambda device, flags, active: (put(flags, FLAGS), put(active, ACTIVE)),
+            lambda device, flags, active: (write_number(flags, FLAGS), write_number(active, ACTIVE)),
             ctypes.c_int,
             Pointer,
             Pointer,
         ),
         cuDevicePrimaryCtxRetain=function(
             "cuDevicePrimaryCtxRetain",
-            lambda where, device: put(where, CONTEXT + device, ctypes.c_uint64),
+            lambda where, device: write_number(where, CONTEXT + device, ctypes.c_uint64),
             Pointer,
             ctypes.c_int,
         ),
-        cuCtxSetCurrent=function("cuCtxSetCurrent", nothing, ctypes.c_uint64),
+        cuCtxSetCurrent=function("cuCtxSetCurrent", write_nothing, ctypes.c_uint64),
         cuPointerGetAttribute=function(
             "cuPointerGetAttribute",
-            lambda where, attribute, address: put(where, DEVICE),
+            lambda where, attribute, address: write_number(where, DEVICE),
             Pointer,
             ctypes.c_int,
             ctypes.c_uint64,
         ),
-        cuThreadExchangeStreamCaptureMode=function("cuThreadExchangeStreamCaptureMode", exchange, Pointer),
+        cuThreadExchangeStreamCaptureMode=function("cuThreadExchangeStreamCaptureMode", exchange_mode, Pointer),
         cuGetErrorName=function(
             "cuGetErrorName",
-            lambda status, where: put(where, ctypes.addressof(NAME), ctypes.c_uint64),
+            lambda status, where: write_number(where, ctypes.addressof(NAME), ctypes.c_uint64),
             ctypes.c_int,
             Pointer,
         ),
@@ -95,18 +95,18 @@ def driver(call: Callable[[str, tuple[Any, ...]], Any]) -> Any:
 
 
 class Pointer(ctypes.c_void_p):
-    """Where a result is written."""
+    """A pointer through which a function returns a result."""
 
 
-def nothing(*args: Any) -> None:
+def write_nothing(*args: Any) -> None:
     """Write nothing."""
 
 
-def exchange(where: Any) -> None:
-    """Take a thread's mode, and give back what it was."""
+def exchange_mode(where: Any) -> None:
+    """Record the requested capture mode of a thread, and write the previous mode."""
     MODES.append(ctypes.c_int.from_address(where.value).value)
-    put(where, 0)
+    write_number(where, 0)
 
 
-def put(where: Any, value: int, kind: Any = ctypes.c_int) -> None:
+def write_number(where: Any, value: int, kind: Any = ctypes.c_int) -> None:
     kind.from_address(where.value).value = value

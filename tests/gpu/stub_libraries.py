@@ -1,6 +1,6 @@
-"""A libcuda and a libnccl that are called as the real ones are, by C, and write down how.
+"""Stubs of libcuda and libnccl with C functions, which record their calls.
 
-What a function takes is what the headers declare: cuda.h of CUDA 12.8, nccl.h of NCCL 2.28.
+The functions have the parameters that the headers declare: cuda.h of CUDA 12.8, nccl.h of NCCL 2.28.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from .stub_driver import Pointer, put
+from .stub_driver import Pointer, write_number
 from .stub_driver import driver as driver_stub
 
 #: Handles and addresses, wider than 32 bits.
 STREAM, EVENT, MEMORY, COMMUNICATOR = (0x7F00_0000_0000 + number * 0x1000 for number in range(4))
 ID = bytes(range(128))
 
-#: Functions of cuda.h besides those of the driver's stub: names in the header, declarations, and what is written.
+#: Parameters of functions in cuda.h, by name, except those in `stub_driver`.
 CUDA_H = {
     "cuDriverGetVersion": "int *driverVersion",
     "cuDeviceGetCount": "int *count",
@@ -40,7 +40,7 @@ CUDA_H = {
     "cuMemAllocAsync": "CUdeviceptr *dptr, size_t bytesize, CUstream hStream",
     "cuMemFreeAsync": "CUdeviceptr dptr, CUstream hStream",
 }
-#: Those of cuda.h that tests on a device call besides, see `on_device/direct.py`.
+#: Parameters of functions in cuda.h that only tests call; see `on_device/direct.py`.
 LAUNCH_H = {
     "cuStreamBeginCapture_v2": "CUstream hStream, CUstreamCaptureMode mode",
     "cuStreamEndCapture": "CUstream hStream, CUgraph *phGraph",
@@ -73,12 +73,12 @@ NCCL_H = {
     "ncclGroupStart": "",
     "ncclGroupEnd": "",
 }
-#: That of nccl.h that tests on a device call besides, see `on_device/raw.py`.
+#: Parameters of the function in nccl.h that only tests call; see `on_device/raw.py`.
 RAW_H = {"ncclCommInitRank": "ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank"}
 
 
 class UniqueId(ctypes.Structure):
-    """Of nccl.h, passed by value."""
+    """The `ncclUniqueId` of nccl.h, passed by value."""
 
     _fields_ = (("internal", ctypes.c_char * 128),)
 
@@ -104,26 +104,26 @@ _KINDS = {
     "ncclRedOp_t": ctypes.c_int,
     "ncclUniqueId": UniqueId,
 }
-#: Pointers by which a function gives something back; others are addresses that it is given.
-_BACK = ("sendbuff", "recvbuff", "srcHost", "dstHost", "p")
+#: Names of pointer parameters that are plain addresses. Functions write results through the others.
+_ADDRESSES = ("sendbuff", "recvbuff", "srcHost", "dstHost", "p")
 
 Call = Callable[[str, tuple[Any, ...]], int]
 
 
-def kinds(declaration: str) -> list[Any]:
+def ctypes_of(declaration: str) -> list[Any]:
     """Return the C types of the parameters that a header declares."""
     found = []
     for parameter in filter(None, declaration.split(", ")):
         words = parameter.replace("*", " * ").split()
         if "*" in words:
-            found.append(ctypes.c_uint64 if words[-1] in _BACK and words.count("*") == 1 else Pointer)
+            found.append(ctypes.c_uint64 if words[-1] in _ADDRESSES and words.count("*") == 1 else Pointer)
         else:
             found.append(_KINDS[" ".join(words[:-1])])
     return found
 
 
 def cuda(call: Call, **gives: int) -> Any:
-    """Return a libcuda; `gives` says by function which number is written."""
+    """Return a libcuda; `gives` are the results of functions, by name."""
     library = driver_stub(call)
     wide = ("cuStreamCreate", "cuEventCreate", "cuMemHostAlloc", "cuMemAllocAsync")
     known = {
@@ -136,7 +136,7 @@ def cuda(call: Call, **gives: int) -> Any:
 
 
 def nccl(call: Call, version: int = 22809, asked: Callable[[], int] = lambda: 0) -> Any:
-    """Return a libnccl; `asked` returns what the asynchronous status is."""
+    """Return a libnccl; `asked` returns the asynchronous status."""
 
     def error(status: int) -> bytes:
         return b"" if status == 99 else b"error %d" % status
@@ -162,7 +162,7 @@ class _Text:
 
 
 def _function(name: str, declaration: str, call: Call, gives: Any, *, wide: bool) -> Any:
-    types = kinds(declaration)
+    types = ctypes_of(declaration)
 
     def called(*args: Any) -> int:
         given = tuple(_plain(arg) for arg, kind in zip(args, types, strict=True) if kind is not Pointer)
@@ -174,7 +174,7 @@ def _function(name: str, declaration: str, call: Call, gives: Any, *, wide: bool
                 elif kind is Pointer and name == "cuDeviceGetPCIBusId":
                     ctypes.memmove(arg.value, b"0000:01:00.0\0", 13)
                 elif kind is Pointer and gives is not None:
-                    put(arg, gives() if callable(gives) else gives, ctypes.c_uint64 if wide else ctypes.c_int)
+                    write_number(arg, gives() if callable(gives) else gives, ctypes.c_uint64 if wide else ctypes.c_int)
                     break
         return int(status)
 

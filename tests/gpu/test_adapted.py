@@ -1,4 +1,4 @@
-"""Groups on the fakes by each adapter: by the functions of CuPy, or by those of libcuda and libnccl."""
+"""Groups on fake devices through each adapter: the functions of CuPy, or those of libcuda and libnccl."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from aiocoll import GroupError, ProcessGroup, ReduceOp
 from aiocoll.gpu.provider import runtime
 
 from ..ranks import run_ranks
-from .groups import WAYS, Gpus, every_kind, gpus, host
-from .kinds import ADAPTER, ADAPTERS
+from .device_kinds import ADAPTER, ADAPTERS
+from .groups import WAYS, Gpus, check_block_of_every_kind, gpus, host
 
 adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 
 
 @adapters
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_kind_of_call(adapter: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_kind_of_call_gives_right_results_by_each_adapter(
+    adapter: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         assert type(runtime()[0]).__module__ != "tests.fakes.cuda"
         for _ in range(3):
-            await every_kind(pg, gpu)
+            await check_block_of_every_kind(pg, gpu)
 
     with gpus(3, way) as gpu:
         await run_ranks(3, body, gpu)
 
 
 @adapters
-async def test_a_group_that_fails_while_calls_are_in_flight(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_group_fails_its_calls_in_flight(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -55,7 +57,7 @@ async def test_a_group_that_fails_while_calls_are_in_flight(adapter: str, monkey
 
 
 @adapters
-async def test_a_call_that_is_refused(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_that_nccl_refuses_raises(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

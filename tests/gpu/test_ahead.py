@@ -1,4 +1,4 @@
-"""Calls on CUDA arrays that are launched first and compared behind: what starts when, and how mismatches are told."""
+"""Calls on CUDA arrays that are launched before they are compared: their start, and reports of mismatches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from aiocoll.gpu.waiter import AT_MOST
 from ..fakes.streams import ROOM
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, launcher_rests, looped
+from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 LARGE = 40_000
@@ -43,25 +43,25 @@ def program_of(pg: ProcessGroup) -> program_order.ProgramOrder:
     return found
 
 
-# -- when calls are launched
+# -- launches
 
 
 @worlds
-async def test_a_loop_launches_at_the_call_and_its_first_pass_waits(world_size: int) -> None:
+async def test_repeated_call_is_launched_at_once_and_a_first_call_waits(world_size: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
         tensor = gpu.tensor(np.ones(3), pg.rank())
         calls.clear()
         first = pg.allreduce(tensor)
         assert "all_reduce" not in calls
         await first
-        second = pg.allreduce(tensor)  # follows what it has not followed before
+        second = pg.allreduce(tensor)  # the first time that this call follows itself
         await second
         await pg.barrier()
         calls.clear()
         await pg.barrier()
-        await launcher_rests(pg, gpu)
+        await wait_for_idle_launcher(pg, gpu)
         works = [pg.allreduce(tensor) for _ in range(5)]
-        # All are on the device, though no rank has heard of any other one.
+        # All calls are on the device before any rank has received a message from another one.
         assert calls.count("all_reduce") >= 5
         await asyncio.gather(*(work.join() for work in works))
         assert host(tensor).tolist() == [float(pg.size() ** 7)] * 3
@@ -70,67 +70,65 @@ async def test_a_loop_launches_at_the_call_and_its_first_pass_waits(world_size: 
         await run_ranks(world_size, body, gpu, gpu.calls())
 
 
-async def test_a_launch_waits_for_no_turn_of_the_loop() -> None:
-    """However long each of them takes."""
-
+async def test_launch_of_a_repeated_call_needs_no_loop_iteration() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, launched: set[int]) -> None:
-        tensor = await looped(pg, gpu, 3)
+        tensor = await repeat_allreduce(pg, gpu, 3)
         for _ in range(20):
             launched.clear()
             work = pg.allreduce(tensor)
             assert pg.rank() in launched
             await work
 
-    def called(call: str) -> None:
+    def record_device(call: str) -> None:
         if call == "all_reduce":
             launched.add(gpu.cuda.current())
 
     launched: set[int] = set()
     with gpus(2) as gpu:
-        gpu.nccl.hooks.append(called)
+        gpu.nccl.hooks.append(record_device)
         await run_ranks(2, body, gpu, launched)
 
 
-async def test_a_call_that_starts_later_finds_another_device_current(
+async def test_deferred_call_uses_its_own_device_if_another_is_current(
     limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits(device_ask_every=1000)  # the launcher has nothing else to do
+    limits(device_ask_every=1000)  # so that the launcher stays idle
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, cuda = pg.rank(), gpu.cuda
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.broadcast(tensor, 0)
-        await launcher_rests(pg, gpu)
+        await wait_for_idle_launcher(pg, gpu)
         await pg.barrier()
         cuda.use(rank)
-        later = pg.allreduce(tensor)  # follows what it has not followed before
+        later = pg.allreduce(tensor)  # deferred: this call follows that one for the first time
         cuda.use(1 - rank)
-        gpu.engine(rank)._events.destroy()  # so one has to be made, on the right device
+        gpu.shared_device(rank)._events.destroy()  # so that a new event is created, on the right device
         await later
-        await launcher_rests(pg, gpu)
+        await wait_for_idle_launcher(pg, gpu)
         cuda.use(rank)
-        looks.clear()
+        queried.clear()
         work = pg.allreduce(tensor)
-        assert looks == [rank] * 4  # three are the array's
+        assert queried == [rank] * 4  # three of them for the array
         await work
         assert host(tensor).tolist() == [4.0] * 3
 
-    def looked() -> int:
+    def recorded_current() -> int:
         found = current()
         if threading.current_thread() is threading.main_thread():
-            looks.append(found)
+            queried.append(found)
         return found
 
-    looks: list[int] = []
+    queried: list[int] = []
     with gpus(2) as gpu:
         current = gpu.cuda.current
-        monkeypatch.setattr(gpu.cuda, "current", looked)
+        monkeypatch.setattr(gpu.cuda, "current", recorded_current)
         await run_ranks(2, body, gpu)
 
 
 async def test_on_stream_needs_no_other_rank() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         if pg.rank():
             await pg.recv(np.zeros(1), 0)
         work = pg.allreduce(tensor)
@@ -145,19 +143,19 @@ async def test_on_stream_needs_no_other_rank() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_an_await_ends_when_the_device_is_done_and_all_are_known_to_have_called() -> None:
+async def test_await_ends_after_the_device_and_the_confirmation_of_all_ranks() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = pg.rank()
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
         program, confirmed = program_of(pg), []
         with monkeypatch.context() as patched:
             patched.setattr(program, "confirm", confirmed.append)
             work = pg.allreduce(tensor)
             await work.on_stream()
-            waiter = waiter_of(gpu.engine(rank), dispatcher_of(pg).device_calls.state.communicator.stream)  # type: ignore[union-attr]
+            waiter = waiter_of(gpu.shared_device(rank), dispatcher_of(pg).device_calls.state.communicator.stream)  # type: ignore[union-attr]
             await until(lambda: confirmed and waiter.is_idle)
-            await gpu.engine(rank).run(lambda: None)
+            await gpu.shared_device(rank).run(lambda: None)
             assert not work.done()
         program.confirm(confirmed[-1])
         await work
@@ -168,18 +166,18 @@ async def test_an_await_ends_when_the_device_is_done_and_all_are_known_to_have_c
 
 
 @pytest.mark.parametrize("key", [False, True])
-@pytest.mark.parametrize("behind", ["ours", "the caller's"])
+@pytest.mark.parametrize("behind", ["the group's", "the caller's"])
 async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) -> None:
-    """Neither in the loop nor in the launcher, which has other calls to make; those in flight keep their order."""
-    count = 1200 if behind == "ours" else ROOM - 24  # the caller's own stream has room for no more than that
+    """Check that neither the loop nor the launcher blocks on a full stream, and that all calls complete."""
+    count = 1200 if behind == "the group's" else ROOM - 24  # as many as the caller's stream has room for
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
-        ours = dispatcher_of(pg).device_calls.state.communicator.stream  # type: ignore[union-attr]
-        device = gpu.engine(0)
-        gate = gpu.cuda.gate(ours if behind == "ours" else gpu.stream(0), 0)
+        tensor = await repeat_allreduce(pg, gpu)
+        stream = dispatcher_of(pg).device_calls.state.communicator.stream  # type: ignore[union-attr]
+        device = gpu.shared_device(0)
+        gate = gpu.cuda.gate(stream if behind == "the group's" else gpu.stream(0), 0)
         works = [pg.allreduce(tensor, key=str(number) if key else None) for number in range(count)]
-        await until(lambda: len(waiter_of(device, ours)._held) == count - AT_MOST and not device.is_launching)
+        await until(lambda: len(waiter_of(device, stream)._held) == count - AT_MOST and not device.is_launching)
         gate.open()
         await asyncio.gather(*(work.join() for work in works))
         assert [work.is_success() for work in works] == [True] * count
@@ -188,8 +186,8 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
         await run_ranks(1, body, gpu)
 
 
-async def test_other_kinds_between_and_reports_together() -> None:
-    """What is staged, private or of the host keeps its place; far more calls than are reported at once."""
+async def test_staged_and_host_calls_keep_their_place_among_launched_ones() -> None:
+    """Check staged calls, host calls and blocks among so many launched calls that ranks send several reports."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
@@ -216,13 +214,13 @@ async def test_other_kinds_between_and_reports_together() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_few_pairs_of_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_remembered_call_pairs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_order, "KEPT", 1)
     monkeypatch.setattr("aiocoll.gpu.calls.communicator.KEPT", 0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for count in (1, 2, 3, 1, 2, 3):
-            await looped(pg, gpu, 3, count)
+            await repeat_allreduce(pg, gpu, 3, count)
             assert len(program_of(pg)._known) == 1
         assert not dispatcher_of(pg).device_calls.state.communicator._connected  # type: ignore[union-attr]
 
@@ -230,19 +228,19 @@ async def test_few_pairs_of_calls_are_remembered(monkeypatch: pytest.MonkeyPatch
         await run_ranks(2, body, gpu)
 
 
-async def test_one_rank_that_wants_all_compared_first_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_rank_with_verify_before_makes_all_compare_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         dispatcher = dispatcher_of(pg)
         assert dispatcher.options.verify == "behind"
         if pg.rank() == 1:
             monkeypatch.setattr(dispatcher, "options", dispatcher.options.resolve(None, {"AIOCOLL_VERIFY": "before"}))
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         assert order_of(pg) is None
         for _ in range(2):
             with pytest.raises(CollectiveMismatchError):
                 await pg.allreduce(tensor := gpu.tensor(np.ones(3 + pg.rank()), pg.rank()))
             assert (host(tensor) == 1).all()
-            await looped(pg, gpu)
+            await repeat_allreduce(pg, gpu)
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -253,13 +251,13 @@ async def test_one_rank_that_wants_all_compared_first_is_enough(monkeypatch: pyt
 
 @pytest.mark.parametrize("other", [0, 1, 2])
 @pytest.mark.parametrize("known", [False, True])
-async def test_a_mismatch_names_both_sides_and_ends_the_group(other: int, known: bool) -> None:
+async def test_mismatch_names_both_calls_and_ends_the_group(other: int, known: bool) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         rank = pg.rank()
         for _ in range(3 if known else 1):
-            await looped(pg, gpu, 1)
+            await repeat_allreduce(pg, gpu, 1)
             await pg.broadcast(gpu.tensor(np.ones(2), rank), 1)
-        await pg.barrier()  # or one may still await these when the group ends
+        await pg.barrier()  # so that no rank still awaits these calls when the group ends
         works = [pg.allreduce(gpu.tensor(np.ones(3), rank)) for _ in range(3)] if rank != other else []
         if rank == other:
             await pg.allreduce(gpu.tensor(np.ones(3), rank)).on_stream()
@@ -283,13 +281,13 @@ async def test_a_mismatch_names_both_sides_and_ends_the_group(other: int, known:
     )
 
 
-async def test_of_calls_that_are_told_together_the_first_that_differs_is_named() -> None:
+async def test_first_mismatch_among_calls_reported_together_is_named() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         rank = pg.rank()
-        tensor = await looped(pg, gpu, 3)
+        tensor = await repeat_allreduce(pg, gpu, 3)
         await pg.barrier()
         works = [pg.allreduce(tensor) for _ in range(3)]
-        # It does not go ahead, and so tells at once what was called before it, too.
+        # This call is not launched ahead, so it reports the calls before it at once.
         works.append(pg.broadcast(tensor, 1) if rank else pg.allreduce(tensor))
         for work in works:
             work.add_done_callback(lambda work: work.exception())
@@ -301,9 +299,9 @@ async def test_of_calls_that_are_told_together_the_first_that_differs_is_named()
             assert "rank 0 called ALLREDUCE(shape=[3]" in text
 
 
-async def test_shapes_that_differ_are_a_mismatch() -> None:
+async def test_different_shapes_are_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         work = pg.allreduce(gpu.tensor(np.ones((2, 3) if pg.rank() else (3, 2)), pg.rank()))
         assert "differ in the following: shape" in str(await pg.wait_revoked())
         await asyncio.gather(work, return_exceptions=True)
@@ -312,10 +310,10 @@ async def test_shapes_that_differ_are_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_blocks_that_differ_are_a_mismatch() -> None:
+async def test_different_blocks_are_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         tensors = [gpu.tensor(np.ones(2), rank), gpu.tensor(np.ones(3 + rank), rank)]
         with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLREDUCE.* on rank 0, ALLREDUCE.* on rank 1"):
             await pg.allreduce_coalesced(tensors)
@@ -324,16 +322,16 @@ async def test_blocks_that_differ_are_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_call_of_the_host_between_is_a_mismatch() -> None:
-    """Rank 0 has called something on the host under the number of the other's call on a device."""
+async def test_host_call_in_place_of_a_device_call_is_a_mismatch() -> None:
+    """Check a host call on rank 0 with the sequence number of a device call on rank 1."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         if pg.rank():
             await pg.recv(np.zeros(1), 0)
             work: Work[Any] = pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
         else:
-            work = pg.broadcast(np.ones(3), 1)  # which sends rank 1 nothing
+            work = pg.broadcast(np.ones(3), 1)  # sends no message to rank 1
             await pg.send(np.zeros(1), 1)
         cause = await pg.wait_revoked()
         await asyncio.gather(work, return_exceptions=True)
@@ -344,10 +342,10 @@ async def test_a_call_of_the_host_between_is_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_what_a_rank_says_too_often_or_too_early_ends_the_link() -> None:
+async def test_repeated_or_early_order_message_ends_the_link() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, sender: int, note: dict[str, Any]) -> None:
         rank, comm = pg.rank(), comm_of(pg)
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         await pg.barrier()
         if rank == sender:
             comm.channels[1 - rank].send_control({"t": "device", "g": comm.id, **note})
@@ -364,12 +362,12 @@ async def test_what_a_rank_says_too_often_or_too_early_ends_the_link() -> None:
             await run_ranks(2, body, gpu, sender, note)
 
 
-async def test_an_order_where_there_is_none_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_order_message_without_an_order_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         comm = comm_of(pg)
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         await pg.barrier()
         if pg.rank() == 0:
             comm.channels[1].send_control({"t": "device", "g": comm.id, "confirmed": 1})
@@ -379,15 +377,15 @@ async def test_an_order_where_there_is_none_ends_the_link(monkeypatch: pytest.Mo
         await run_ranks(2, body, gpu)
 
 
-# -- beside what has another order
+# -- keyed calls and messages
 
 
-async def test_keys_and_messages_have_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keyed_calls_and_messages_get_a_place_in_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacing, "CALM", 4)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
-        await looped(pg, gpu)
+        await repeat_allreduce(pg, gpu)
         assert program_of(pg).through is None
         for number in range(4):
             tensor = gpu.tensor(np.ones(3), rank)
@@ -411,12 +409,12 @@ async def test_keys_and_messages_have_their_place(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("what", ["key", "message"])
-async def test_what_others_come_to_only_later_does_not_hold_it_up(what: str) -> None:
-    """Rank 0 has launched a call that rank 1 makes only when the other thing is done: that is staged."""
+async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: str) -> None:
+    """Check that rank 0, whose launched call occupies the device, stages an operation that rank 1 does first."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
 
         async def other() -> None:
@@ -444,20 +442,20 @@ async def test_what_others_come_to_only_later_does_not_hold_it_up(what: str) -> 
         await run_ranks(2, body, gpu)
 
 
-async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has launched a call that rank 1 makes only when rank 0's patience with the other thing is over."""
+async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the keyed call waits if rank 1 makes the launched call only after rank 0's patience has expired."""
     monkeypatch.setattr(pacing, "PATIENCE", 0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
         rank = pg.rank()
-        tensor, keyed = await looped(pg, gpu), gpu.tensor(np.ones(3), rank)
+        tensor, keyed = await repeat_allreduce(pg, gpu), gpu.tensor(np.ones(3), rank)
         copies = gpu.cuda.calls["copy_to_host"]
         await pg.barrier()
         if rank:
             other, over = pg.allreduce(keyed, key="other"), asyncio.Event()
             await until(lambda: program_of(pg).through is not None)
-            comm_of(pg).call_later(pacing.PATIENCE, over.set)  # after rank 0's timer: they share a loop
+            comm_of(pg).call_later(pacing.PATIENCE, over.set)  # expires after rank 0's timer in the shared loop
             await over.wait()
             work = pg.allreduce(tensor)
         else:
@@ -469,9 +467,9 @@ async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pyte
         await run_ranks(2, body, gpu)
 
 
-async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
+async def test_placed_operation_waits_for_earlier_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         state = dispatcher_of(pg).device_calls.state
         assert state is not None
         begun: list[int] = []
@@ -485,14 +483,14 @@ async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
         await run_ranks(1, body, gpu)
 
 
-# -- failing
+# -- failures
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 1])
-async def test_a_rank_that_leaves_before_its_call(leaver: int) -> None:
+async def test_rank_that_leaves_before_its_call_is_named(leaver: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
         if pg.rank() == leaver:
             return
@@ -503,9 +501,9 @@ async def test_a_rank_that_leaves_before_its_call(leaver: int) -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_leaves_after_its_call_is_not_needed() -> None:
+async def test_rank_that_leaves_after_its_call_is_not_needed() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.allreduce(tensor)
         assert host(tensor).tolist() == [3.0] * 3
 
@@ -514,9 +512,9 @@ async def test_a_rank_that_leaves_after_its_call_is_not_needed() -> None:
             await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_never_calls_is_named() -> None:
+async def test_rank_that_never_calls_is_named() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
         if pg.rank() < 2:
             with pytest.raises(CollectiveTimeoutError):
@@ -529,19 +527,19 @@ async def test_a_rank_that_never_calls_is_named() -> None:
         await run_ranks(3, body, gpu)
 
 
-# -- rank 0's part, alone
+# -- the comparison and pacing on rank 0
 
 
-class Said:
-    """What rank 0 has said."""
+class Rank0:
+    """The order, comparison and pacing of rank 0, and the messages that they send."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
         self.order = program_order.ProgramOrder(lambda *_: None, lambda _: None, lambda: None, alone=False)
         self.pacing = pacing.Pacing(
             2,
-            lambda position: self.said.append(("confirm", position)),
-            lambda *how: self.said.append(how),
+            lambda position: self.sent.append(("confirm", position)),
+            lambda *how: self.sent.append(how),
             asyncio.get_running_loop().call_later,
             can_stage=True,
             is_shared=False,
@@ -550,11 +548,11 @@ class Said:
             2,
             self.order,
             self.pacing,
-            lambda rank, start, hashes: self.said.append(("compare", rank, start, len(hashes))),
+            lambda rank, start, hashes: self.sent.append(("compare", rank, start, len(hashes))),
         )
 
     def call(self) -> int:
-        """Make a call, and return the hash of all so far."""
+        """Make a call; return the hash of all calls so far."""
 
         class Called:
             def begin(self, staged: bool) -> None:
@@ -564,37 +562,37 @@ class Said:
         return self.order.hashes(self.order.called, self.order.called)[0]
 
 
-async def test_what_is_confirmed_while_ranks_halt_is_let_through() -> None:
-    it = Said()
+async def test_confirmation_during_a_halt_starts_the_placed_operations() -> None:
+    rank = Rank0()
     begun: list[bool] = []
-    it.pacing.place(begun.append)
-    it.pacing.place(begun.append)
-    it.comparison.reported(1, 1, it.call())
-    it.pacing.halted(0, 0)
+    rank.pacing.place(begun.append)
+    rank.pacing.place(begun.append)
+    rank.comparison.reported(1, 1, rank.call())
+    rank.pacing.halted(0, 0)
     assert not begun
-    it.pacing.halted(1, 0)
-    assert it.said == [("halt", 0, 0), ("confirm", 1), ("through", 1, 1)]
+    rank.pacing.halted(1, 0)
+    assert rank.sent == [("halt", 0, 0), ("confirm", 1), ("through", 1, 1)]
     assert begun == [False, False]
-    it.pacing.halted(1, 0)  # once more does nothing
-    assert len(it.said) == 3
+    rank.pacing.halted(1, 0)  # a repeated report has no effect
+    assert len(rank.sent) == 3
 
 
-async def test_a_mismatch_is_asked_about_once_and_nothing_is_confirmed_behind() -> None:
-    it = Said()
-    it.comparison.reported(1, 1, it.call())
-    first, second = it.call(), it.call()
-    it.comparison.reported(1, 2, first + 1)
-    it.comparison.reported(1, 3, second)
-    assert it.said == [("confirm", 1), ("compare", 1, 2, 1)]
+async def test_mismatch_is_compared_once_and_blocks_later_confirmations() -> None:
+    rank = Rank0()
+    rank.comparison.reported(1, 1, rank.call())
+    first, second = rank.call(), rank.call()
+    rank.comparison.reported(1, 2, first + 1)
+    rank.comparison.reported(1, 3, second)
+    assert rank.sent == [("confirm", 1), ("compare", 1, 2, 1)]
     with pytest.raises(ValueError, match="rank 1 has been at position 3 before"):
-        it.comparison.reported(1, 3, second)
-    it.comparison.end()
+        rank.comparison.reported(1, 3, second)
+    rank.comparison.end()
 
 
-async def test_once_a_rank_has_left_all_is_staged() -> None:
-    it = Said()
+async def test_operations_are_staged_after_a_rank_has_left() -> None:
+    rank = Rank0()
     begun: list[bool] = []
-    it.pacing.place(begun.append)
-    it.pacing.departed()
-    it.pacing.place(begun.append)
+    rank.pacing.place(begun.append)
+    rank.pacing.departed()
+    rank.pacing.place(begun.append)
     assert begun == [True, True]

@@ -1,4 +1,4 @@
-"""Staged calls while NCCL's are on the device: no thread locks memory then, or frees it, which waits for their end."""
+"""Staged calls while NCCL kernels run: no thread locks or frees memory, which would wait for the kernels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from aiocoll.gpu.device import Device
 from ..fakes.arrays import FakeArray
 from ..internals import Limits, dispatcher_of, nccl_end
 from ..ranks import run_ranks, until
-from .devices import Gated, begin, faked
+from .devices import GatedCall, fake_cuda, launch_call
 from .groups import Gpus, gpus, host
 
 COUNTS = (1, 1000, 300_000)
 
 
-async def busy(pg: ProcessGroup, gpu: Gpus) -> Any:
-    """Let a call of rank 0 be on its device until rank 1 makes it, too; return the work, or None on rank 1."""
+async def occupy_device(pg: ProcessGroup, gpu: Gpus) -> Any:
+    """Start a call that occupies rank 0's device until rank 1 makes it; return its work, or None on rank 1."""
     tensor = gpu.tensor(np.ones(3), pg.rank())
     for _ in range(3):
         await pg.allreduce(tensor)
@@ -36,18 +36,18 @@ async def busy(pg: ProcessGroup, gpu: Gpus) -> Any:
     return work
 
 
-async def end(pg: ProcessGroup, gpu: Gpus, work: Any) -> None:
-    """Let it end."""
+async def release_device(pg: ProcessGroup, gpu: Gpus, work: Any) -> None:
+    """Finish the call of `occupy_device`."""
     await (pg.allreduce(gpu.tensor(np.ones(3), 1)) if work is None else work)
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_messages_and_calls_go_through_ordinary_memory(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_staged_calls_use_ordinary_memory_while_nccl_runs(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounce, "NBYTES", 1 << 19)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        work = await busy(pg, gpu)
+        work = await occupy_device(pg, gpu)
         values = np.arange(count) + rank
         tensor, bits = gpu.tensor(values, rank), gpu.tensor(values, rank)
         await (pg.recv(tensor, 1) if rank == 0 else pg.send(tensor, 0))
@@ -57,17 +57,17 @@ async def test_messages_and_calls_go_through_ordinary_memory(count: int, monkeyp
         await reduced.on_stream()
         await reduced
         assert (host(bits) == (np.arange(count) | np.arange(count) + 1)).all()
-        await end(pg, gpu, work)
+        await release_device(pg, gpu, work)
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
         assert gpu.cuda.live()["pinned"] >= bounce.NBYTES
 
 
-async def test_threads_that_copy_disturb_no_capture() -> None:
+async def test_copying_threads_disturb_no_capture() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        work = await busy(pg, gpu)
+        work = await occupy_device(pg, gpu)
         if rank == 0:
             captured = gpu.stream(0)
             gpu.torch.streams[0] = 0
@@ -77,21 +77,21 @@ async def test_threads_that_copy_disturb_no_capture() -> None:
         assert (host(tensor) == 3).all()
         if rank == 0:
             gpu.cuda.capture(captured, False)
-        await end(pg, gpu, work)
+        await release_device(pg, gpu, work)
         assert gpu.cuda.disturbed == []
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
 
-async def test_what_was_missing_is_locked_when_the_device_is_idle(limits: Limits) -> None:
-    """And what is beyond the limit is freed then."""
+async def test_missing_memory_is_locked_when_the_device_is_idle(limits: Limits) -> None:
+    """Check that memory is locked and freed only when the device is idle."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        device = gpu.engine(rank)
+        device = gpu.shared_device(rank)
         tensor = gpu.tensor(np.full(COUNTS[1], 1 << rank), rank)
-        work = await busy(pg, gpu)
+        work = await occupy_device(pg, gpu)
         before = device.staging.kept
         await pg.allreduce(tensor, ReduceOp.BOR, key="bits")
         if rank == 0:
@@ -99,11 +99,11 @@ async def test_what_was_missing_is_locked_when_the_device_is_idle(limits: Limits
             await pg.send_object("nothing is locked yet", 1)
         else:
             await pg.recv_object(0)
-        await end(pg, gpu, work)
+        await release_device(pg, gpu, work)
         await until(lambda: device.staging.kept > before)
         await pg.barrier()
         limits(staging_kept=0)
-        work = await busy(pg, gpu)
+        work = await occupy_device(pg, gpu)
         await pg.allreduce(tensor, ReduceOp.BOR, key="bits")
         assert device.staging.kept == 0
         if rank == 0:
@@ -111,7 +111,7 @@ async def test_what_was_missing_is_locked_when_the_device_is_idle(limits: Limits
             await pg.send_object("it is not freed yet", 1)
         else:
             await pg.recv_object(0)
-        await end(pg, gpu, work)
+        await release_device(pg, gpu, work)
         await until(lambda: gpu.cuda.live()["pinned"] == 2 * bounce.NBYTES)
 
     with gpus(2) as gpu:
@@ -119,10 +119,10 @@ async def test_what_was_missing_is_locked_when_the_device_is_idle(limits: Limits
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "stream_create"])
-async def test_a_copy_that_fails_ends_the_group(call: str) -> None:
+async def test_failed_copy_ends_the_group(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        calls = [await busy(pg, gpu)]
+        calls = [await occupy_device(pg, gpu)]
         if rank == 0:
             gpu.cuda.fail_next(call, "no")
         large = gpu.tensor(np.zeros(COUNTS[2]), rank)
@@ -137,7 +137,7 @@ async def test_a_copy_that_fails_ends_the_group(call: str) -> None:
 
 
 @pytest.mark.parametrize("failing", ["stream_wait", "event_record"])
-async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) -> None:
+async def test_failed_call_before_the_copy_ends_the_group(failing: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
 
@@ -145,11 +145,11 @@ async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) ->
             if call == failing and gpu.cuda.current() == 0:
                 raise DeviceError(call, "no", fatal=False)
 
-        earlier = await busy(pg, gpu)
+        earlier = await occupy_device(pg, gpu)
         small = gpu.tensor(np.zeros(3), rank)
         if rank == 0:
             work = pg.recv(small, 1)
-            await gpu.engine(0).run(lambda: None)  # it has its memory
+            await gpu.shared_device(0).run(lambda: None)  # so that the receive has its memory
             gpu.cuda.hooks.append(refuse)
             await pg.send_object("now", 1, tag=1)
         else:
@@ -162,12 +162,12 @@ async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) ->
         await run_ranks(2, body, gpu)
 
 
-async def test_calls_on_a_stream_that_is_given_up_still_occupy_the_device() -> None:
-    with faked(1) as cuda:
+async def test_calls_on_an_abandoned_stream_still_occupy_the_device() -> None:
+    with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         stream = device.common_stream()
-        gated = Gated(cuda, stream)
-        _, ended = begin(device, stream, gated)
+        gated = GatedCall(cuda, stream)
+        _, ended = launch_call(device, stream, gated)
         assert not await device.leave_common_stream(0.001)
         assert await device.run(lambda: device.page_locked(100)) is None
         assert device.staging.kept == 0
@@ -177,9 +177,9 @@ async def test_calls_on_a_stream_that_is_given_up_still_occupy_the_device() -> N
         assert await device.run(lambda: device.page_locked(100)) is not None
 
 
-async def test_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_array_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounce, "NBYTES", 100)
-    with faked(1) as cuda:
+    with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         block = await device.run(lambda: Bounce(cuda))
         source = FakeArray(cuda, np.arange(123.0))
@@ -196,7 +196,7 @@ async def test_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cuda.live() == live
 
 
-async def test_a_device_without_nccl_needs_none() -> None:
+async def test_device_without_nccl_needs_no_bounce_block() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await asyncio.gather(*(pg.allreduce(gpu.tensor(np.ones(3), pg.rank())).join() for _ in range(9)))
         assert dispatcher_of(pg).device_calls.state.device._bounce is None  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The communicator of a group: what it is asked while it works, and how it ends when not all goes together."""
+"""The communicator of a group: error queries, and its end if ranks do not end it together."""
 
 from __future__ import annotations
 
@@ -17,107 +17,112 @@ from aiocoll.gpu.waiter import AT_MOST
 
 from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
 from ..ranks import run_ranks, until
-from .groups import Gpus, allreduced, called, fails, gpus, host, ones
+from .groups import Gpus, check_allreduce, check_failure, gpus, host, ones, start_unless_revoked
 
 
-def of(pg: ProcessGroup) -> DeviceCommunicator:
-    """Return the communicator of a group, which has been called."""
+def communicator_of(pg: ProcessGroup) -> DeviceCommunicator:
+    """Return the communicator of a group that has made a call."""
     assert dispatcher_of(pg).device_calls is not None
     assert dispatcher_of(pg).device_calls.state.communicator is not None
     return dispatcher_of(pg).device_calls.state.communicator
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
-    """Let it be asked all the time what has failed; return a list that gets an entry each time."""
-    asked: list[int] = []
+def record_queries(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
+    """Make the error query of communicators frequent; return a list that gets an entry at each query."""
+    queries: list[int] = []
     limits(device_ask_every=0.001)
-    spied(monkeypatch, device_ask=lambda _: asked.append(1))
-    return asked
+    spied(monkeypatch, device_ask=lambda _: queries.append(1))
+    return queries
 
 
-async def test_one_question_at_a_time_and_late_answers_are_no_news(
+async def test_async_error_is_queried_once_at_a_time_and_a_late_result_is_ignored(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    asked = counted(monkeypatch, limits)
+    queries = record_queries(monkeypatch, limits)
     answer = threading.Event()
     questions: list[int] = []
 
-    def slow() -> str:
+    def slow_query() -> str:
         questions.append(1)
         assert answer.wait(10)
         return "too late"
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
-        nccl_end(pg).async_error = slow
+        await check_allreduce(pg, gpu)
+        nccl_end(pg).async_error = slow_query
         gate = gpu.gate(0)
-        work = called(pg, gpu)
+        work = start_unless_revoked(pg, gpu)
         await until(lambda: questions)
-        so_far = len(asked)
-        await until(lambda: len(asked) > so_far + 3)
+        so_far = len(queries)
+        await until(lambda: len(queries) > so_far + 3)
         assert len(questions) == 1
         pg.abort("enough")
         answer.set()
         await dispatcher_of(pg).device_calls.state.device.run(lambda: None)  # type: ignore[union-attr]
-        await fails(pg, work, "enough")
+        await check_failure(pg, work, "enough")
         gate.open()
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 
 
-async def test_the_loop_gives_way_until_the_launcher_has_come_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less and less often: it may be in a call that waits for another rank; not where calls wait for a stream."""
+async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the loop yields the GIL less and less often, and never while calls only wait for a stream.
+
+    The launcher may be in a call that waits for another rank, so the loop must not yield too often.
+    """
     free = threading.Event()
-    looks: dict[Launched, list[tuple[float, bool]]] = defaultdict(list)
-    given: list[int] = []
+    checks: dict[Launched, list[tuple[float, bool]]] = defaultdict(list)
+    yields: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         device = dispatcher_of(pg).device_calls.state.device  # type: ignore[union-attr]
         waiting = device.run(lambda: free.wait(10))
-        work = called(pg, gpu)
-        await until(lambda: len(given) >= 4)
+        work = start_unless_revoked(pg, gpu)
+        await until(lambda: len(yields) >= 4)
         free.set()
         await waiting
         await work
-        launched = max(looks, key=lambda each: len(looks[each]))
-        await until(lambda: looks[launched][-1][1])
-        waits = [waited for waited, _ in looks[launched]]
+        launched = max(checks, key=lambda each: len(checks[each]))
+        await until(lambda: checks[launched][-1][1])
+        waits = [waited for waited, _ in checks[launched]]
         assert waits == [min(0.001 * 2**number, 0.016) for number in range(len(waits))]
-        found = [enqueued for each in looks.values() for _, enqueued in each]
-        # The launcher may come to it behind a look.
-        assert len(given) <= found.count(False)
+        found = [enqueued for each in checks.values() for _, enqueued in each]
+        # The launcher may enqueue the call right after a check.
+        assert len(yields) <= found.count(False)
         gate = gpu.gate(0)
-        works = [called(pg, gpu) for _ in range(2 * AT_MOST)]
+        works = [start_unless_revoked(pg, gpu) for _ in range(2 * AT_MOST)]
         await until(lambda: not device.is_launching)
-        looks.clear()
-        # The next look may be at a call that has been launched since.
-        await until(lambda: any(not enqueued for each in looks.values() for _, enqueued in each))
-        given.clear()
-        looks.clear()
-        await until(lambda: sum(map(len, looks.values())) > 4)
-        assert len(looks) == 1, "one call is looked at for all that wait"
-        assert not given
+        checks.clear()
+        # The next check may see a call that was launched since.
+        await until(lambda: any(not enqueued for each in checks.values() for _, enqueued in each))
+        yields.clear()
+        checks.clear()
+        await until(lambda: sum(map(len, checks.values())) > 4)
+        assert len(checks) == 1, "more than one of the waiting calls was checked"
+        assert not yields
         gate.open()
         await asyncio.gather(*(work.join() for work in works))
 
-    def look(_: DeviceCommunicator, launched: Launched, waited: float) -> None:
-        looks[launched].append((waited, launched.enqueued))
+    def record_check(_: DeviceCommunicator, launched: Launched, waited: float) -> None:
+        checks[launched].append((waited, launched.enqueued))
 
-    spied(monkeypatch, device_give_way=look, device_given_way=lambda _: given.append(1))
+    spied(monkeypatch, device_give_way=record_check, device_given_way=lambda _: yields.append(1))
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 
 
-async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
-    asked = counted(monkeypatch, limits)
+async def test_async_error_is_not_queried_before_the_communicator_exists(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    queries = record_queries(monkeypatch, limits)
     make = threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         work = pg.allreduce(tensor := ones(pg, gpu))
-        await until(lambda: len(asked) > 3)
-        assert not of(pg).is_begun
+        await until(lambda: len(queries) > 3)
+        assert not communicator_of(pg).is_begun
         make.set()
         assert await work is tensor
 
@@ -126,44 +131,44 @@ async def test_nothing_is_asked_before_it_is_made(monkeypatch: pytest.MonkeyPatc
         await run_ranks(1, body, gpu)
 
 
-async def test_a_group_that_ends_before_its_communicator_is_made(limits: Limits) -> None:
+async def test_communicator_created_after_the_end_of_its_group_is_aborted(limits: Limits) -> None:
     limits(device_release=0.05)
     make = threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        called = gpu.calls()
+        calls = gpu.calls()
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
         await pg.shutdown()
         make.set()
-        await until(lambda: called and called[-1] == "abort")
+        await until(lambda: calls and calls[-1] == "abort")
 
     with gpus(1) as gpu:
         gpu.nccl.hooks.append(lambda call: call != "init" or make.wait(10))
         await run_ranks(1, body, gpu)
 
 
-async def test_a_communicator_that_cannot_be_made_ends_a_group_of_which_nothing_waits_for_it() -> None:
+async def test_failed_communicator_ends_a_group_without_waiting_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.nccl.fail_next("init", "unhandled cuda error")
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
-        await fails(pg, None, "group .* failed on rank 0, device 0: init: unhandled cuda error")
+        await check_failure(pg, None, "group .* failed on rank 0, device 0: init: unhandled cuda error")
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 
 
-async def test_who_has_said_that_he_ends_may_leave(limits: Limits) -> None:
+async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits: Limits) -> None:
     limits(device_parting=60)
     ends: dict[int, Any] = {}
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         ends[pg.rank()] = nccl_end(pg)
         await pg.barrier()
         if pg.rank() == 0:
             comm_of(pg).timeout = 0.05
         elif pg.rank() == 1:
-            closing = asyncio.ensure_future(of(pg).close())
+            closing = asyncio.ensure_future(communicator_of(pg).close())
             await until(lambda: 0 in comm_of(pg).left)
             assert not closing.done()
             await pg.send_object("all ready", 2)
@@ -181,18 +186,18 @@ async def test_who_has_said_that_he_ends_may_leave(limits: Limits) -> None:
     ]
 
 
-async def test_an_error_in_the_first_of_several_verdicts_ends_the_others() -> None:
+async def test_error_in_the_first_of_several_decided_calls_fails_the_others() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        works = [called(pg, gpu), called(pg, gpu)]
+        works = [start_unless_revoked(pg, gpu), start_unless_revoked(pg, gpu)]
         gpu.cuda.fail_next("stream_create", "out of memory")
         for work in works:
-            await fails(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
+            await check_failure(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 
 
-async def test_who_no_longer_waits_for_the_order_of_a_stream() -> None:
+async def test_cancelled_on_stream_does_not_affect_another_one() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             tensor = ones(pg, gpu)
@@ -210,10 +215,10 @@ async def test_who_no_longer_waits_for_the_order_of_a_stream() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_groups_that_end_at_once_do_not_wait_for_each_other(
+async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each rank comes to end another one of them first."""
+    """Check two groups that the ranks end in opposite orders."""
 
     async def late(parted: Any, end: DeviceCommunicator) -> bool:
         is_first = group_of(end).rank == int(group_of(end).name.endswith("other"))
@@ -225,46 +230,46 @@ async def test_groups_that_end_at_once_do_not_wait_for_each_other(
         groups = [await pg.split_group([[0, 1]], group_name=name) for name in ("one", "other")]
         for each in groups:
             assert each is not None
-            await allreduced(each, gpu)
+            await check_allreduce(each, gpu)
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
     assert "has not ended" not in caplog.text
 
 
-async def test_no_abort_comes_while_a_thread_is_in_a_call(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    """A call that does not return keeps the communicator, and holds up neither the loop nor other groups."""
+async def test_communicator_is_not_aborted_during_a_call(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+    """Check that an abort waits for a call that does not return, and blocks neither the loop nor other groups."""
     limits(device_aborting=0.02)
     calling, go_on = threading.Event(), threading.Event()
 
-    def stuck(call: str) -> None:
+    def block_broadcast(call: str) -> None:
         if call == "broadcast":
             calling.set()
             assert go_on.wait(10)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         end: Any = nccl_end(pg)
         work = pg.broadcast(ones(pg, gpu), 0)
         await until(calling.is_set)
         pg.abort("enough")
-        await fails(pg, work, "enough")
+        await check_failure(pg, work, "enough")
         await until(lambda: "or did not return from a call of it" in caplog.text)
         assert not end.aborted
         go_on.set()
         await until(lambda: end.aborted)
 
     with gpus(1) as gpu:
-        gpu.nccl.hooks.append(stuck)
+        gpu.nccl.hooks.append(block_broadcast)
         await run_ranks(1, body, gpu)
 
 
-async def test_a_group_is_not_closed_before_its_communicator_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ended then would take down NCCL under the thread that aborts it."""
+async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that `shutdown` waits for an abort: the end of the process would unload NCCL during it."""
     go_on = threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         end = nccl_end(pg)
         abort, destroyed = end.abort, gpu.cuda.calls["stream_destroy"]
         monkeypatch.setattr(end, "abort", lambda: go_on.wait(10) and abort())
@@ -282,28 +287,28 @@ async def test_a_group_is_not_closed_before_its_communicator_is_aborted(monkeypa
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Limits) -> None:
-    """The question is in the launcher, or on its way there."""
+async def test_error_query_ends_before_its_communicator(end: str, limits: Limits) -> None:
+    """Check the end of a communicator while its error query runs in the launcher."""
     limits(device_ask_every=0.001)
-    asking, go_on = threading.Event(), threading.Event()
+    querying, go_on = threading.Event(), threading.Event()
 
-    def slow(call: str) -> None:
+    def slow_query(call: str) -> None:
         if call == "async_error":
-            asking.set()
+            querying.set()
             assert go_on.wait(10)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
-        await gpu.engine(0).run(lambda: None)
-        gpu.nccl.hooks.append(slow)
+        await check_allreduce(pg, gpu)
+        await gpu.shared_device(0).run(lambda: None)
+        gpu.nccl.hooks.append(slow_query)
         made: Any = nccl_end(pg)
         gate = gpu.gate(0)
-        work = called(pg, gpu)
-        await until(asking.is_set)
+        work = start_unless_revoked(pg, gpu)
+        await until(querying.is_set)
         gate.open()
         if end == "abort":
             pg.abort("enough")
-            await fails(pg, work, "enough")
+            await check_failure(pg, work, "enough")
         else:
             await work
         shut = asyncio.ensure_future(pg.shutdown())
@@ -319,8 +324,10 @@ async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Li
 
 
 @pytest.mark.parametrize("connect", [None, "1"])
-async def test_first_calls_that_block_hold_up_no_loop(connect: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a user says otherwise, ranks are connected with the communicator, and no call blocks."""
+async def test_blocking_first_calls_do_not_hold_up_the_loop(
+    connect: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that by default ranks connect when the communicator is created, so that no call blocks."""
     if connect is None:
         monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
     else:

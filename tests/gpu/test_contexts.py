@@ -1,4 +1,4 @@
-"""Contexts: a rank has one on the device of its arrays, and on no other, whichever of its threads makes calls."""
+"""CUDA contexts: all threads of a rank create them only on the device of its arrays."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
 from ..internals import Limits, dispatcher_of
 from ..ranks import run_ranks, until
-from .devices import begin, faked
+from .devices import fake_cuda, launch_call
 from .groups import WAYS, Gpus, gpus
 
 CONNECT = "NCCL_RUNTIME_CONNECT"
-#: Where arrays are; the device of a thread that has not chosen, 0, has none.
+#: The devices of the arrays. Device 0, the default of new threads, has no array.
 USED = (1, 2)
 
 
-async def calls(pg: ProcessGroup, gpu: Gpus) -> None:
+async def make_all_calls(pg: ProcessGroup, gpu: Gpus) -> None:
     """Make calls of all kinds."""
     device = USED[pg.rank()]
     tensor = gpu.tensor(np.ones(3), device)
     await pg.allreduce(tensor)
     await pg.allreduce(tensor).on_stream()
-    await pg.allreduce(gpu.tensor(np.ones(3, np.int16), device))  # staged, whatever the way
+    await pg.allreduce(gpu.tensor(np.ones(3, np.int16), device))  # always staged
     large, into = (gpu.tensor(np.ones(100_000), device) for _ in range(2))
     sent = pg.send(large, 1 - pg.rank())
     await pg.recv(into, 1 - pg.rank())
     await sent
-    # Of this array it is CUDA that knows the device.
+    # Only CUDA knows the device of this array.
     array = FakeArray(gpu.cuda, np.ones(3), device)
     await pg.allreduce(array)
     assert array.numpy().tolist() == [2] * 3
@@ -46,9 +46,9 @@ async def calls(pg: ProcessGroup, gpu: Gpus) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("end", ["shutdown", "abort"])
-async def test_no_call_makes_a_context_elsewhere(way: str, end: str) -> None:
+async def test_calls_create_contexts_only_on_their_devices(way: str, end: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await calls(pg, gpu)
+        await make_all_calls(pg, gpu)
         if end == "abort":
             await pg.barrier()
             pg.abort("enough")
@@ -59,8 +59,8 @@ async def test_no_call_makes_a_context_elsewhere(way: str, end: str) -> None:
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_a_rank_that_makes_a_communicator_only_to_abort_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does where the group has failed on it while the others began to make one; it connects as these do."""
+async def test_late_communicator_is_created_on_the_right_device_and_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a rank whose group failed while the other ranks started to create the communicator."""
     settings: list[str | None] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -68,7 +68,7 @@ async def test_a_rank_that_makes_a_communicator_only_to_abort_it(monkeypatch: py
         side = dispatcher_of(pg).device_calls.state
         assert side is not None
         name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
-        monkeypatch.delenv(CONNECT, raising=False)  # as in processes that have made none before
+        monkeypatch.delenv(CONNECT, raising=False)  # as in a process without an earlier communicator
         name = await pg.broadcast_object(name, 0)
         side._agreement.handle_late({"decision": Decision(True, "all have it", name)})
         await until(lambda: called.count("abort") == 2)
@@ -81,8 +81,8 @@ async def test_a_rank_that_makes_a_communicator_only_to_abort_it(monkeypatch: py
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_threads_of_their_own_use_the_device() -> None:
-    with faked(2) as cuda:
+async def test_separate_threads_use_the_device() -> None:
+    with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         nccl = FakeNccl(cuda)
         assert await device.run_in_thread(cuda.current) == 1
@@ -98,15 +98,15 @@ async def test_threads_of_their_own_use_the_device() -> None:
     assert sorted(cuda.contexts) == [1]
 
 
-async def test_a_device_that_nobody_may_use_is_told_by_what_is_called() -> None:
-    with faked(1) as cuda:
+async def test_failed_device_selection_does_not_fail_a_function_in_a_thread() -> None:
+    with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         cuda.fail_next("use", "invalid device ordinal 7")
         assert await device.run_in_thread(lambda: 5) == 5
 
 
-def elsewhere(cuda: FakeCuda, call: Any) -> Any:
-    """Return what `call` returns in a new thread."""
+def result_in_thread(cuda: FakeCuda, call: Any) -> Any:
+    """Return the result of `call` in a new thread."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
@@ -114,26 +114,26 @@ def elsewhere(cuda: FakeCuda, call: Any) -> Any:
     return found[0]
 
 
-def test_a_thread_goes_back_to_its_device_where_that_has_been_used() -> None:
+def test_thread_returns_to_a_device_that_it_has_used() -> None:
     with FakeCuda(3) as cuda:
         events = Events(cuda, 2)
 
-        def there() -> tuple[int, int]:
+        def devices_seen() -> tuple[int, int]:
             return events.on_device(cuda.current), cuda.current()
 
-        assert elsewhere(cuda, there) == (2, 2)
+        assert result_in_thread(cuda, devices_seen) == (2, 2)
         assert sorted(cuda.contexts) == [2]
 
-        def used() -> tuple[int, int]:
+        def devices_seen_after_use() -> tuple[int, int]:
             cuda.use(1)
-            return there()
+            return devices_seen()
 
-        assert elsewhere(cuda, used) == (2, 1)
+        assert result_in_thread(cuda, devices_seen_after_use) == (2, 1)
         assert sorted(cuda.contexts) == [1, 2]
 
 
-async def test_the_communicator_is_ended_on_its_device(limits: Limits) -> None:
-    """Where the ranks do not end it together, too."""
+async def test_communicator_is_ended_on_its_device(limits: Limits) -> None:
+    """Check the device also if the ranks do not end the communicator together."""
     limits(device_parting=0.01)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -148,11 +148,11 @@ async def test_the_communicator_is_ended_on_its_device(limits: Limits) -> None:
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_calls_on_a_device_that_the_loop_has_not_chosen() -> None:
-    with faked(2) as cuda:
+async def test_calls_use_a_device_that_the_loop_has_not_selected() -> None:
+    with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         stream = device.stream()
-        launched, ended = begin(device, stream)
+        launched, ended = launch_call(device, stream)
         await launched.on_stream(0)
         await ended
         device.check_capture(0)

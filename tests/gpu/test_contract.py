@@ -1,4 +1,4 @@
-"""The fake CUDA device passes the contract of devices, by NCCL and through the host."""
+"""The contract of devices on the fake CUDA device, by NCCL and staged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA and NCCL by ctypes: how the libraries are called, what is made of errors, and where libraries are looked for."""
+"""CUDA and NCCL by ctypes: calls of the libraries, their errors, and the search for the libraries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nccl_of(log: Log, **more: Any) -> CtypesNccl:
 # -- signatures
 
 
-def test_signatures_are_those_of_the_headers() -> None:
+def test_signatures_equal_those_of_the_headers() -> None:
     wide = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t)
     tables = (
         (ctypes_cuda.SIGNATURES, stub.CUDA_H),
@@ -54,7 +54,7 @@ def test_signatures_are_those_of_the_headers() -> None:
     for table, headers in tables:
         assert table.keys() == headers.keys()
         for name, types in table.items():
-            declared = stub.kinds(headers[name])
+            declared = stub.ctypes_of(headers[name])
             assert len(types) == len(declared), name
             for used, kind in zip(types, declared, strict=True):
                 if kind is stub.UniqueId:
@@ -73,7 +73,7 @@ def test_signatures_are_those_of_the_headers() -> None:
     ],
     ids=["cuda", "nccl"],
 )
-def test_the_libraries_of_this_machine_have_all_functions(find: Callable[[], Any], table: dict[str, Any]) -> None:
+def test_libraries_of_this_machine_have_all_functions(find: Callable[[], Any], table: dict[str, Any]) -> None:
     try:
         library = find()
     except OSError as error:
@@ -81,7 +81,7 @@ def test_the_libraries_of_this_machine_have_all_functions(find: Callable[[], Any
     assert [name for name in table if not hasattr(library, name)] == []
 
 
-def test_the_configuration_is_laid_out_as_in_the_header() -> None:
+def test_config_layout_equals_that_of_the_header() -> None:
     config = ctypes_nccl.Config
     assert ctypes.sizeof(config) == 40
     offsets = {name: getattr(config, name).offset for name, _ in config._fields_}  # type: ignore[misc]
@@ -91,7 +91,7 @@ def test_the_configuration_is_laid_out_as_in_the_header() -> None:
     }  # fmt: skip
 
 
-def test_both_adapters_have_all_that_the_protocols_want() -> None:
+def test_ctypes_adapters_have_all_methods_of_the_protocols() -> None:
     for protocol, made in ((Cuda, CtypesCuda), (Nccl, CtypesNccl)):
         wanted = {name for name in vars(protocol) if not name.startswith("_")}
         assert wanted <= {name for name in dir(made) if not name.startswith("_")}
@@ -128,7 +128,9 @@ def test_both_adapters_have_all_that_the_protocols_want() -> None:
         (lambda c: c.has_context(1), ("cuDevicePrimaryCtxGetState", (1,)), True),
     ],
 )
-def test_calls_of_cuda(log: Log, call: Callable[[CtypesCuda], Any], logged: Any, returned: Any) -> None:
+def test_method_calls_its_cuda_function(
+    log: Log, call: Callable[[CtypesCuda], Any], logged: Any, returned: Any
+) -> None:
     cuda = cuda_of(log)
     assert call(cuda) == returned
     assert (log.calls[-1:] or [("", ())]) == [logged]
@@ -139,7 +141,7 @@ def test_calls_of_cuda(log: Log, call: Callable[[CtypesCuda], Any], logged: Any,
         assert (caught.value.fatal, caught.value.status) == (True, 700)
 
 
-def test_a_thread_without_a_device(log: Log) -> None:
+def test_thread_without_a_device_has_device_minus_one(log: Log) -> None:
     log.status["cuCtxGetDevice"] = 201
     assert cuda_of(log).current() == -1
 
@@ -159,7 +161,7 @@ def test_pinned_memory_is_freed_with_its_last_view(log: Log) -> None:
 
 
 class Torch(ModuleType):
-    """What multiplies, on memory of the host."""
+    """A torch lookalike that multiplies in host memory."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -184,7 +186,7 @@ class Torch(ModuleType):
         return np.asarray(SimpleNamespace(__array_interface__=shown))
 
 
-def test_factors_are_torchs(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scaling_uses_torch(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = cuda_of(log)
     torch = Torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -207,7 +209,7 @@ def test_factors_are_torchs(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- NCCL
 
 
-def test_an_id_and_a_version(log: Log) -> None:
+def test_unique_id_and_version_are_returned_and_old_nccl_is_refused(log: Log) -> None:
     nccl = nccl_of(log)
     assert (nccl.version(), nccl.unique_id()) == (22809, stub.ID)
     with pytest.raises(DeviceError, match="NCCL 21702 is too old"):
@@ -226,9 +228,9 @@ def test_an_id_and_a_version(log: Log) -> None:
         (lambda c: c.recv(MEMORY, 3, 7, 1, STREAM), ("ncclRecv", (MEMORY, 3, 7, 1))),
     ],
 )
-def test_calls_of_nccl(log: Log, call: Callable[[Any], None], logged: Any) -> None:
-    asked = iter([7, 0, 7, 7, 0, 7, 0])
-    nccl = nccl_of(log, asked=lambda: next(asked))
+def test_method_calls_its_nccl_function(log: Log, call: Callable[[Any], None], logged: Any) -> None:
+    statuses = iter([7, 0, 7, 7, 0, 7, 0])
+    nccl = nccl_of(log, asked=lambda: next(statuses))
     log.status["ncclCommInitRankConfig"] = 7
     made = nccl.init(2, stub.ID, 1)
     assert log.calls[0] == ("ncclCommInitRankConfig", (2, stub.ID, 1))
@@ -250,7 +252,7 @@ def test_calls_of_nccl(log: Log, call: Callable[[Any], None], logged: Any) -> No
     assert not caught.value.fatal
 
 
-def test_errors_of_nccl(log: Log) -> None:
+def test_nccl_errors_are_raised(log: Log) -> None:
     status = [5]
     nccl = nccl_of(log, asked=lambda: status[0])
     made = nccl.init(1, stub.ID, 0)
@@ -271,7 +273,7 @@ def test_errors_of_nccl(log: Log) -> None:
         assert caught.value.fatal
 
 
-def test_the_end_of_a_communicator_is_one(log: Log) -> None:
+def test_communicator_ends_only_once(log: Log) -> None:
     nccl = nccl_of(log)
     made = nccl.init(1, stub.ID, 0)
     log.calls.clear()
@@ -282,23 +284,23 @@ def test_the_end_of_a_communicator_is_one(log: Log) -> None:
         made.send(1, 1, 1, 0, 0)
 
 
-def test_a_communicator_is_destroyed_when_it_is_finished(log: Log) -> None:
-    asked = iter([7, 7, 0])
-    made = nccl_of(log, asked=lambda: next(asked)).init(1, stub.ID, 0)
+def test_communicator_is_destroyed_after_finalize_has_finished(log: Log) -> None:
+    statuses = iter([7, 7, 0])
+    made = nccl_of(log, asked=lambda: next(statuses)).init(1, stub.ID, 0)
     log.calls.clear()
     log.status["ncclCommFinalize"] = 7
     made.destroy()
     assert log.names() == ["ncclCommFinalize", *["ncclCommGetAsyncError"] * 3, "ncclCommDestroy"]
 
 
-def test_an_abort_comes_while_a_call_waits_and_no_thread_is_inside(log: Log) -> None:
-    """A call that other ranks do not make: asked again and again, it is aborted between two questions."""
+def test_waiting_call_is_aborted_between_two_status_queries(log: Log) -> None:
+    """Check a call that never finishes: the abort comes between two status queries, never during a library call."""
     inside: list[str] = []
     nccl = nccl_of(log, asked=lambda: 7)
     made = nccl.init(1, stub.ID, 0)
     waits, errors = threading.Event(), []
 
-    def told(name: str) -> None:
+    def check_single_caller(name: str) -> None:
         inside.append(name)
         assert len(inside) == 1, inside
         if name == "ncclCommGetAsyncError":
@@ -311,7 +313,7 @@ def test_an_abort_comes_while_a_call_waits_and_no_thread_is_inside(log: Log) -> 
         except DeviceError as error:
             errors.append(error)
 
-    log.hook = told
+    log.hook = check_single_caller
     log.status["ncclAllReduce"] = 7
     thread = threading.Thread(target=call)
     thread.start()
@@ -323,10 +325,10 @@ def test_an_abort_comes_while_a_call_waits_and_no_thread_is_inside(log: Log) -> 
     assert "the communicator has ended" in str(errors[0])
 
 
-# -- where the libraries are
+# -- the search for the libraries
 
 
-def test_nccl_is_looked_for_in_packages_and_in_the_system(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_searched_in_packages_and_in_the_system(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def load(name: str) -> Any:
@@ -348,16 +350,16 @@ def test_nccl_is_looked_for_in_packages_and_in_the_system(log: Log, monkeypatch:
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(ctypes_nccl.importlib.util, "find_spec", missing)
-    monkeypatch.setattr(ctypes_nccl.ctypes, "CDLL", _none)
+    monkeypatch.setattr(ctypes_nccl.ctypes, "CDLL", fail_to_load)
     with pytest.raises(OSError, match=r"libnccl\.so\.2"):
         ctypes_nccl.load()
 
 
-def _none(name: str) -> Any:
+def fail_to_load(name: str) -> Any:
     raise OSError(name)
 
 
-def test_without_cupy_the_libraries_are_called(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_used_without_cupy(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiocoll.gpu.cupy_api", None)  # type: ignore[arg-type]
     libraries: dict[str, Any] = {}
 
@@ -386,7 +388,7 @@ def test_without_cupy_the_libraries_are_called(log: Log, monkeypatch: pytest.Mon
         provider.runtime()
 
 
-def test_cupy_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     there = ModuleType("aiocoll.gpu.cupy_api")
     there.cuda, there.nccl = (lambda: "cuda"), (lambda: (None, "it rains"))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "aiocoll.gpu.cupy_api", there)

@@ -1,4 +1,4 @@
-"""CUDA and NCCL by CuPy: how it is called, what is made of its errors, and whether the real one is still as it was."""
+"""CUDA and NCCL by CuPy: calls of a stub, their errors, and the signatures of the real CuPy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from aiocoll.errors import BackendUnavailableError
 from aiocoll.gpu.api import Cuda, DeviceError, NcclCommunicator
 
 from .cupy_signatures import CONSTANTS, INSPECTED, NCCL_NUMBERS, SIGNATURES
-from .processes import run
-from .stub_cupy import CUDARuntimeError, Log, NcclError, forget, loaded, stub
+from .processes import run_code
+from .stub_cupy import CUDARuntimeError, Log, NcclError, import_cupy_api, stub, unload_cupy_api
 from .stub_driver import CONTEXT
 
 real = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
@@ -34,11 +34,11 @@ def log() -> Log:
 
 @pytest.fixture
 def api(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`cupy_api` on a stub."""
+    """Yield `cupy_api` on a stub of CuPy."""
     for name, module in stub(log).items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield loaded(log)
-    forget()
+    yield import_cupy_api(log)
+    unload_cupy_api()
 
 
 @pytest.fixture
@@ -84,14 +84,16 @@ def communicator(api: Any, log: Log) -> NcclCommunicator:
         (lambda c: c.copy(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 3, 4)), None),
     ],
 )
-def test_calls_of_cuda(cuda: Cuda, log: Log, call: Callable[[Cuda], Any], logged: Any, returned: Any) -> None:
+def test_method_calls_its_cuda_function(
+    cuda: Cuda, log: Log, call: Callable[[Cuda], Any], logged: Any, returned: Any
+) -> None:
     assert call(cuda) == returned
     assert log.calls[-1:] == [logged]
     assert {name for name, _ in log.calls[:-1]} <= {"cuDeviceGet", "cuDevicePrimaryCtxRetain"}
     assert inspect.isfunction(getattr(Cuda, call.__code__.co_names[0]))
 
 
-def test_the_capability_of_a_device(cuda: Cuda, log: Log) -> None:
+def test_capability_of_a_device_is_returned(cuda: Cuda, log: Log) -> None:
     assert cuda.capability(1) == (9, 9)
     assert log.calls == [("deviceGetAttribute", (75, 1)), ("deviceGetAttribute", (76, 1))]
     log.errors["deviceGetAttribute"] = lambda: CUDARuntimeError(101)
@@ -99,7 +101,7 @@ def test_the_capability_of_a_device(cuda: Cuda, log: Log) -> None:
         cuda.capability(7)
 
 
-def test_events_that_are_not_done(cuda: Cuda, log: Log) -> None:
+def test_unfinished_event_is_not_done(cuda: Cuda, log: Log) -> None:
     log.returns["cuEventQuery"] = 600
     assert cuda.event_done(0xE0) is False
     log.returns["cuEventQuery"] = 700
@@ -109,17 +111,17 @@ def test_events_that_are_not_done(cuda: Cuda, log: Log) -> None:
 
 
 @pytest.mark.parametrize(("status", "fatal"), [(1, False), (2, False), (400, False), (906, False), (700, True)])
-def test_errors_of_cuda(cuda: Cuda, log: Log, status: int, fatal: bool) -> None:
+def test_cuda_errors_are_raised(cuda: Cuda, log: Log, status: int, fatal: bool) -> None:
     log.errors["eventSynchronize"] = lambda: CUDARuntimeError(status)
     with pytest.raises(DeviceError, match=f"cudaEventSynchronize: cudaError{status}") as error:
         cuda.event_synchronize(0xE0)
     assert error.value.fatal is fatal
-    log.errors["eventSynchronize"] = lambda: ZeroDivisionError("ours")
+    log.errors["eventSynchronize"] = lambda: ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
         cuda.event_synchronize(0xE0)
 
 
-def test_pinned_memory_ends_with_its_last_view(cuda: Cuda, log: Log) -> None:
+def test_pinned_memory_is_freed_with_its_last_view(cuda: Cuda, log: Log) -> None:
     memory = cuda.pinned(100)
     assert (memory.dtype, memory.shape) == (np.uint8, (100,))
     part = memory[10:20].view("uint16")
@@ -144,7 +146,7 @@ def test_pinned_memory_ends_with_its_last_view(cuda: Cuda, log: Log) -> None:
         ("bfloat16", 2.5, "uint16"),
     ],
 )
-def test_scaling(cuda: Cuda, log: Log, dtype: str, factor: complex, shown: str) -> None:
+def test_scaling_uses_a_kernel_or_multiply(cuda: Cuda, log: Log, dtype: str, factor: complex, shown: str) -> None:
     cuda.kernels.scale(0x200, 0x100, 5, dtype, factor, 0x70)
     assert log.calls[0] == ("from_external", ((0, 0x70),))
     name, args = log.calls[-1]
@@ -156,7 +158,7 @@ def test_scaling(cuda: Cuda, log: Log, dtype: str, factor: complex, shown: str) 
         assert (shape, kind, ptr, nbytes, device, offset) == ((5,), shown, address, 5 * kind.itemsize, 1, 0)
 
 
-def test_scaling_that_cannot_be(cuda: Cuda, log: Log) -> None:
+def test_unsupported_scaling_raises(cuda: Cuda, log: Log) -> None:
     for dtype in ("float8_e4m3fn", "int32"):
         with pytest.raises(DeviceError, match=f"scale: {dtype} cannot be multiplied on a device") as error:
             cuda.kernels.scale(1, 2, 3, dtype, 2.0, 0)
@@ -167,7 +169,7 @@ def test_scaling_that_cannot_be(cuda: Cuda, log: Log) -> None:
     assert not error.value.fatal
 
 
-def test_a_machine_without_devices(api: Any, log: Log) -> None:
+def test_machine_without_devices_is_reported(api: Any, log: Log) -> None:
     cuda = api.cuda()
     log.errors["getDeviceCount"] = lambda: CUDARuntimeError(35)
     assert cuda.device_count() == 0
@@ -180,12 +182,12 @@ def test_a_machine_without_devices(api: Any, log: Log) -> None:
         api.cuda()
 
 
-def test_a_cupy_that_is_too_old(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_cupy_is_refused(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in stub(log, version="13.6.0").items():
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(ImportError, match=r"CuPy 13.6.0 is too old, it must be 14 or later"):
-        loaded(log)
-    forget()
+        import_cupy_api(log)
+    unload_cupy_api()
 
 
 # -- NCCL
@@ -206,14 +208,14 @@ def test_a_cupy_that_is_too_old(log: Log, monkeypatch: pytest.MonkeyPatch) -> No
         (lambda c: c.destroy(), ("destroy", ())),
     ],
 )
-def test_calls_of_a_communicator(
+def test_communicator_method_calls_its_nccl_function(
     communicator: NcclCommunicator, log: Log, call: Callable[[NcclCommunicator], Any], logged: Any
 ) -> None:
     assert call(communicator) is None
     assert log.calls == [logged]
 
 
-def test_calls_of_nccl(api: Any, log: Log) -> None:
+def test_method_calls_its_nccl_function(api: Any, log: Log) -> None:
     nccl, why = api.nccl()
     assert why is None
     assert api.nccl()[0] is nccl
@@ -237,7 +239,9 @@ def test_calls_of_nccl(api: Any, log: Log) -> None:
         (9, True, "ncclAllReduce: status 9"),
     ],
 )
-def test_errors_of_nccl(communicator: NcclCommunicator, log: Log, status: int, fatal: bool, message: str) -> None:
+def test_nccl_errors_are_raised(
+    communicator: NcclCommunicator, log: Log, status: int, fatal: bool, message: str
+) -> None:
     log.errors["allReduce"] = log.errors["check_async_error"] = lambda: NcclError(status)
     with pytest.raises(DeviceError, match=f"^{message}$") as error:
         communicator.all_reduce(1, 2, 3, 7, 0, 0)
@@ -245,7 +249,7 @@ def test_errors_of_nccl(communicator: NcclCommunicator, log: Log, status: int, f
     assert communicator.async_error() == (None if status == 7 else message.removeprefix("ncclAllReduce: "))
 
 
-def test_what_fails_in_a_group_has_failed_for_all(api: Any, log: Log) -> None:
+def test_failed_group_end_is_fatal(api: Any, log: Log) -> None:
     nccl = api.nccl()[0]
     log.errors["groupEnd"] = log.errors["NcclCommunicator"] = lambda: NcclError(4)
     with pytest.raises(DeviceError, match="ncclGroupEnd: NCCL_ERROR_4") as error:
@@ -257,14 +261,14 @@ def test_what_fails_in_a_group_has_failed_for_all(api: Any, log: Log) -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "destroy"])
-def test_a_communicator_ends_once(communicator: NcclCommunicator, log: Log, end: str) -> None:
+def test_communicator_ends_only_once(communicator: NcclCommunicator, log: Log, end: str) -> None:
     for name in (end, "abort", "destroy"):
         getattr(communicator, name)()
     assert log.calls == [(end, ())]
     del communicator
 
 
-def test_a_communicator_is_not_freed_before_it_ends(api: Any, log: Log) -> None:
+def test_communicator_is_not_freed_before_its_end(api: Any, log: Log) -> None:
     nccl = api.nccl()[0]
     nccl.init(2, bytes(128), 0)
     gc.collect()
@@ -274,49 +278,49 @@ def test_a_communicator_is_not_freed_before_it_ends(api: Any, log: Log) -> None:
     assert [name for name, _ in log.calls][-2:] == ["abort", "freed"]
 
 
-def test_a_communicator_that_could_not_be_made_is_not_freed(api: Any, log: Log) -> None:
-    """NCCL leaves a part of it, and CuPy would destroy that where the last reference ends, perhaps for ever."""
+def test_failed_communicator_is_not_freed(api: Any, log: Log) -> None:
+    """Check that a failed communicator stays referenced: CuPy would destroy it in its finalizer, which may hang."""
     log.errors["NcclCommunicator"] = lambda: NcclError(2)
     freed: list[str] = []
-    through, over = threading.Event(), threading.Event()
+    finished, stop = threading.Event(), threading.Event()
 
     def hang() -> None:
         freed.append(threading.current_thread().name)
-        through.set()
-        over.wait(10)
+        finished.set()
+        stop.wait(10)
 
     def init() -> None:
         with pytest.raises(DeviceError, match="ncclCommInitRank: NCCL_ERROR_2"):
             api.nccl()[0].init(2, bytes(128), 1)
         gc.collect()
-        through.set()
+        finished.set()
 
     log.freed = hang
     launcher = threading.Thread(target=init)
     launcher.start()
-    assert through.wait(10)
-    over.set()
+    assert finished.wait(10)
+    stop.set()
     launcher.join(10)
     assert freed == []
 
 
-def test_communicators_that_do_not_block_are_refused(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonblocking_communicator_is_refused(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     with pytest.raises(DeviceError, match="NCCL_COMM_BLOCKING=0 is set, which CuPy does not support: unset it"):
         api.nccl()[0].init(1, bytes(128), 0)
 
 
-def test_a_cupy_without_nccl(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_without_nccl_is_reported(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = stub(log, nccl=False)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    api = loaded(log)
+    api = import_cupy_api(log)
     assert api.nccl() == (None, "NCCL is not there")
 
     def missing(name: str) -> Any:
         if name != "nccl":
             raise AttributeError(name)
-        # As the real one does it: a warning while it is being imported.
+        # The real CuPy warns during the import.
         warnings.warn("\nnccl library could not be loaded.\n  pip install it", stacklevel=1)
         return modules["cupy.cuda.nccl"]
 
@@ -330,10 +334,10 @@ def test_a_cupy_without_nccl(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     modules["cupy.cuda"].__getattr__ = broken  # type: ignore[method-assign]
     api.nccl.cache_clear()
     assert api.nccl() == (None, "CuPy 14.2.0 has no NCCL: no symbol")
-    forget()
+    unload_cupy_api()
 
 
-# -- the real one
+# -- the real CuPy
 
 
 def resolve(path: str) -> Any:
@@ -350,13 +354,13 @@ def resolve(path: str) -> Any:
 @real
 @pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
 @pytest.mark.parametrize("path", SIGNATURES)
-def test_signatures_of_cupy(path: str) -> None:
+def test_signature_equals_that_of_cupy(path: str) -> None:
     assert (resolve(path).__doc__ or "").strip().split("\n")[0] == SIGNATURES[path]
 
 
 @real
 @pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
-def test_constants_of_cupy() -> None:
+def test_constants_equal_those_of_cupy() -> None:
     assert {path: resolve(path) for path in CONSTANTS} == CONSTANTS
     assert {path: list(inspect.signature(resolve(path)).parameters) for path in INSPECTED} == INSPECTED
     nccl = resolve("cuda.nccl")
@@ -365,31 +369,31 @@ def test_constants_of_cupy() -> None:
 
 @real
 @pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
-def test_what_cupy_does_its_own_way() -> None:
+def test_cupy_behaves_as_the_adapter_assumes() -> None:
     nccl, runtime = resolve("cuda.nccl"), resolve("cuda.runtime")
     assert nccl.NcclError(4).status == 4
     for status in (7, 8):
         with pytest.raises(KeyError):
             nccl.NcclError(status)
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
-    # In a process of its own, since the text of the error is CUDA's, which keeps what it opens.
-    assert run("from cupy.cuda import runtime; print(runtime.CUDARuntimeError(600).status)") == "600"
-    # What `init` takes for granted: it can be made first, and is nothing then.
+    # In a separate process: the error text loads CUDA, which never closes what it opens.
+    assert run_code("from cupy.cuda import runtime; print(runtime.CUDARuntimeError(600).status)") == "600"
+    # `init` assumes that `__new__` alone makes an empty communicator.
     made = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
     assert made.comm == 0
 
 
 @real
-def test_nccl_of_the_real_cupy() -> None:
+def test_real_cupy_calls_nccl() -> None:
     resolve("cuda.nccl")
-    # In a process of its own, since NCCL listens for ever on what it has named.
+    # In a separate process, since NCCL never closes the socket of an id.
     code = "from aiocoll.gpu.cupy_api import nccl; print(nccl()[0].version(), len(nccl()[0].unique_id()))"
-    version, length = run(code).split()
+    version, length = run_code(code).split()
     assert int(version) >= 21800
     assert length == "128"
 
 
-#: Use a device, if there is one.
+#: Code that uses a device if available.
 USE = """
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.gpu import cupy_api
@@ -410,6 +414,6 @@ else:
 
 
 @real
-def test_the_real_cupy_with_or_without_a_device() -> None:
-    # In a process of its own, since CUDA keeps what it opens.
-    assert re.search("^used$|finds no CUDA device", run(USE))
+def test_real_cupy_uses_a_device_or_reports_none() -> None:
+    # In a separate process, since CUDA never closes what it opens.
+    assert re.search("^used$|finds no CUDA device", run_code(USE))

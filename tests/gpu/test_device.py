@@ -1,4 +1,4 @@
-"""What is launched on a device: its order, who waits for whom, and how long references live."""
+"""Calls launched on a device: their order, waits between streams and threads, and the lifetime of references."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..internals import Limits, waiter_of
 from ..ranks import until
-from .devices import Batch, Gated, Kept, begin, hold_up, nothing
+from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 
-async def test_calls_are_launched_done_and_told_in_their_order(cuda: FakeCuda, device: Device) -> None:
+async def test_calls_are_launched_run_and_reported_in_order(cuda: FakeCuda, device: Device) -> None:
     launched: list[int] = []
     ran: list[int] = []
-    told: list[int] = []
+    reported: list[int] = []
     threads: set[int] = set()
     stream = device.stream()
 
@@ -40,20 +40,20 @@ async def test_calls_are_launched_done_and_told_in_their_order(cuda: FakeCuda, d
         cuda.kernel(stream, partial(ran.append, number))
 
     for number in range(300):
-        device.launch(stream, partial(call, number), None, lambda error, number=number: told.append(number))
-    _, last = begin(device, stream)
+        device.launch(stream, partial(call, number), None, lambda error, number=number: reported.append(number))
+    _, last = launch_call(device, stream)
     await last
-    assert launched == ran == told == list(range(300))
+    assert launched == ran == reported == list(range(300))
     assert len(threads) == 1
     assert threading.get_ident() not in threads
 
 
-async def test_the_end_is_told_when_the_device_is_done_and_on_stream_when_it_is_enqueued(
+async def test_on_stream_ends_at_the_launch_and_the_call_when_the_device_is_done(
     cuda: FakeCuda, device: Device
 ) -> None:
     comm, user = device.stream(), cuda.stream_create()
-    held = Gated(cuda, comm)
-    launched, ended = begin(device, comm, held, before=user)
+    held = GatedCall(cuda, comm)
+    launched, ended = launch_call(device, comm, held, before=user)
     await launched.on_stream(user)
     assert launched.enqueued
     after = cuda.event_create()
@@ -67,16 +67,16 @@ async def test_the_end_is_told_when_the_device_is_done_and_on_stream_when_it_is_
     await ended
     cuda.event_synchronize(after)
     assert ran == [1]
-    await launched.on_stream(user)  # it has ended: nothing to wait for
+    await launched.on_stream(user)  # returns at once, since the call has ended
     cuda.stream_synchronize(user)
 
 
-async def test_what_is_on_the_callers_stream_at_the_call_comes_first(cuda: FakeCuda, device: Device) -> None:
+async def test_earlier_work_on_the_callers_stream_runs_first(cuda: FakeCuda, device: Device) -> None:
     comm, user = device.stream(), cuda.stream_create()
     ran: list[str] = []
     before = cuda.gate(user)
     cuda.kernel(user, lambda: ran.append("before"))
-    launched, ended = begin(device, comm, lambda: cuda.kernel(comm, lambda: ran.append("call")), before=user)
+    launched, ended = launch_call(device, comm, lambda: cuda.kernel(comm, lambda: ran.append("call")), before=user)
     after = cuda.gate(user)
     await until(lambda: launched.enqueued)
     assert ran == []
@@ -86,21 +86,21 @@ async def test_what_is_on_the_callers_stream_at_the_call_comes_first(cuda: FakeC
     after.open()
 
 
-async def test_a_call_may_wait_for_nothing(cuda: FakeCuda, device: Device) -> None:
+async def test_call_without_a_mark_waits_for_no_stream(cuda: FakeCuda, device: Device) -> None:
     user = cuda.gate(0)
-    _, ended = begin(device, device.stream(), before=None)
+    _, ended = launch_call(device, device.stream(), before=None)
     await ended
     user.open()
 
 
-async def test_the_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
-    """The default stream is one of each device; an event of one device cannot be recorded on another's."""
+async def test_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
+    """Check a call on another device: its default stream and its events belong to that device."""
     cuda.use(0)
     ordinal, other = 1, Device.of(cuda, 1)
     stream = other.stream()
     gate = cuda.gate(0, device=ordinal)
     ran: list[int] = []
-    launched, ended = begin(other, stream, lambda: cuda.kernel(stream, lambda: ran.append(cuda.calls["use"])))
+    launched, ended = launch_call(other, stream, lambda: cuda.kernel(stream, lambda: ran.append(cuda.calls["use"])))
     assert cuda.current() == 0
     await launched.on_stream(0)
     assert cuda.current() == 0
@@ -110,11 +110,11 @@ async def test_the_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
     assert len(ran) == 1
     cuda.fail("broken", device=ordinal)
     with pytest.raises(DeviceError, match="broken"):
-        begin(other, stream)
+        launch_call(other, stream)
     assert cuda.current() == 0
 
 
-async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, device: Device) -> None:
+async def test_deferred_call_runs_after_its_mark(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     ran: list[str] = []
     first = cuda.gate(0)
@@ -125,7 +125,7 @@ async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, 
         device.after([mark], stream)
         cuda.kernel(stream, lambda: ran.append("call"))
 
-    launched, ended = begin(device, stream, call, before=None)
+    launched, ended = launch_call(device, stream, call, before=None)
     await until(lambda: launched.enqueued)
     assert ran == []
     first.open()
@@ -139,43 +139,43 @@ async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, 
     assert cuda.live()["events"] == events
 
 
-async def test_marks_that_cannot_be_waited_for_are_given_back(cuda: FakeCuda, device: Device) -> None:
+async def test_marks_that_cannot_be_waited_for_are_released(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(3):
         marks = [device.mark(0) for _ in range(2)]
         cuda.fail_next("stream_wait", "busy")
-        _, ended = begin(device, stream, partial(device.after, marks, stream), before=None)
+        _, ended = launch_call(device, stream, partial(device.after, marks, stream), before=None)
         with pytest.raises(DeviceError, match="busy"):
             await ended
     assert cuda.live()["events"] <= 3
 
 
-async def test_nothing_is_launched_behind_a_stream_that_is_captured(cuda: FakeCuda, device: Device) -> None:
+async def test_launch_behind_a_captured_stream_is_refused(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     cuda.capture(0, True)
-    for call in (partial(begin, device, stream), partial(device.mark, 0), partial(device.check_capture, 0)):
+    for call in (partial(launch_call, device, stream), partial(device.mark, 0), partial(device.check_capture, 0)):
         with pytest.raises(RuntimeError, match="call them before the capture begins"):
             call()
     cuda.capture(0, False)
     device.check_capture(0)
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
 
 
-def test_without_a_loop_nothing_is_launched(cuda: FakeCuda, device: Device) -> None:
+def test_launch_without_a_loop_is_refused(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     with pytest.raises(RuntimeError, match="no running event loop"):
-        device.launch(stream, nothing, None, lambda error: None)
+        device.launch(stream, do_nothing, None, lambda error: None)
     assert cuda.live()["events"] == 0
 
 
 # -- on_stream
 
 
-async def test_on_stream_waits_for_a_launcher_that_is_busy(cuda: FakeCuda, device: Device) -> None:
+async def test_on_stream_waits_for_a_busy_launcher(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     busy = threading.Event()
-    begin(device, stream, lambda: busy.wait(10) and None)
-    launched, ended = begin(device, stream)
+    launch_call(device, stream, lambda: busy.wait(10) and None)
+    launched, ended = launch_call(device, stream)
     waiting = [asyncio.ensure_future(launched.on_stream(0)) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[1].cancel()
@@ -187,14 +187,14 @@ async def test_on_stream_waits_for_a_launcher_that_is_busy(cuda: FakeCuda, devic
     await ended
 
 
-async def test_on_stream_hears_of_a_launch_in_its_midst(cuda: FakeCuda, device: Device) -> None:
+async def test_on_stream_notices_a_concurrent_launch(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     busy = threading.Event()
-    begin(device, stream, lambda: busy.wait(10) and None)
-    launched, ended = begin(device, stream)
+    launch_call(device, stream, lambda: busy.wait(10) and None)
+    launched, ended = launch_call(device, stream)
 
-    class Wanted(list[Any]):
-        """Lets the launcher go, and goes on only when it is through."""
+    class LateList(list[Any]):
+        """A list whose `append` first lets the launcher finish."""
 
         def append(self, waiting: Any) -> None:
             busy.set()
@@ -202,31 +202,31 @@ async def test_on_stream_hears_of_a_launch_in_its_midst(cuda: FakeCuda, device: 
                 time.sleep(0)
             super().append(waiting)
 
-    launched._wanted = Wanted()
+    launched._wanted = LateList()
     await launched.on_stream(0)
     await ended
 
 
-# -- who finds out
+# -- detection of ends
 
 
-async def test_a_short_call_ends_without_a_thread_that_waits(cuda: FakeCuda, device: Device) -> None:
+async def test_short_call_ends_without_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(10):
-        await begin(device, stream)[1]
+        await launch_call(device, stream)[1]
     assert cuda.calls["event_done"] == 10
     assert cuda.calls["event_synchronize"] == 0
 
 
-async def test_the_launcher_looks_no_longer_when_it_is_wanted(cuda: FakeCuda, device: Device, limits: Limits) -> None:
+async def test_launcher_stops_polling_for_a_new_call(cuda: FakeCuda, device: Device, limits: Limits) -> None:
     looks = 1 << 14  # a second or more
     limits(device_looks=looks)
     stream = device.stream()
-    held = Gated(cuda, stream)
-    launched, ended = begin(device, stream, held)
+    held = GatedCall(cuda, stream)
+    launched, ended = launch_call(device, stream, held)
     await until(lambda: launched.enqueued and cuda.calls["event_done"])
     assert cuda.calls["event_synchronize"] == 0
-    other, done = begin(device, device.stream())
+    other, done = launch_call(device, device.stream())
     await done
     assert other.enqueued
     assert cuda.calls["event_done"] < looks
@@ -235,15 +235,15 @@ async def test_the_launcher_looks_no_longer_when_it_is_wanted(cuda: FakeCuda, de
     await ended
 
 
-async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, device: Device) -> None:
+async def test_later_calls_are_left_to_the_waiting_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
-    held = Gated(cuda, stream)
-    first, second = begin(device, stream, held)[1], begin(device, stream)[1]
+    held = GatedCall(cuda, stream)
+    first, second = launch_call(device, stream, held)[1], launch_call(device, stream)[1]
     await until(lambda: cuda.calls["event_synchronize"])
     looks = cuda.calls["event_done"]
-    third = begin(device, stream)[1]
-    await begin(device, device.stream())[1]
-    assert cuda.calls["event_done"] == looks + 1, "at that of another stream"
+    third = launch_call(device, stream)[1]
+    await launch_call(device, device.stream())[1]
+    assert cuda.calls["event_done"] == looks + 1, "the completion thread's stream was queried"
     held.open()
     await third
     assert first.done()
@@ -251,12 +251,12 @@ async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, d
     waiter = waiter_of(device, stream)
     await until(lambda: not waiter._is_awake)
     waits = cuda.calls["event_synchronize"]
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
     assert cuda.calls["event_synchronize"] == waits
 
 
-async def at_once(device: Device, stream: int, calls: list[int], count: int) -> list[asyncio.Future[None]]:
-    """Launch calls in this thread, which `calls` notes."""
+async def launch_at_once(device: Device, stream: int, calls: list[int], count: int) -> list[asyncio.Future[None]]:
+    """Launch calls in this thread, which append its id to `calls`; return the futures of their ends."""
     ended = [asyncio.get_running_loop().create_future() for _ in range(count)]
     for each in ended:
         call = lambda: calls.append(threading.get_ident())  # noqa: E731
@@ -264,13 +264,13 @@ async def at_once(device: Device, stream: int, calls: list[int], count: int) -> 
     return ended
 
 
-async def test_a_loop_does_not_overtake_what_the_launcher_is_about_to_call(
+async def test_call_of_the_loop_does_not_overtake_a_call_of_the_launcher(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, go_on = threading.Lock(), threading.Event()
 
-    class Late:
-        """A lock that the launcher takes late."""
+    class SlowLock:
+        """A lock that the launcher acquires late."""
 
         acquire, release = lock.acquire, lock.release
 
@@ -281,20 +281,20 @@ async def test_a_loop_does_not_overtake_what_the_launcher_is_about_to_call(
         def __exit__(self, *_: object) -> None:
             lock.release()
 
-    monkeypatch.setattr(device._launcher, "_calling", Late())
+    monkeypatch.setattr(device._launcher, "_calling", SlowLock())
     stream, called = device.stream(), list[int]()
-    over = asyncio.get_running_loop().create_future()
+    ended = asyncio.get_running_loop().create_future()
     device.launch(stream, partial(called.append, 1), None, lambda _: None)
-    device.launch(stream, partial(called.append, 2), None, over.set_result, at_once=True)
+    device.launch(stream, partial(called.append, 2), None, ended.set_result, at_once=True)
     go_on.set()
-    await over
+    await ended
     assert called == [1, 2]
 
 
-async def test_calls_that_a_turn_launches_wake_the_thread_when_it_is_over(
+async def test_calls_of_an_iteration_wake_the_completion_thread_at_its_end(
     cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would want the interpreter while they are launched."""
+    """Check that the thread is not woken before: it would compete for the GIL with the launches."""
     stream, wakes = device.stream(), list[int]()
     waiter = waiter_of(device, stream)
     waken = waiter._waken
@@ -303,47 +303,47 @@ async def test_calls_that_a_turn_launches_wake_the_thread_when_it_is_over(
         await until(lambda: not waiter._is_awake)
         wakes.clear()
         calls: list[int] = []
-        await asyncio.gather(*await at_once(device, stream, calls, several))
+        await asyncio.gather(*await launch_at_once(device, stream, calls, several))
         assert set(calls) == {threading.get_ident()}
         assert wakes[0] == several
 
 
-def test_a_loop_that_is_held_up_does_not_hide_the_ends_of_another(cuda: FakeCuda, device: Device) -> None:
+def test_blocked_loop_does_not_delay_the_ends_of_another_loop(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     go_on = threading.Event()
-    told: list[str] = []
+    reported: list[str] = []
 
-    async def held_up() -> None:
-        _, ended = begin(device, stream)
-        hold_up(device)
+    async def wait_in_blocked_loop() -> None:
+        _, ended = launch_call(device, stream)
+        block_until_launched(device)
         other.start()
         assert go_on.wait(10)
         await ended
-        told.append("held up")
+        reported.append("held up")
 
     async def loop() -> None:
-        await begin(device, stream)[1]
-        told.append("other")
+        await launch_call(device, stream)[1]
+        reported.append("other")
         go_on.set()
 
     other = threading.Thread(target=lambda: asyncio.run(loop()))
-    asyncio.run(held_up())
+    asyncio.run(wait_in_blocked_loop())
     other.join(10)
-    assert told == ["other", "held up"]
+    assert reported == ["other", "held up"]
 
 
 # -- references
 
 
-async def test_references_live_until_the_device_is_done_though_nobody_waits(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+async def test_references_live_until_the_device_is_done_without_an_awaiter(cuda: FakeCuda, device: Device) -> None:
+    kept = TrackedObjects()
     stream = device.stream()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
 
     async def wait() -> None:
         first, second = kept.new(), kept.new()
-        begin(device, stream, held)
-        _, ended = begin(device, stream, partial(id, first), keep=(first, second))
+        launch_call(device, stream, held)
+        _, ended = launch_call(device, stream, partial(id, first), keep=(first, second))
         del first, second
         await ended
 
@@ -353,31 +353,31 @@ async def test_references_live_until_the_device_is_done_though_nobody_waits(cuda
     await asyncio.gather(waiting, return_exceptions=True)
     del waiting
     gc.collect()
-    assert kept.gone == []
+    assert kept.freed_in == []
     await until(lambda: hasattr(held, "gate"))
     held.open()
-    await until(lambda: len(kept.gone) == 2)
-    await begin(device, stream)[1]
+    await until(lambda: len(kept.freed_in) == 2)
+    await launch_call(device, stream)[1]
 
 
-async def test_the_last_reference_ends_in_the_loop(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+async def test_last_reference_is_released_in_the_loop(cuda: FakeCuda, device: Device) -> None:
+    kept = TrackedObjects()
     stream = device.stream()
     for _ in range(50):
         array = kept.new()
-        _, ended = begin(device, stream, partial(id, array), keep=array)
+        _, ended = launch_call(device, stream, partial(id, array), keep=array)
         del array
         await ended
-    assert set(kept.gone) == {threading.get_ident()}
-    assert len(kept.gone) == 50
+    assert set(kept.freed_in) == {threading.get_ident()}
+    assert len(kept.freed_in) == 50
 
 
-async def test_the_memory_of_an_array_is_there_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
-    """The fake says so: work on memory that is gone takes the device with it."""
+async def test_array_memory_lives_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
+    """Check the memory by the fake device, which fails on work with freed memory."""
     stream = device.stream()
     array, target = FakeArray(cuda, np.arange(4)), FakeArray(cuda, np.zeros(4, int))
     gate = cuda.gate(0)
-    _, ended = begin(device, stream, partial(cuda.copy, target.ptr, array.ptr, 32, stream), keep=array)
+    _, ended = launch_call(device, stream, partial(cuda.copy, target.ptr, array.ptr, 32, stream), keep=array)
     del array
     gc.collect()
     gate.open()
@@ -386,56 +386,58 @@ async def test_the_memory_of_an_array_is_there_until_the_device_is_done(cuda: Fa
     assert cuda.live()["memory"] == 32
 
 
-# -- many
+# -- many calls
 
 
 class Counting:
-    """A loop that counts how it is called."""
+    """A wrapper of an event loop that counts scheduled callbacks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.told = 0
-        self.turns = 0
+        self.woken = 0
+        self.iterations = 0
 
     def call_soon_threadsafe(self, call: Callable[..., None], *args: Any) -> None:
-        self.told += 1
+        self.woken += 1
         self._loop.call_soon_threadsafe(call, *args)
 
     def call_soon(self, call: Callable[..., None], *args: Any) -> None:
-        self.turns += 1
+        self.iterations += 1
         self._loop.call_soon(call, *args)
 
 
-async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(cuda: FakeCuda, device: Device) -> None:
+async def test_batch_wakes_the_loop_once_and_is_reported_over_several_iterations(
+    cuda: FakeCuda, device: Device
+) -> None:
     stream = device.stream()
     loop = Counting(asyncio.get_running_loop())
     batch = Batch(cuda, device, stream)
-    calls = [begin(device, stream, call) for call in [batch, *[nothing] * (AT_MOST - 1)]]
-    await batch.waited_for(AT_MOST)
+    calls = [launch_call(device, stream, call) for call in [batch, *[do_nothing] * (AT_MOST - 1)]]
+    await batch.wait_until_queued(AT_MOST)
     for launched, _ in calls:
         launched.loop = loop  # type: ignore[assignment]
     batch.open()
     await asyncio.gather(*(ended for _, ended in calls))
-    assert (loop.told, loop.turns) == (1, 2)
+    assert (loop.woken, loop.iterations) == (1, 2)
 
 
 @pytest.mark.parametrize("by", ["thread", "launcher"])
-async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeCuda, device: Device, by: str) -> None:
+async def test_batch_reported_over_several_iterations_keeps_its_place(cuda: FakeCuda, device: Device, by: str) -> None:
     stream = device.stream()
-    waiter, told = waiter_of(device, stream), list[int]()
+    waiter, reported = waiter_of(device, stream), list[int]()
     batch = Batch(cuda, device, stream)
     more: list[asyncio.Future[None]] = []
 
     def first(error: object) -> None:
-        """Let more come before the rest of this batch, which the thread or the launcher finds has ended."""
-        told.append(0)
+        """Launch more calls before the rest of this batch is reported."""
+        reported.append(0)
         while waiter._is_awake:
             time.sleep(0)
-        device.launch(stream, nothing, None, lambda error: told.append(AT_MOST))
-        more.append(begin(device, stream)[1])
-        # What tells of it comes in the loop's queue before the rest does.
+        device.launch(stream, do_nothing, None, lambda error: reported.append(AT_MOST))
+        more.append(launch_call(device, stream)[1])
+        # Their report enters the loop's queue before the rest of the batch.
         if by == "launcher":
-            hold_up(device)
+            block_until_launched(device)
         else:
             ran = threading.Event()
             device._launcher.put(lambda: waiter.stop(ran.set))
@@ -443,15 +445,15 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeC
 
     device.launch(stream, batch, None, first)
     for number in range(1, AT_MOST):
-        device.launch(stream, nothing, None, lambda error, number=number: told.append(number))
-    await batch.waited_for(AT_MOST)
+        device.launch(stream, do_nothing, None, lambda error, number=number: reported.append(number))
+    await batch.wait_until_queued(AT_MOST)
     batch.open()
     await until(lambda: more)
     await more[0]
-    assert told == list(range(AT_MOST + 1))
+    assert reported == list(range(AT_MOST + 1))
 
 
-async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) -> None:
+async def test_thousands_of_calls_leave_no_objects(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     alive: weakref.WeakSet[Launched] = weakref.WeakSet()
 
@@ -459,7 +461,7 @@ async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) 
         calls = []
         for _ in range(number):
             block = device.staging.take(100)
-            launched, ended = begin(device, stream, nothing, keep=block)
+            launched, ended = launch_call(device, stream, do_nothing, keep=block)
             alive.add(launched)
             ended.add_done_callback(lambda _, block=block: device.staging.give(block))
             calls.append(ended)
@@ -475,27 +477,27 @@ async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) 
     after = cuda.live()
     assert after.pop("events") <= 2 * 50 + 1
     assert after == live
-    await begin(device, stream)[1]  # the threads hold on to the last one they have seen
+    await launch_call(device, stream)[1]  # the threads keep a reference to the last call
     assert len(alive) <= 2
 
 
-async def test_the_loop_turns_while_a_kernel_runs(cuda: FakeCuda, device: Device) -> None:
+async def test_loop_stays_free_while_a_kernel_runs(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     held: list[float] = []
-    turns = 0
-    gc.disable()  # the garbage of other tests
+    iterations = 0
+    gc.disable()  # so that garbage of other tests is not collected meanwhile
     try:
-        _, ended = begin(device, stream, lambda: cuda.kernel(stream, nothing, seconds=0.2))
+        _, ended = launch_call(device, stream, lambda: cuda.kernel(stream, do_nothing, seconds=0.2))
         while not ended.done():
-            # The time of this thread: that of other processes is not ours.
+            # The CPU time of this thread, which other processes do not affect.
             began = time.thread_time()
             await asyncio.sleep(0)
             held.append(time.thread_time() - began)
-            turns += 1
+            iterations += 1
         await ended
     finally:
         gc.enable()
-    assert turns > 200
+    assert iterations > 200
     assert max(held) <= 1e-3
 
 
@@ -505,9 +507,9 @@ async def test_the_loop_turns_while_a_kernel_runs(cuda: FakeCuda, device: Device
 def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device) -> None:
     streams = [device.stream(), device.stream()]
     before = threading.active_count()
-    told: list[list[int]] = [[] for _ in range(4)]
+    reported: list[list[int]] = [[] for _ in range(4)]
 
-    async def loop(mine: list[int], stream: int) -> None:
+    async def loop(own: list[int], stream: int) -> None:
         me = threading.get_ident()
         assert Device.of(cuda, 0) is device
         for number in range(100):
@@ -515,30 +517,30 @@ def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device)
 
             def done(error: object, number: int = number, ended: asyncio.Future[None] = ended) -> None:
                 assert threading.get_ident() == me
-                mine.append(number)
+                own.append(number)
                 ended.set_result(None)
 
             device.launch(stream, partial(device.after, stream, device.mark(2)), None, done)
             if number % 10 == 9:
                 await ended
-        assert threading.active_count() <= before + 4 + 6  # the loops, and what the fake plays streams with
+        assert threading.active_count() <= before + 4 + 6  # the threads of the loops, and those of the fake streams
 
     threads = [
-        threading.Thread(target=lambda n=n: asyncio.run(loop(told[n], streams[n % 2]))) for n in range(4)
+        threading.Thread(target=lambda n=n: asyncio.run(loop(reported[n], streams[n % 2]))) for n in range(4)
     ]  # fmt: skip
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert told == [list(range(100))] * 4
+    assert reported == [list(range(100))] * 4
 
 
-async def test_streams_do_not_hide_the_ends_of_each_other(cuda: FakeCuda, device: Device) -> None:
-    """Else a collective that waits for another rank could wait for ever: that rank may wait for the other stream."""
+async def test_streams_do_not_delay_the_ends_of_each_other(cuda: FakeCuda, device: Device) -> None:
+    """Check ends on one stream while another is stuck; otherwise ranks that wait for each other could deadlock."""
     first, second = device.stream(), device.stream()
-    held = Gated(cuda, first)
-    _, later = begin(device, first, held)
-    await begin(device, second)[1]
+    held = GatedCall(cuda, first)
+    _, later = launch_call(device, first, held)
+    await launch_call(device, second)[1]
     assert not later.done()
     held.open()
     await later

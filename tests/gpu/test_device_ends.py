@@ -1,4 +1,4 @@
-"""How calls of a device fail, and how devices end: closed loops, stuck streams, forks, interpreters that exit."""
+"""Failures of calls on a device, and the end of devices: closed loops, stuck streams, forks, interpreter exit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
 from ..internals import Limits, waiter_of
 from ..ranks import until
-from .devices import Batch, Gated, Kept, begin, hold_up, nothing
+from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 FLOAT32, SUM = 7, 0
 
@@ -36,15 +36,15 @@ FLOAT32, SUM = 7, 0
 
 
 @pytest.mark.parametrize("error", [DeviceError("ncclAllReduce", "no", fatal=False), ValueError("no"), SystemExit("no")])
-async def test_a_call_that_fails_fails_alone(cuda: FakeCuda, device: Device, error: BaseException) -> None:
+async def test_failed_call_does_not_fail_others(cuda: FakeCuda, device: Device, error: BaseException) -> None:
     stream = device.stream()
 
     def fail() -> None:
         raise error
 
-    _, first = begin(device, stream)
-    launched, second = begin(device, stream, fail)
-    _, third = begin(device, stream)
+    _, first = launch_call(device, stream)
+    launched, second = launch_call(device, stream, fail)
+    _, third = launch_call(device, stream)
     await first
     with pytest.raises(DeviceError, match="no") as caught:
         await second
@@ -55,84 +55,84 @@ async def test_a_call_that_fails_fails_alone(cuda: FakeCuda, device: Device, err
         await launched.on_stream(0)
 
 
-async def test_a_call_that_fails_keeps_what_it_has_put_on_the_stream_by_then(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+async def test_failed_call_keeps_references_until_its_enqueued_work_ends(cuda: FakeCuda, device: Device) -> None:
+    kept = TrackedObjects()
     stream = device.stream()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
 
-    def half() -> None:
+    def enqueue_and_fail() -> None:
         held()
         raise DeviceError("ncclGroupEnd", "no")
 
-    launched, ended = begin(device, stream, half, keep=kept.new())
+    launched, ended = launch_call(device, stream, enqueue_and_fail, keep=kept.new())
     with pytest.raises(DeviceError, match="no"):
         await launched.on_stream(0)
     gc.collect()
-    assert kept.gone == []
+    assert kept.freed_in == []
     assert not ended.done()
     held.open()
     with pytest.raises(DeviceError, match="no"):
         await ended
-    assert kept.gone == [threading.get_ident()]
+    assert kept.freed_in == [threading.get_ident()]
 
 
 @pytest.mark.parametrize("call", ["stream_wait", "event_record"])
-async def test_a_launch_that_cuda_refuses(cuda: FakeCuda, device: Device, call: str) -> None:
+async def test_launch_that_cuda_refuses_raises(cuda: FakeCuda, device: Device, call: str) -> None:
     stream = device.stream()
     ran: list[int] = []
     before = 0 if call == "stream_wait" else None
     cuda.fail_next(call, "busy")
-    _, ended = begin(device, stream, lambda: ran.append(1), before=before)
+    _, ended = launch_call(device, stream, lambda: ran.append(1), before=before)
     with pytest.raises(DeviceError, match=f"{call}: busy"):
         await ended
     assert ran == ([] if before == 0 else [1])
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
 
 
-async def test_the_first_of_two_errors_is_told(cuda: FakeCuda, device: Device) -> None:
+async def test_first_of_two_errors_is_reported(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
 
     def fail() -> None:
         cuda.fail_next("event_record", "second")
         raise DeviceError("call", "first")
 
-    _, ended = begin(device, stream, fail)
+    _, ended = launch_call(device, stream, fail)
     with pytest.raises(DeviceError, match="first"):
         await ended
 
 
 @pytest.mark.parametrize("call", ["event_record", "event_done", "event_synchronize"])
-async def test_no_error_ends_a_thread(cuda: FakeCuda, device: Device, call: str) -> None:
+async def test_errors_do_not_end_a_thread(cuda: FakeCuda, device: Device, call: str) -> None:
     stream = device.stream()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
 
     def fail(called: str) -> None:
         if called == call:
             raise KeyError(7)
 
     cuda.hooks.append(fail)
-    _, ended = begin(device, stream, held, before=None)
+    _, ended = launch_call(device, stream, held, before=None)
     with pytest.raises(DeviceError, match=r"KeyError\(7\)"):
         await ended
     cuda.hooks.remove(fail)
     held.open()
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
 
 
-async def test_a_callers_stream_that_cannot_be_waited_for_is_told_at_the_call(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_mark_on_the_callers_stream_raises_at_the_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(3):
         cuda.fail_next("event_record", "busy")
         with pytest.raises(DeviceError, match="event_record: busy"):
-            begin(device, stream)
-    assert cuda.live()["events"] == 1, "the event is used again"
-    await begin(device, stream)[1]
+            launch_call(device, stream)
+    assert cuda.live()["events"] == 1, "a failed call did not reuse the event"
+    await launch_call(device, stream)[1]
 
 
-async def test_a_device_that_fails_fails_all_that_is_pending(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_device_fails_all_pending_calls(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
-    held = Gated(cuda, stream)
-    calls = [begin(device, stream, held)] + [begin(device, stream) for _ in range(9)]
+    held = GatedCall(cuda, stream)
+    calls = [launch_call(device, stream, held)] + [launch_call(device, stream) for _ in range(9)]
     await until(lambda: calls[-1][0].enqueued)
     cuda.fail("unspecified launch failure")
     for _, ended in calls:
@@ -140,26 +140,26 @@ async def test_a_device_that_fails_fails_all_that_is_pending(cuda: FakeCuda, dev
             await ended
         assert caught.value.fatal
     with pytest.raises(DeviceError, match="unspecified launch failure"):
-        begin(device, stream)
-    _, ended = begin(device, stream, before=None)
+        launch_call(device, stream)
+    _, ended = launch_call(device, stream, before=None)
     with pytest.raises(DeviceError, match="unspecified launch failure"):
         await ended
     held.open()
     assert await device.close_stream(stream, 10)
 
 
-async def test_an_error_of_one_look_is_of_one_call(cuda: FakeCuda, device: Device) -> None:
+async def test_error_of_a_query_fails_only_one_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     batch = Batch(cuda, device, stream)
-    calls = [begin(device, stream, call) for call in (batch, nothing, nothing)]
-    await batch.waited_for(3)
+    calls = [launch_call(device, stream, call) for call in (batch, do_nothing, do_nothing)]
+    await batch.wait_until_queued(3)
     cuda.fail_next("event_done", "what")
     batch.open()
     errors = await asyncio.gather(*(ended for _, ended in calls), return_exceptions=True)
     assert [type(error) for error in errors] == [type(None), DeviceError, type(None)]
 
 
-async def test_a_callback_that_fails_does_not_stop_the_others(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_callback_does_not_stop_others(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     seen: list[Any] = []
     loop = asyncio.get_running_loop()
@@ -168,8 +168,8 @@ async def test_a_callback_that_fails_does_not_stop_the_others(cuda: FakeCuda, de
     def fail(error: DeviceError | None) -> None:
         raise ZeroDivisionError
 
-    device.launch(stream, nothing, None, fail)
-    await begin(device, stream)[1]
+    device.launch(stream, do_nothing, None, fail)
+    await launch_call(device, stream)[1]
     loop.set_exception_handler(None)
     assert [type(each) for each in seen] == [ZeroDivisionError]
 
@@ -177,16 +177,16 @@ async def test_a_callback_that_fails_does_not_stop_the_others(cuda: FakeCuda, de
 # -- closed loops
 
 
-def test_a_loop_that_is_closed_is_forgotten(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    kept = Kept()
+def test_closed_loop_keeps_no_objects(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    kept = TrackedObjects()
     stream = device.stream()
-    held = Gated(cuda, stream)
+    held = GatedCall(cuda, stream)
     busy = threading.Event()
 
     async def main() -> None:
-        await begin(device, stream, held, keep=kept.new())[0].on_stream(0)
-        begin(device, stream, lambda: busy.wait(10) and None, keep=kept.new())
-        launched, _ = begin(device, stream, keep=kept.new())
+        await launch_call(device, stream, held, keep=kept.new())[0].on_stream(0)
+        launch_call(device, stream, lambda: busy.wait(10) and None, keep=kept.new())
+        launched, _ = launch_call(device, stream, keep=kept.new())
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await launched.on_stream(0)
@@ -194,22 +194,22 @@ def test_a_loop_that_is_closed_is_forgotten(cuda: FakeCuda, device: Device, capl
     asyncio.run(main())
     busy.set()
     gc.collect()
-    assert kept.gone == []
+    assert kept.freed_in == []
     held.open()
     assert device.close(10)
-    assert len(kept.gone) == 3
+    assert len(kept.freed_in) == 3
     assert cuda.live()["events"] == 0
     assert caplog.records == []
 
 
-def test_a_loop_that_is_closed_before_the_ends_have_their_turn(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+def test_loop_closed_before_ends_are_reported_keeps_no_objects(cuda: FakeCuda, device: Device) -> None:
+    kept = TrackedObjects()
     stream = device.stream()
     loop = asyncio.new_event_loop()
     busy = threading.Event()
 
     async def main() -> weakref.ref[Any]:
-        return weakref.ref(begin(device, stream, lambda: busy.wait(10) and None, keep=kept.new())[0])
+        return weakref.ref(launch_call(device, stream, lambda: busy.wait(10) and None, keep=kept.new())[0])
 
     launched = loop.run_until_complete(main())
     busy.set()
@@ -219,13 +219,13 @@ def test_a_loop_that_is_closed_before_the_ends_have_their_turn(cuda: FakeCuda, d
     loop.close()
     gc.collect()
     assert launched() is None
-    assert len(kept.gone) == 1
+    assert len(kept.freed_in) == 1
     assert device.close(10)
     assert cuda.live()["events"] == 0
 
 
-def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: Device) -> None:
-    kept = Kept()
+def test_loop_closed_during_a_batch_keeps_no_objects(cuda: FakeCuda, device: Device) -> None:
+    kept = TrackedObjects()
     stream = device.stream()
     loop = asyncio.new_event_loop()
     batch = Batch(cuda, device, stream)
@@ -233,18 +233,18 @@ def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: D
     async def main() -> None:
         device.launch(stream, batch, None, lambda error: loop.stop())
         for _ in range(AT_MOST - 1):
-            begin(device, stream, keep=kept.new())
-        await batch.waited_for(AT_MOST)
+            launch_call(device, stream, keep=kept.new())
+        await batch.wait_until_queued(AT_MOST)
 
     loop.run_until_complete(main())
     batch.open()
     loop.run_forever()
-    assert 0 < len(kept.gone) < AT_MOST - 1
+    assert 0 < len(kept.freed_in) < AT_MOST - 1
     loop.close()
     waiter = waiter_of(device, stream)
-    assert device.close(10)  # its thread may have had a batch in its hands
+    assert device.close(10)  # its thread may have held a batch
     gc.collect()
-    assert len(kept.gone) == AT_MOST - 1
+    assert len(kept.freed_in) == AT_MOST - 1
     assert not waiter._left
     assert cuda.live()["events"] == 0
 
@@ -252,7 +252,7 @@ def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: D
 # -- calls of the launcher
 
 
-async def test_the_launcher_calls_in_its_turn_and_aside_at_once(cuda: FakeCuda, device: Device) -> None:
+async def test_run_waits_for_the_launcher_and_run_in_thread_does_not(cuda: FakeCuda, device: Device) -> None:
     busy = threading.Event()
     first = device.run(lambda: busy.wait(10))
     second = device.run(cuda.current)
@@ -264,7 +264,7 @@ async def test_the_launcher_calls_in_its_turn_and_aside_at_once(cuda: FakeCuda, 
 
 
 @pytest.mark.parametrize("error", [DeviceError("init", "no"), SystemExit("no")])
-async def test_what_the_launcher_calls_may_fail(device: Device, error: BaseException) -> None:
+async def test_function_in_the_launcher_may_fail(device: Device, error: BaseException) -> None:
     def fail() -> None:
         raise error
 
@@ -277,8 +277,8 @@ async def test_what_the_launcher_calls_may_fail(device: Device, error: BaseExcep
     assert await device.run(lambda: 1) == 1
 
 
-async def test_the_end_of_the_process_waits_for_calls_in_threads(device: Device, limits: Limits) -> None:
-    """And for one that does not come back no longer than a limit."""
+async def test_process_end_waits_for_functions_in_threads(device: Device, limits: Limits) -> None:
+    """Check that the wait for a function that does not return has a limit."""
     go_on = threading.Event()
     call = device.run_in_thread(lambda: go_on.wait(10))
     limits(device_exiting=0.01)
@@ -291,9 +291,7 @@ async def test_the_end_of_the_process_waits_for_calls_in_threads(device: Device,
     assert await call
 
 
-async def test_a_thread_that_cannot_be_started_is_not_waited_for(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_thread_that_cannot_start_is_not_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -305,17 +303,17 @@ async def test_a_thread_that_cannot_be_started_is_not_waited_for(
     assert set(module._threads) == before
 
 
-async def test_a_result_that_nobody_waits_for_is_undone(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unawaited_result_is_released(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     busy = threading.Event()
     undone: list[tuple[int, bool]] = []
     loop = threading.get_ident()
 
-    def late(result: int) -> None:
+    def release_result(result: int) -> None:
         undone.append((result, threading.get_ident() != loop))
         raise DeviceError("abort", "no")
 
     device.run(lambda: busy.wait(10))
-    for call in (device.run(lambda: 7, late), device.run(lambda: 8)):
+    for call in (device.run(lambda: 7, release_result), device.run(lambda: 8)):
         call.cancel()
     busy.set()
     await until(lambda: caplog.records)
@@ -323,7 +321,7 @@ async def test_a_result_that_nobody_waits_for_is_undone(device: Device, caplog: 
     assert "releasing its result failed: DeviceError('abort: no')" in caplog.text
 
 
-def test_a_result_for_a_closed_loop_is_undone(device: Device) -> None:
+def test_result_for_a_closed_loop_is_released(device: Device) -> None:
     busy = threading.Event()
     undone: list[int] = []
 
@@ -336,19 +334,19 @@ def test_a_result_for_a_closed_loop_is_undone(device: Device) -> None:
     assert undone == [7]
 
 
-# -- streams that end, and that do not
+# -- the end of streams
 
 
-async def test_a_stream_is_closed_behind_what_is_on_it(cuda: FakeCuda, device: Device) -> None:
+async def test_stream_is_closed_after_its_work(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     assert cuda.live()["streams"] == 1
-    held = Gated(cuda, stream)
-    _, ended = begin(device, stream, held)
+    held = GatedCall(cuda, stream)
+    _, ended = launch_call(device, stream, held)
     closing = asyncio.create_task(device.close_stream(stream, 10))
     await until(lambda: hasattr(held, "gate"))
     assert not closing.done()
     with pytest.raises(ValueError, match=f"stream {stream:#x} is closed, or is not one of CUDA device 0"):
-        begin(device, stream)
+        launch_call(device, stream)
     held.open()
     assert await closing
     assert ended.done()
@@ -358,35 +356,33 @@ async def test_a_stream_is_closed_behind_what_is_on_it(cuda: FakeCuda, device: D
     await until(lambda: threading.active_count() <= before)
 
 
-async def test_a_stream_that_does_not_end_is_left_behind(
-    cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture
-) -> None:
-    kept = Kept()
+async def test_stuck_stream_is_abandoned(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    kept = TrackedObjects()
     stream = device.stream()
-    held = Gated(cuda, stream)
-    _, ended = begin(device, stream, held, keep=kept.new())
+    held = GatedCall(cuda, stream)
+    _, ended = launch_call(device, stream, held, keep=kept.new())
     with caplog.at_level(logging.WARNING):
         assert not await device.close_stream(stream, 0.02)
     assert "CUDA device 0: calls on a stream have not ended within 0.02 s" in caplog.text
-    assert kept.gone == []
-    await begin(device, other := device.stream())[1]
+    assert kept.freed_in == []
+    await launch_call(device, other := device.stream())[1]
     assert await device.close_stream(other, 10)
     held.open()
     await ended
-    assert len(kept.gone) == 1
+    assert len(kept.freed_in) == 1
 
 
-async def test_a_device_that_is_closed_gives_back_a_stream_that_is_being_closed(cuda: FakeCuda, device: Device) -> None:
+async def test_closed_device_destroys_a_closing_stream(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
-    await begin(device, stream)[1]
+    await launch_call(device, stream)[1]
     closing = asyncio.create_task(device.close_stream(stream, 10))
-    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # so that the close has started
     assert device.close(10)
     assert cuda.live()["streams"] == 0
     assert await closing
 
 
-async def test_a_stream_that_cannot_be_made_leaves_no_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_stream_creation_leaves_no_thread(cuda: FakeCuda, device: Device) -> None:
     before = threading.active_count()
     cuda.fail_next("stream_create", "out of memory")
     with pytest.raises(DeviceError, match="out of memory"):
@@ -394,7 +390,7 @@ async def test_a_stream_that_cannot_be_made_leaves_no_thread(cuda: FakeCuda, dev
     await until(lambda: threading.active_count() == before)
 
 
-async def test_abort_frees_who_waits(cuda: FakeCuda) -> None:
+async def test_abort_ends_a_waiting_call(cuda: FakeCuda) -> None:
     nccl = FakeNccl(cuda)
     devices = [Device.of(cuda, ordinal) for ordinal in range(2)]
     unique_id = nccl.unique_id()
@@ -402,7 +398,7 @@ async def test_abort_frees_who_waits(cuda: FakeCuda) -> None:
         *(device.run(lambda rank=rank: nccl.init(2, unique_id, rank)) for rank, device in enumerate(devices))
     )
     array, stream = FakeArray(cuda, np.ones(4, np.float32)), devices[0].stream()
-    launched, ended = begin(
+    launched, ended = launch_call(
         devices[0], stream, lambda: ends[0].all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, stream), keep=array
     )
     await launched.on_stream(0)
@@ -412,12 +408,14 @@ async def test_abort_frees_who_waits(cuda: FakeCuda) -> None:
     assert await devices[0].close_stream(stream, 10)
 
 
-async def test_an_abort_that_hangs_holds_nothing_up(cuda: FakeCuda, device: Device) -> None:
+async def test_hanging_abort_blocks_no_other_work(cuda: FakeCuda, device: Device) -> None:
     nccl = FakeNccl(cuda)
     end = await device.run(lambda: nccl.init(1, nccl.unique_id(), 0))
     end.fail("network is gone")
     array, stream = FakeArray(cuda, np.ones(4, np.float32)), device.stream()
-    _, ended = begin(device, stream, lambda: end.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, stream), keep=array)
+    _, ended = launch_call(
+        device, stream, lambda: end.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, stream), keep=array
+    )
     nccl.abort_hangs = True
     aborting = device.run_in_thread(end.abort)
     assert not await device.close_stream(stream, 0.02)
@@ -425,50 +423,50 @@ async def test_an_abort_that_hangs_holds_nothing_up(cuda: FakeCuda, device: Devi
     assert not ended.done()
 
 
-async def test_a_launcher_that_is_stuck_holds_nothing_up(cuda: FakeCuda, device: Device) -> None:
+async def test_stuck_launcher_does_not_block_the_loop(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     stuck = threading.Event()
-    _, ended = begin(device, stream, lambda: stuck.wait(10) and None)
+    _, ended = launch_call(device, stream, lambda: stuck.wait(10) and None)
     assert not await device.close_stream(stream, 0.02)
     stuck.set()
     await ended
 
 
-async def test_closing_a_device_is_bounded(cuda: FakeCuda, device: Device) -> None:
+async def test_closing_a_device_takes_bounded_time(cuda: FakeCuda, device: Device) -> None:
     streams = [device.stream(), device.stream()]
-    held = Gated(cuda, streams[0])
-    _, ended = begin(device, streams[0], held)
-    hold_up(device)
+    held = GatedCall(cuda, streams[0])
+    _, ended = launch_call(device, streams[0], held)
+    block_until_launched(device)
     assert not close_devices(0.02)
     with pytest.raises(ValueError, match="is closed"):
-        begin(device, streams[0])
+        launch_call(device, streams[0])
     held.open()
     await ended
     assert device.close(10)
 
 
 async def test_closing_a_device_does_not_need_the_loop(cuda: FakeCuda, device: Device) -> None:
-    _, ended = begin(device, device.stream())
-    hold_up(device)
+    _, ended = launch_call(device, device.stream())
+    block_until_launched(device)
     assert device.close(10)
     assert not ended.done()
     await ended
 
 
-async def test_closing_a_device_whose_launcher_is_stuck_is_bounded(cuda: FakeCuda, device: Device) -> None:
+async def test_closing_a_device_with_a_stuck_launcher_takes_bounded_time(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     stuck = threading.Event()
-    _, ended = begin(device, stream, lambda: stuck.wait(10) and None)
+    _, ended = launch_call(device, stream, lambda: stuck.wait(10) and None)
     assert not device.close(0.02)
     stuck.set()
     await ended
 
 
-async def test_closing_devices_gives_all_back(cuda: FakeCuda) -> None:
+async def test_closing_devices_releases_everything(cuda: FakeCuda) -> None:
     devices = [Device.of(cuda, ordinal) for ordinal in range(2)]
     for device in devices:
         stream = device.stream()
-        await asyncio.gather(*(begin(device, stream)[1] for _ in range(20)))
+        await asyncio.gather(*(launch_call(device, stream)[1] for _ in range(20)))
         device.staging.give(device.staging.take(10))
     assert close_devices()
     assert set(cuda.live().values()) == {0}
@@ -479,16 +477,16 @@ async def test_closing_devices_gives_all_back(cuda: FakeCuda) -> None:
 # -- forks and exits
 
 
-def test_a_forked_child_is_told(cuda: FakeCuda, device: Device) -> None:
+def test_forked_child_gets_an_error(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     out, into = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads is what this is about
+        warnings.simplefilter("ignore", DeprecationWarning)  # the test forks a process with threads on purpose
         child = os.fork()
     if child == 0:
         try:
             for call in (lambda: Device.of(cuda, 0), lambda: Device.of(cuda, 1), device.stream,
-                         lambda: device.launch(stream, nothing, None, print)):  # fmt: skip
+                         lambda: device.launch(stream, do_nothing, None, print)):  # fmt: skip
                 try:
                     call()
                 except RuntimeError as error:
@@ -499,10 +497,10 @@ def test_a_forked_child_is_told(cuda: FakeCuda, device: Device) -> None:
     with os.fdopen(out, "rb") as pipe:
         assert pipe.read().decode() == "this process was forked from one that u" * 4
     os.waitpid(child, 0)
-    assert device.stream() != stream, "the parent goes on"
+    assert device.stream() != stream, "the parent cannot make streams any more"
 
 
-def test_a_device_from_before_a_fork_cannot_be_used(cuda: FakeCuda, device: Device) -> None:
+def test_device_cannot_be_used_after_a_fork(cuda: FakeCuda, device: Device) -> None:
     module._forked()
     for ordinal in range(2):
         with pytest.raises(RuntimeError, match=r"get_context\('spawn'\)"):
@@ -537,7 +535,7 @@ print("end", flush=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["waiting", "stuck"])
-def test_an_interpreter_exits_quietly_though_work_is_pending(how: str) -> None:
+def test_interpreter_exits_quietly_with_pending_work(how: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", EXIT, how],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""The examples of docs/cuda-tensors.md, on a fake device."""
+"""The examples of docs/cuda-tensors.md on a fake device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = "docs/cuda-tensors.md"
 
 @pytest.fixture
 def examples() -> dict[str, Any]:
-    """Return the functions of the page, by name; each block has the imports it needs."""
+    """Return the functions of the page by name; each code block has its own imports."""
     blocks = [
         code(PAGE, "CUDA tensors"),
         code(PAGE, "Streams: what comes before, and when the data may be used"),
@@ -38,7 +38,7 @@ def examples() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_the_examples_run(way: str, examples: dict[str, Any]) -> None:
+async def test_examples_run(way: str, examples: dict[str, Any]) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         tensor = gpu.tensor(np.full(4, rank), rank, "float32")
@@ -61,7 +61,7 @@ async def test_the_examples_run(way: str, examples: dict[str, Any]) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_the_log_says_which_way(examples: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_shows_the_way(examples: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("aiocoll")
     before = logger.level
     examples["show_the_way"]()
@@ -79,7 +79,7 @@ async def test_the_log_says_which_way(examples: dict[str, Any], caplog: pytest.L
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_group_that_insists_on_nccl(way: str, examples: dict[str, Any]) -> None:
+async def test_group_that_requires_nccl_works_or_raises(way: str, examples: dict[str, Any]) -> None:
     with gpus(1, way) as gpu:
         pg = await examples["insisting"](store=HashStore(), rank=0, world_size=1)
         tensor = gpu.tensor(np.ones(2), 0)

@@ -1,4 +1,4 @@
-"""The driver: how it is called, what is made of its errors, and that nobody is held up who does not call it."""
+"""The driver: its calls, its errors, and queries that block no other thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from aiocoll.gpu import driver as module
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.driver import Driver, load
 
-from .processes import run
+from .processes import run_code
 from .stub_driver import CONTEXT, MODES, Log
 from .stub_driver import driver as stub
 
-#: As wide as an address is.
+#: A handle as wide as an address.
 EVENT = 0x7F00_1234_5678_9AB0
 
 
-def test_a_thread_is_relaxed() -> None:
+def test_relax_sets_the_capture_mode_of_the_thread() -> None:
     log = Log()
     MODES.clear()
     Driver(stub(log)).relax()
@@ -57,7 +57,7 @@ def log() -> Log:
         (lambda d: d.device_of(EVENT), 1, [("cuPointerGetAttribute", (9, EVENT))]),
     ],
 )
-def test_calls(log: Log, call: Callable[[Driver], Any], returned: Any, logged: Any) -> None:
+def test_method_calls_its_driver_function(log: Log, call: Callable[[Driver], Any], returned: Any, logged: Any) -> None:
     made = Driver(stub(log))
     assert log.calls == [("cuInit", (0,))]
     log.calls.clear()
@@ -66,7 +66,7 @@ def test_calls(log: Log, call: Callable[[Driver], Any], returned: Any, logged: A
 
 
 @pytest.mark.parametrize(("status", "fatal"), [(1, False), (2, False), (400, False), (906, False), (700, True)])
-def test_errors(log: Log, status: int, fatal: bool) -> None:
+def test_driver_errors_are_raised(log: Log, status: int, fatal: bool) -> None:
     made = Driver(stub(log))
     for name, call in (("cuEventQuery", made.event_done), ("cuPointerGetAttribute", made.device_of)):
         log.status[name] = status
@@ -78,12 +78,12 @@ def test_errors(log: Log, status: int, fatal: bool) -> None:
         made.event_done(EVENT)
 
 
-def test_an_event_that_is_not_done(log: Log) -> None:
+def test_unfinished_event_is_not_done(log: Log) -> None:
     log.status["cuEventQuery"] = 600
     assert Driver(stub(log)).event_done(EVENT) is False
 
 
-def test_the_library_of_this_machine(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_uses_libcuda(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     monkeypatch.setattr(module.ctypes, "CDLL", lambda name: (loaded.append(name), stub(log))[1])
     assert load().event_done(EVENT)
@@ -93,29 +93,31 @@ def test_the_library_of_this_machine(log: Log, monkeypatch: pytest.MonkeyPatch) 
         load()
 
 
-#: Ask for an event in a thread, and let only another thread end that: a semaphore of C plays the driver. The upper half
-#: of its first word, in glibc on 64 bits, says how many wait.
+#: Code that queries an event in a thread, with a C semaphore in place of the driver. Another thread ends the query.
+#: The upper half of the semaphore's first word counts the waiting threads (glibc, 64 bits).
 STALL = """
 import ctypes, threading, time
 from tests.gpu.stub_driver import driver
 from aiocoll.gpu.driver import Driver
 library = driver(lambda name, args: 0)
 library.cuEventQuery = ctypes.CDLL(None).sem_wait
-ask = Driver(library).event_done
+query = Driver(library).event_done
 libc = ctypes.CDLL(None)
 semaphore = ctypes.create_string_buffer(32)
 libc.sem_init(semaphore, 0, 0)
-answers = []
-asking = threading.Thread(target=lambda: answers.append(ask(ctypes.addressof(semaphore))))
-asking.start()
+results = []
+querying = threading.Thread(target=lambda: results.append(query(ctypes.addressof(semaphore))))
+querying.start()
 while not any(semaphore.raw[4:8]):
     time.sleep(0)
 libc.sem_post(semaphore)
-asking.join()
-print(answers)
+querying.join()
+print(results)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or ctypes.sizeof(ctypes.c_void_p) != 8, reason="looks into glibc")
-def test_a_query_that_stalls_holds_up_no_other_thread() -> None:
-    assert run(STALL) == "[True]"
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or ctypes.sizeof(ctypes.c_void_p) != 8, reason="reads a semaphore of 64-bit glibc"
+)
+def test_stalled_query_blocks_no_other_thread() -> None:
+    assert run_code(STALL) == "[True]"

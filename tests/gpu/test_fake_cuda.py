@@ -1,4 +1,4 @@
-"""The fake CUDA keeps to the rules of the real one, and refuses what that would let go wrong."""
+"""The fake CUDA: it follows the rules of real CUDA, and refuses mistakes that real CUDA does not report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cuda() -> Iterator[FakeCuda]:
         yield made
 
 
-def test_the_fakes_have_all_that_the_protocols_ask_for(cuda: FakeCuda) -> None:
+def test_fakes_have_all_methods_of_the_protocols(cuda: FakeCuda) -> None:
     nccl = FakeNccl(cuda)
     parts: list[tuple[Any, type]] = [
         (cuda, Cuda),
@@ -39,7 +39,7 @@ def test_the_fakes_have_all_that_the_protocols_ask_for(cuda: FakeCuda) -> None:
         assert [name for name in names if not callable(getattr(made, name, None))] == []
 
 
-def test_what_a_device_is(cuda: FakeCuda) -> None:
+def test_devices_have_versions_ordinals_and_bus_ids(cuda: FakeCuda) -> None:
     assert cuda.version() >= 12000
     assert cuda.device_count() == 2
     assert cuda.bus_id(0) != cuda.bus_id(1)
@@ -52,7 +52,7 @@ def test_what_a_device_is(cuda: FakeCuda) -> None:
     assert FakeCuda(0).device_count() == 0
 
 
-def test_the_device_is_the_threads(cuda: FakeCuda) -> None:
+def test_current_device_belongs_to_the_thread(cuda: FakeCuda) -> None:
     cuda.use(1)
     seen: list[int] = []
     other = threading.Thread(target=lambda: seen.append(cuda.current()))
@@ -65,7 +65,7 @@ def test_the_device_is_the_threads(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2, None])
-def test_a_stream_does_one_thing_after_the_other(cuda: FakeCuda, stream: int | None) -> None:
+def test_stream_carries_out_work_in_order(cuda: FakeCuda, stream: int | None) -> None:
     stream = cuda.stream_create() if stream is None else stream
     gate = cuda.gate(stream)
     done: list[int] = []
@@ -78,7 +78,7 @@ def test_a_stream_does_one_thing_after_the_other(cuda: FakeCuda, stream: int | N
     assert done == list(range(50))
 
 
-def test_streams_do_not_wait_for_each_other_unless_told(cuda: FakeCuda) -> None:
+def test_streams_wait_for_each_other_only_through_events(cuda: FakeCuda) -> None:
     first, second = cuda.stream_create(), cuda.stream_create()
     event, later = cuda.event_create(), cuda.event_create()
     gate = cuda.gate(first)
@@ -93,7 +93,7 @@ def test_streams_do_not_wait_for_each_other_unless_told(cuda: FakeCuda) -> None:
     assert cuda.event_done(event)
 
 
-def test_an_event_that_was_not_recorded_counts_as_done(cuda: FakeCuda) -> None:
+def test_unrecorded_event_counts_as_done(cuda: FakeCuda) -> None:
     event, stream = cuda.event_create(), cuda.stream_create()
     assert cuda.event_done(event)
     cuda.event_synchronize(event)
@@ -101,7 +101,7 @@ def test_an_event_that_was_not_recorded_counts_as_done(cuda: FakeCuda) -> None:
     cuda.stream_synchronize(stream)
 
 
-def test_who_waits_waits_for_the_record_there_was_then(cuda: FakeCuda) -> None:
+def test_stream_waits_for_the_record_at_the_time_of_the_call(cuda: FakeCuda) -> None:
     stream, other, event = cuda.stream_create(), cuda.stream_create(), cuda.event_create()
     cuda.event_record(event, stream)
     cuda.stream_wait(other, event)
@@ -112,8 +112,8 @@ def test_who_waits_waits_for_the_record_there_was_then(cuda: FakeCuda) -> None:
     gate.open()
 
 
-def test_what_takes_no_time_on_an_idle_stream_is_done_at_once(cuda: FakeCuda) -> None:
-    """Not by the thread of the stream, which would hold up others."""
+def test_events_on_an_idle_stream_are_done_at_once(cuda: FakeCuda) -> None:
+    """Check that they need no thread, whose start would delay other threads."""
     stream, other, event = cuda.stream_create(), cuda.stream_create(), cuda.event_create()
     before = threading.active_count()
     cuda.event_record(event, stream)
@@ -127,7 +127,7 @@ def test_what_takes_no_time_on_an_idle_stream_is_done_at_once(cuda: FakeCuda) ->
     cuda.event_synchronize(event)
 
 
-def test_a_stream_can_be_stepped(cuda: FakeCuda) -> None:
+def test_stream_can_be_stepped(cuda: FakeCuda) -> None:
     stream = cuda.stream_create()
     cuda.step(stream, 0)
     done: list[int] = []
@@ -144,7 +144,7 @@ def test_a_stream_can_be_stepped(cuda: FakeCuda) -> None:
     cuda.event_synchronize(events[2])
 
 
-def test_what_was_given_back_cannot_be_used(cuda: FakeCuda) -> None:
+def test_destroyed_handles_are_refused(cuda: FakeCuda) -> None:
     event, stream, good = cuda.event_create(), cuda.stream_create(), cuda.stream_create()
     gate = cuda.gate(stream)
     done: list[int] = []
@@ -168,19 +168,19 @@ def test_what_was_given_back_cannot_be_used(cuda: FakeCuda) -> None:
         assert not caught.value.fatal
     gate.open()
     cuda.stream_synchronize(good)
-    assert done == [1], "what is on a stream that is given back still ends"
+    assert done == [1], "work on a destroyed stream was lost"
 
 
-def test_an_event_of_one_device_is_not_for_a_stream_of_another(cuda: FakeCuda) -> None:
+def test_event_cannot_be_recorded_on_a_stream_of_another_device(cuda: FakeCuda) -> None:
     event = cuda.event_create()
     cuda.use(1)
     for stream in (0, 1, 2, cuda.stream_create()):
         with pytest.raises(DeviceError, match="event of device 0, stream of 1"):
             cuda.event_record(event, stream)
-    cuda.stream_wait(0, event)  # this may be
+    cuda.stream_wait(0, event)  # waiting across devices is allowed
 
 
-def test_counts_of_what_is_in_use(cuda: FakeCuda) -> None:
+def test_live_objects_are_counted(cuda: FakeCuda) -> None:
     assert set(cuda.live().values()) == {0}
     event, stream, block = cuda.event_create(), cuda.stream_create(), cuda.pinned(100)
     array = FakeArray(cuda, np.zeros(3), 1)
@@ -194,7 +194,7 @@ def test_counts_of_what_is_in_use(cuda: FakeCuda) -> None:
     assert set(cuda.live().values()) == {0}
 
 
-def test_nothing_goes_on_a_stream_that_is_captured(cuda: FakeCuda) -> None:
+def test_captured_stream_refuses_work(cuda: FakeCuda) -> None:
     event = cuda.event_create()
     assert not cuda.is_capturing(0)
     cuda.capture(0, True)
@@ -223,7 +223,7 @@ def test_copies_keep_the_order_of_their_stream(cuda: FakeCuda) -> None:
     assert list(block.view(int)) == [7] * 4
 
 
-def test_copies_take_only_what_they_may(cuda: FakeCuda) -> None:
+def test_copies_refuse_wrong_addresses(cuda: FakeCuda) -> None:
     array, foreign = FakeArray(cuda, np.zeros(4)), FakeArray(cuda, np.zeros(4), 1)
     block, pageable = cuda.pinned(32), np.zeros(32, np.uint8)
     cases: list[Any] = [
@@ -244,7 +244,7 @@ def test_copies_take_only_what_they_may(cuda: FakeCuda) -> None:
     assert len(cuda.pinned(0)) == 0
 
 
-def test_memory_that_goes_before_it_is_used_takes_the_device_with_it(cuda: FakeCuda) -> None:
+def test_use_of_freed_memory_fails_the_device(cuda: FakeCuda) -> None:
     array, block = FakeArray(cuda, np.zeros(4)), cuda.pinned(32)
     gate = cuda.gate(0)
     cuda.copy_to_host(block.ctypes.data, array.ptr, 32, 0)
@@ -260,7 +260,7 @@ def test_memory_that_goes_before_it_is_used_takes_the_device_with_it(cuda: FakeC
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128", "float16", "bfloat16"])
-def test_scale(cuda: FakeCuda, name: str) -> None:
+def test_scale_multiplies_in_stream_order(cuda: FakeCuda, name: str) -> None:
     dtype = by_name(name)
     one = 0x3F80 if name == "bfloat16" else 1
     source, target = FakeArray(cuda, np.full(3, one, dtype.storage), 0, dtype), FakeArray(
@@ -274,14 +274,14 @@ def test_scale(cuda: FakeCuda, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int32", "bool", "float8_e5m2"])
-def test_scale_has_no_kernel_for_other_dtypes(cuda: FakeCuda, name: str) -> None:
+def test_scale_refuses_other_dtypes(cuda: FakeCuda, name: str) -> None:
     array = FakeArray(cuda, np.zeros(1, by_name(name).storage), 0, name)
     with pytest.raises(DeviceError, match=f"dtype {name}") as caught:
         cuda.kernels.scale(array.ptr, array.ptr, 1, name, 2.0, 0)
     assert not caught.value.fatal
 
 
-def test_scale_is_a_kernel_of_the_threads_device(cuda: FakeCuda) -> None:
+def test_scale_needs_the_threads_device(cuda: FakeCuda) -> None:
     array, stream = FakeArray(cuda, np.ones(1, np.float32)), cuda.stream_create()
     cuda.use(1)
     with pytest.raises(DeviceError, match="not of the thread's device"):
@@ -291,7 +291,7 @@ def test_scale_is_a_kernel_of_the_threads_device(cuda: FakeCuda) -> None:
         cuda.kernels.scale(array.ptr, array.ptr, 2, "float32", 2.0, stream)
 
 
-def test_the_device_of_an_address(cuda: FakeCuda) -> None:
+def test_device_of_an_address_is_returned(cuda: FakeCuda) -> None:
     array, block = FakeArray(cuda, np.zeros(4), 1), cuda.pinned(8)
     assert cuda.device_of(array.ptr) == cuda.device_of(array.ptr + 31) == 1
     for address in (array.ptr + 32, 1, block.ctypes.data):
@@ -303,7 +303,7 @@ def test_the_device_of_an_address(cuda: FakeCuda) -> None:
 # -- failures
 
 
-def test_a_device_that_fails_stays_so_and_wakes_who_waits(cuda: FakeCuda) -> None:
+def test_failed_device_stays_failed_and_wakes_waiting_threads(cuda: FakeCuda) -> None:
     stream, event = cuda.stream_create(), cuda.event_create()
     gate = cuda.gate(stream)
     ran: list[int] = []
@@ -334,7 +334,7 @@ def test_a_device_that_fails_stays_so_and_wakes_who_waits(cuda: FakeCuda) -> Non
     assert ran == []
 
 
-def test_one_call_can_be_made_to_fail(cuda: FakeCuda) -> None:
+def test_fail_next_fails_one_call(cuda: FakeCuda) -> None:
     cuda.fail_next("event_create", "no memory")
     with pytest.raises(DeviceError, match="event_create: no memory") as caught:
         cuda.event_create()
@@ -349,14 +349,14 @@ def test_one_call_can_be_made_to_fail(cuda: FakeCuda) -> None:
     assert cuda.calls["event_create"] == 2
 
 
-def test_a_record_on_a_failed_device_is_done_at_once() -> None:
+def test_record_on_a_failed_device_is_done_at_once() -> None:
     with FakeCuda() as cuda:
         stream = cuda._stream(cuda.stream_create(), "test")
         cuda.fail()
         assert stream.mark().passed.is_set()
 
 
-def test_its_end_wakes_all_and_leaves_no_thread() -> None:
+def test_close_wakes_waiting_threads_and_leaves_none() -> None:
     before = threading.active_count()
     with FakeCuda() as cuda:
         cuda.gate(0)
@@ -365,11 +365,11 @@ def test_its_end_wakes_all_and_leaves_no_thread() -> None:
         waiting.start()
     waiting.join(10)
     assert threading.active_count() == before
-    cuda.kernel(0, lambda: None)  # nobody does it
+    cuda.kernel(0, lambda: None)  # a closed fake carries out no work
     cuda.gate(2)
 
 
-def test_latency_is_that_of_a_kernel(cuda: FakeCuda) -> None:
+def test_latency_delays_copies(cuda: FakeCuda) -> None:
     array = FakeArray(cuda, np.zeros(1))
     cuda.latency = 0.02
     event = cuda.event_create()
@@ -382,7 +382,7 @@ def test_latency_is_that_of_a_kernel(cuda: FakeCuda) -> None:
 # -- arrays
 
 
-def test_an_array_of_the_fake(cuda: FakeCuda) -> None:
+def test_fake_array_has_an_array_interface(cuda: FakeCuda) -> None:
     array = FakeArray(cuda, np.arange(6, dtype=np.int16).reshape(2, 3), 1, stream=7)
     assert array.__cuda_array_interface__ == {
         "shape": (2, 3), "typestr": "<i2", "data": (array.ptr, False), "strides": None, "version": 3, "stream": 7,
@@ -400,7 +400,7 @@ def test_an_array_of_the_fake(cuda: FakeCuda) -> None:
     assert empty.numpy().shape == (0,)
 
 
-def test_memory_of_an_array_goes_with_it(cuda: FakeCuda) -> None:
+def test_array_memory_is_overwritten_when_freed(cuda: FakeCuda) -> None:
     array = FakeArray(cuda, np.zeros(4))
     held = array._bytes
     del array
@@ -409,19 +409,19 @@ def test_memory_of_an_array_goes_with_it(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("look", ["at", "where"])
-def test_memory_may_go_while_other_memory_is_looked_for(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may run anywhere, so arrays may end in the midst of a search: that is about others still."""
+def test_memory_may_be_freed_during_a_lookup(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a lookup during which the garbage collector frees another array."""
     memory = fake_memory.FakeMemory()
     arrays = sorted((memory.new(8, device) for device in (0, 1, 2)), key=lambda each: each.ctypes.data)
     wheres = [memory.where(each.ctypes.data) for each in arrays]
     bisect_right = fake_memory.bisect_right
 
-    def collecting(bases: list[int], address: int) -> int:
+    def bisect_and_free(bases: list[int], address: int) -> int:
         found: int = bisect_right(bases, address)
         arrays[0] = None
         return found
 
-    monkeypatch.setattr(fake_memory, "bisect_right", collecting)
+    monkeypatch.setattr(fake_memory, "bisect_right", bisect_and_free)
     address = arrays[1].ctypes.data
     if look == "where":
         assert memory.where(address) == wheres[1]
@@ -433,7 +433,7 @@ def test_memory_may_go_while_other_memory_is_looked_for(look: str, monkeypatch: 
     assert sum(memory.live(device) for device in (0, 1, 2)) == 16
 
 
-def test_a_query_of_another_thread_makes_a_capture_invalid(cuda: FakeCuda) -> None:
+def test_query_makes_a_capture_invalid_unless_relaxed(cuda: FakeCuda) -> None:
     stream, event = cuda.stream_create(), cuda.event_create()
     cuda.capture(stream, True, blocking=True)
     with pytest.raises(DeviceError, match="not permitted when stream is capturing") as caught:

@@ -1,4 +1,4 @@
-"""The fake NCCL calculates what the real one does, and hangs where it hangs."""
+"""The fake NCCL: it computes the results of real NCCL, and hangs in the same cases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..fakes.arrays import FakeArray
 from ..fakes.calls import DTYPES
 from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
-from .fake_ranks import Rank, on_ranks
+from .fake_ranks import Rank, results_by_rank
 
 WORLDS = [1, 2, 3, 4, 8]
 SUM, PROD, MAX, MIN, AVG = range(5)
@@ -35,8 +35,8 @@ def nccl(cuda: FakeCuda) -> FakeNccl:
     return FakeNccl(cuda)
 
 
-def stored(values: Any, dtype: DType) -> Any:
-    """Return whole numbers as `dtype` stores them: rounded once, or wrapped."""
+def to_storage(values: Any, dtype: DType) -> Any:
+    """Return integers as `dtype` stores them: rounded once, or wrapped."""
     if dtype.kind != "half":
         return np.asarray(values).astype(dtype.storage)
     out = np.empty(np.shape(values), dtype.storage)
@@ -44,7 +44,7 @@ def stored(values: Any, dtype: DType) -> Any:
     return out
 
 
-def loaded(array: Any, dtype: DType) -> list[float]:
+def from_storage(array: Any, dtype: DType) -> list[float]:
     if dtype.kind != "half":
         return list(array.astype(float))
     out = np.empty(array.shape, np.float32)
@@ -52,74 +52,77 @@ def loaded(array: Any, dtype: DType) -> list[float]:
     return list(out.astype(float))
 
 
-def reduced(op: int, world_size: int) -> float:
+def expected_result(op: int, world_size: int) -> float:
     """Return the exact result of 1 on rank 0 and 2 on all others."""
     total = 2 * world_size - 1
     return [total, 2 ** (world_size - 1), min(world_size, 2), 1, total // world_size][op]
 
 
-def given(rank: int) -> int:
+def input_of(rank: int) -> int:
     return 1 if rank == 0 else 2
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_reductions_of_all_dtypes_and_ops(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_reductions_of_all_dtypes_and_ops_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             for op in range(5):
                 if op == AVG and dtype.kind in ("half", "float"):
                     continue
-                [expected] = loaded(stored([reduced(op, world_size)], dtype), dtype)
-                source = FakeArray(cuda, stored([given(me.rank)] * 3, dtype), me.rank, dtype)
-                target = FakeArray(cuda, stored([0] * 3, dtype), me.rank, dtype)
+                [expected] = from_storage(to_storage([expected_result(op, world_size)], dtype), dtype)
+                source = FakeArray(cuda, to_storage([input_of(me.rank)] * 3, dtype), me.rank, dtype)
+                target = FakeArray(cuda, to_storage([0] * 3, dtype), me.rank, dtype)
                 me.communicator.all_reduce(source.ptr, target.ptr, 3, code, op, me.stream)
-                assert loaded(target.numpy(me.stream), dtype) == [expected] * 3
+                assert from_storage(target.numpy(me.stream), dtype) == [expected] * 3
                 root = world_size - 1
                 me.communicator.reduce(source.ptr, source.ptr, 3, code, op, root, me.stream)
-                assert loaded(source.numpy(me.stream), dtype) == [expected if me.rank == root else given(me.rank)] * 3
-                whole = stored([given(me.rank)] * (2 * world_size), dtype)
+                assert (
+                    from_storage(source.numpy(me.stream), dtype)
+                    == [expected if me.rank == root else input_of(me.rank)] * 3
+                )
+                whole = to_storage([input_of(me.rank)] * (2 * world_size), dtype)
                 parts = FakeArray(cuda, whole, me.rank, dtype)
                 me.communicator.reduce_scatter(parts.ptr, target.ptr, 2, code, op, me.stream)
-                assert loaded(target.numpy(me.stream), dtype) == [expected] * 3
+                assert from_storage(target.numpy(me.stream), dtype) == [expected] * 3
 
-    on_ranks(cuda, nccl, world_size, rank)
+    results_by_rank(cuda, nccl, world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_averages_of_floats(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_averages_of_floats_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             if dtype.kind in ("half", "float"):
-                # 0, 2, 4 and so on: their mean is the last one's half.
-                array = FakeArray(cuda, stored([2 * me.rank], dtype), me.rank, dtype)
+                # The mean of 0, 2, 4 and so on is half of the last value.
+                array = FakeArray(cuda, to_storage([2 * me.rank], dtype), me.rank, dtype)
                 me.communicator.all_reduce(array.ptr, array.ptr, 1, code, AVG, me.stream)
-                assert loaded(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all of them
+                assert from_storage(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all of them
 
-    on_ranks(cuda, nccl, world_size, rank)
+    results_by_rank(cuda, nccl, world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_copies_of_all_dtypes(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_copies_of_all_dtypes_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
-            mine = FakeArray(cuda, stored([me.rank, me.rank], dtype), me.rank, dtype)
-            whole = FakeArray(cuda, stored([0] * (2 * world_size), dtype), me.rank, dtype)
+            mine = FakeArray(cuda, to_storage([me.rank, me.rank], dtype), me.rank, dtype)
+            whole = FakeArray(cuda, to_storage([0] * (2 * world_size), dtype), me.rank, dtype)
             me.communicator.all_gather(mine.ptr, whole.ptr, 2, code, me.stream)
             expected = [float(rank) for rank in range(world_size) for _ in range(2)]
-            assert loaded(whole.numpy(me.stream), dtype) == expected
+            assert from_storage(whole.numpy(me.stream), dtype) == expected
             place = whole.ptr + me.rank * 2 * dtype.itemsize
             me.communicator.all_gather(place, whole.ptr, 2, code, me.stream)
-            assert loaded(whole.numpy(me.stream), dtype) == expected
+            assert from_storage(whole.numpy(me.stream), dtype) == expected
             for root in range(world_size):
-                target = FakeArray(cuda, stored([0, 0], dtype), me.rank, dtype)
+                target = FakeArray(cuda, to_storage([0, 0], dtype), me.rank, dtype)
                 me.communicator.broadcast(mine.ptr, target.ptr, 2, code, root, me.stream)
-                assert loaded(target.numpy(me.stream), dtype) == [root, root]
+                assert from_storage(target.numpy(me.stream), dtype) == [root, root]
 
-    on_ranks(cuda, nccl, world_size, rank)
+    results_by_rank(cuda, nccl, world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_everybody_sends_to_everybody_in_a_group(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_all_ranks_exchange_messages_in_a_group(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         out = FakeArray(cuda, np.arange(world_size) + 10 * me.rank, me.rank)
         into = FakeArray(cuda, np.zeros(world_size, int), me.rank)
@@ -133,10 +136,10 @@ def test_everybody_sends_to_everybody_in_a_group(cuda: FakeCuda, nccl: FakeNccl,
         nccl.group_end()
         assert list(into.numpy(me.stream)) == [10 * peer + me.rank for peer in range(world_size)]
 
-    on_ranks(cuda, nccl, world_size, rank)
+    results_by_rank(cuda, nccl, world_size, rank)
 
 
-def test_messages_between_two_keep_their_order(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_messages_between_two_ranks_keep_their_order(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> list[int]:
         array = FakeArray(cuda, np.arange(100) if me.rank == 0 else np.zeros(100, int), me.rank)
         for place in range(100):
@@ -144,7 +147,7 @@ def test_messages_between_two_keep_their_order(cuda: FakeCuda, nccl: FakeNccl) -
             move(array.ptr + 8 * place, 1, 4, 1 - me.rank, me.stream)
         return list(array.numpy(me.stream))
 
-    assert on_ranks(cuda, nccl, 2, rank)[1] == list(range(100))
+    assert results_by_rank(cuda, nccl, 2, rank)[1] == list(range(100))
 
 
 def test_collectives_of_a_group_start_at_its_end(cuda: FakeCuda, nccl: FakeNccl) -> None:
@@ -157,27 +160,27 @@ def test_collectives_of_a_group_start_at_its_end(cuda: FakeCuda, nccl: FakeNccl)
         nccl.group_end()
         assert array.numpy(me.stream) == 8.0
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_nothing_to_do_is_not_done(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_empty_calls_start_no_kernel(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
-        if me.rank == 0:  # nobody else calls
+        if me.rank == 0:  # rank 1 makes no call
             me.communicator.all_reduce(0, 0, 0, FLOAT32, SUM, me.stream)
             me.communicator.send(0, 0, FLOAT32, 1, me.stream)
         me.finish()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
-# -- what hangs
+# -- hanging calls
 
 
 HANGING = ["order", "count", "dtype", "op", "root", "bytes", "missing", "sends", "broken"]
 
 
-def start(me: Rank, what: str, array: FakeArray) -> None:
-    """Start what never ends."""
+def start_hanging_call(me: Rank, what: str, array: FakeArray) -> None:
+    """Start a call that never ends."""
     first, com = me.rank == 0, me.communicator
     ptr, stream = array.ptr, me.stream
     if what == "order":
@@ -189,7 +192,7 @@ def start(me: Rank, what: str, array: FakeArray) -> None:
     elif what == "bytes":
         (com.send if first else com.recv)(ptr, 4 if first else 3, FLOAT32, 1 - me.rank, stream)
     elif what == "sends":
-        for move in (com.send, com.recv):  # not in a group: both send first
+        for move in (com.send, com.recv):  # outside a group, both ranks send first
             move(ptr, 4, FLOAT32, 1 - me.rank, stream)
     elif what == "root":
         com.broadcast(ptr, ptr, 4, FLOAT32, me.rank, stream)
@@ -205,16 +208,16 @@ def start(me: Rank, what: str, array: FakeArray) -> None:
 
 
 @pytest.mark.parametrize("what", HANGING)
-def test_what_does_not_belong_together_hangs_until_abort(cuda: FakeCuda, nccl: FakeNccl, what: str) -> None:
+def test_mismatched_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeNccl, what: str) -> None:
     started = threading.Barrier(2)
 
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(4, np.float32), me.rank)
         hangs = me.rank == 0 or what != "missing"
-        start(me, what, array)
+        start_hanging_call(me, what, array)
         event = cuda.event_create()
         cuda.event_record(event, me.stream)
-        # What differs has met by then, and it is said why nothing ends.
+        # Wait until the mismatched calls have met and the fake has recorded a complaint.
         while what not in ("missing", "sends", "broken") and not nccl.complaints:
             time.sleep(0)
         started.wait(10)
@@ -227,29 +230,29 @@ def test_what_does_not_belong_together_hangs_until_abort(cuda: FakeCuda, nccl: F
         aborting.join()
         cuda.event_synchronize(event)
         assert not me.communicator.in_flight
-        if hangs and not (what == "bytes" and me.rank == 0):  # it only sends
-            assert array.peek().tobytes().count(0xA5) >= 12, "aborted results must not look right"
+        if hangs and not (what == "bytes" and me.rank == 0):  # a sender has no output to spoil
+            assert array.peek().tobytes().count(0xA5) >= 12, "the aborted call left a plausible result"
         with pytest.raises(DeviceError, match="aborted"):
             me.communicator.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, me.stream)
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_it_says_why_it_hangs(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_complaint_describes_the_mismatch(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(4, np.float32), me.rank)
-        start(me, "op", array)
+        start_hanging_call(me, "op", array)
         while not nccl.complaints:
             time.sleep(0)
         me.communicator.abort()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
     assert nccl.complaints == [
         "collective 0: rank 0 ('all_reduce', 4, 'float32', 2, None), rank 1 ('all_reduce', 4, 'float32', 0, None)"
     ]
 
 
-def test_two_communicators_on_one_stream_in_different_order_hang(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_communicators_in_different_orders_on_a_stream_hang(cuda: FakeCuda, nccl: FakeNccl) -> None:
     other = nccl.unique_id()
     started = threading.Barrier(2)
 
@@ -266,10 +269,10 @@ def test_two_communicators_on_one_stream_in_different_order_hang(cuda: FakeCuda,
         me.communicator.abort()
         me.finish()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_a_group_that_is_aborted_before_its_end_is_not_started(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_group_aborted_before_its_end_is_not_started(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def body(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(2, np.float32), me.rank)
         nccl.group_start()
@@ -279,19 +282,19 @@ def test_a_group_that_is_aborted_before_its_end_is_not_started(cuda: FakeCuda, n
             nccl.group_end()
         me.finish()
 
-    on_ranks(cuda, nccl, 2, body)
+    results_by_rank(cuda, nccl, 2, body)
 
 
 # -- init, abort, destroy
 
 
-def test_init_waits_for_all_and_refuses_two_on_one_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_init_refuses_two_ranks_on_one_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
     cuda.bus_ids[1] = cuda.bus_ids[0]
     with pytest.raises(DeviceError, match="Duplicate GPU detected"):
-        on_ranks(cuda, nccl, 2, lambda me: None)
+        results_by_rank(cuda, nccl, 2, lambda me: None)
 
 
-def test_init_refuses_versions_that_differ(cuda: FakeCuda) -> None:
+def test_init_refuses_different_versions(cuda: FakeCuda) -> None:
     libraries = [FakeNccl(cuda, 22809), FakeNccl(cuda, 22203)]
     unique_id = libraries[0].unique_id()
 
@@ -323,7 +326,7 @@ def test_wrong_ranks_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
 
 
 @pytest.mark.parametrize("call", ["init", "abort"])
-def test_what_hangs_ends_with_the_fake(call: str) -> None:
+def test_hanging_call_ends_with_the_fake(call: str) -> None:
     with FakeCuda(1) as cuda:
         nccl = FakeNccl(cuda)
         made = nccl.init(1, nccl.unique_id(), 0)
@@ -350,11 +353,11 @@ def test_destroy_waits_for_all_ranks(cuda: FakeCuda, nccl: FakeNccl) -> None:
             with pytest.raises(DeviceError, match="destroyed"):
                 me.communicator.async_error()
 
-    on_ranks(cuda, nccl, 3, rank)
+    results_by_rank(cuda, nccl, 3, rank)
     assert order[0] == 2
 
 
-def test_destroy_refuses_what_is_in_flight_and_abort_frees_it(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_destroy_refuses_calls_in_flight_and_abort_ends_them(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         if me.rank == 0:
             array = FakeArray(cuda, np.ones(1, np.float32), 0)
@@ -368,10 +371,10 @@ def test_destroy_refuses_what_is_in_flight_and_abort_frees_it(cuda: FakeCuda, nc
             freeing.start()
             freeing.join()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_abort_does_not_look_at_memory_that_is_gone(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_abort_ignores_freed_memory(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         if me.rank == 0:
             array = FakeArray(cuda, np.ones(1, np.float32), 0)
@@ -380,10 +383,10 @@ def test_abort_does_not_look_at_memory_that_is_gone(cuda: FakeCuda, nccl: FakeNc
         me.communicator.abort()
         me.finish()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_memory_that_goes_too_early_takes_a_device_with_it(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_memory_freed_too_early_fails_a_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
     gone = threading.Barrier(2)
 
     def rank(me: Rank) -> str | None:
@@ -399,15 +402,15 @@ def test_memory_that_goes_too_early_takes_a_device_with_it(cuda: FakeCuda, nccl:
             return str(exc)
         return None
 
-    failed = [error for error in on_ranks(cuda, nccl, 2, rank) if error is not None]
+    failed = [error for error in results_by_rank(cuda, nccl, 2, rank) if error is not None]
     assert len(failed) == 1
     assert "illegal memory access" in failed[0]
 
 
-# -- what is refused at the call
+# -- wrong arguments
 
 
-def test_bad_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_wrong_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(8, np.float32), me.rank)
         foreign = FakeArray(cuda, np.ones(8, np.float32), 1 - me.rank)
@@ -434,10 +437,10 @@ def test_bad_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
         with pytest.raises(DeviceError, match="no group_start"):
             nccl.group_end()
 
-    on_ranks(cuda, nccl, 2, rank)
+    results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_a_communicator_belongs_to_a_thread_and_a_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_communicator_refuses_concurrent_threads_and_other_devices(cuda: FakeCuda, nccl: FakeNccl) -> None:
     made = nccl.init(1, nccl.unique_id(), 0)
     errors: list[BaseException] = []
 
@@ -447,13 +450,13 @@ def test_a_communicator_belongs_to_a_thread_and_a_device(cuda: FakeCuda, nccl: F
         except DeviceError as exc:
             errors.append(exc)
 
-    def meanwhile(_: str) -> None:
+    def call_from_another_thread(_: str) -> None:
         nccl.hooks.clear()
         other = threading.Thread(target=call)
         other.start()
         other.join()
 
-    nccl.hooks.append(meanwhile)
+    nccl.hooks.append(call_from_another_thread)
     made.all_reduce(0, 0, 0, FLOAT32, SUM, 0)
     assert "another thread" in str(errors[0])
     cuda.use(1)
@@ -461,7 +464,7 @@ def test_a_communicator_belongs_to_a_thread_and_a_device(cuda: FakeCuda, nccl: F
         made.all_reduce(0, 0, 0, FLOAT32, SUM, cuda.stream_create())
 
 
-def test_float8_needs_a_late_version(cuda: FakeCuda) -> None:
+def test_float8_needs_a_recent_version(cuda: FakeCuda) -> None:
     early = FakeNccl(cuda, 22203)
     made = early.init(1, early.unique_id(), 0)
     array = FakeArray(cuda, np.zeros(1, np.uint8))
@@ -472,7 +475,7 @@ def test_float8_needs_a_late_version(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("call", ["unique_id", "init", "all_reduce", "group_start", "group_end", "abort", "destroy"])
-def test_any_call_can_be_made_to_fail(cuda: FakeCuda, nccl: FakeNccl, call: str) -> None:
+def test_fail_next_fails_any_call(cuda: FakeCuda, nccl: FakeNccl, call: str) -> None:
     unique_id = nccl.unique_id()
     if call != "init":
         made = nccl.init(1, unique_id, 0)

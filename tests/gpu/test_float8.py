@@ -1,4 +1,4 @@
-"""Reductions of float8: by NCCL where its version and all devices can, else staged, on all ranks alike."""
+"""Reductions of float8: by NCCL if its version and all devices support them, otherwise staged on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ CAPABLE = [(9, 0), (10, 3)]
     ],
 )
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-async def test_who_reduces(dtype: str, version: int, capabilities: list[tuple[int, int]], native: bool) -> None:
+async def test_float8_is_reduced_by_nccl_if_all_devices_support_it(
+    dtype: str, version: int, capabilities: list[tuple[int, int]], native: bool
+) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype))
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -62,7 +64,7 @@ async def test_who_reduces(dtype: str, version: int, capabilities: list[tuple[in
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-async def test_what_moves_needs_nothing_and_averages_are_staged(capability: tuple[int, int]) -> None:
+async def test_float8_moves_by_nccl_and_averages_are_staged(capability: tuple[int, int]) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         def tensor(*values: float) -> object:
             return gpu.tensor(np.array(values, ml_dtypes.float8_e5m2), pg.rank())
@@ -80,7 +82,7 @@ async def test_what_moves_needs_nothing_and_averages_are_staged(capability: tupl
         await run_ranks(3, body, gpu)
 
 
-def test_the_fake_refuses_what_one_device_cannot() -> None:
+def test_fake_refuses_float8_reductions_on_old_devices() -> None:
     with FakeCuda(1) as cuda:
         nccl = FakeNccl(cuda)
         cuda.capabilities[0] = (8, 9)

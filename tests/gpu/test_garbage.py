@@ -1,4 +1,4 @@
-"""As on the host: what a call on a device has used goes when the call is over, with the last reference."""
+"""Memory of device calls: it is freed with the last reference when the call ends, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from aiocoll import ProcessGroup, Recv, Send
 
 from ..group.test_garbage import all_garbage
 from ..ranks import run_ranks
-from .groups import WAYS, Gpus, gpus, launcher_rests
+from .groups import WAYS, Gpus, gpus, wait_for_idle_launcher
 
 SIZE = 2
-#: Takes what makes a tensor of this rank's.
+#: A call; its second argument makes a tensor on this rank.
 Call = Callable[[ProcessGroup, Callable[[], Any]], Awaitable[Any]]
 
 
@@ -44,21 +44,21 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
-async def test_a_call_leaves_nothing_to_the_collector(name: str, way: str) -> None:
+async def test_device_call_leaves_nothing_to_the_collector(name: str, way: str) -> None:
     async def rank(pg: ProcessGroup, gpu: Gpus) -> None:
         async def call() -> None:
             await CALLS[name](pg, lambda: gpu.tensor(np.zeros(3), pg.rank()))
             await pg.barrier()
-            await launcher_rests(pg, gpu)
+            await wait_for_idle_launcher(pg, gpu)
 
-        for _ in range(3):  # what is made once for all such calls
+        for _ in range(3):  # these calls create the objects that all such calls share
             await call()
         if pg.rank() == 0:
             with all_garbage() as garbage:
                 await call()
-            # What plays CUDA may leave something of its own.
-            ours = [type(each).__name__ for each in garbage if type(each).__module__.startswith("aiocoll.")]
-            assert not ours, Counter(ours)
+            # The fake CUDA may leave garbage of its own.
+            own_garbage = [type(each).__name__ for each in garbage if type(each).__module__.startswith("aiocoll.")]
+            assert not own_garbage, Counter(own_garbage)
         else:
             await call()
         await pg.barrier()

@@ -1,4 +1,4 @@
-"""What calls on CUDA arrays promise besides their results: order, agreement, streams, and that nothing is left."""
+"""Calls on CUDA arrays: the choice between NCCL and staging, agreement, streams, memory, and blocks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ..fakes.arrays import FakeArray
 from ..internals import Limits, comm_of, dispatcher_of, plans_of, set_nccl_only
 from ..ranks import run_ranks, until
 from ..reductions import numpy_dtype
-from .groups import WAYS, Gpus, allreduced, gpus, host
-from .stub_cupy import forget
+from .groups import WAYS, Gpus, check_allreduce, gpus, host
+from .stub_cupy import unload_cupy_api
 
 both = pytest.mark.parametrize("way", WAYS)
 
@@ -38,9 +38,9 @@ both = pytest.mark.parametrize("way", WAYS)
 # -- without a GPU
 
 
-async def test_without_gpu_support_the_call_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_without_gpu_support_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
-    forget()
+    unload_cupy_api()
 
     class Foreign:
         __cuda_array_interface__ = {  # noqa: RUF012
@@ -61,7 +61,7 @@ async def test_without_gpu_support_the_call_says_what_to_install(monkeypatch: py
     await run_ranks(2, body)
 
 
-async def test_a_dry_run_needs_no_device() -> None:
+async def test_dry_run_needs_no_device() -> None:
     with gpus(1) as gpu:
         pg = await new_group("fake", rank=0, world_size=3)
         tensor = gpu.tensor(np.ones(3), 0)
@@ -72,10 +72,10 @@ async def test_a_dry_run_needs_no_device() -> None:
         await pg.shutdown()
 
 
-# -- which way
+# -- NCCL or staging
 
 
-async def decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> cards.Decision:
+async def first_decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> cards.Decision:
     device = pg.rank() if device is None else device
     await pg.allreduce(gpu.tensor(np.ones(3), device))
     assert dispatcher_of(pg).device_calls is not None
@@ -83,31 +83,31 @@ async def decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> ca
     return dispatcher_of(pg).device_calls.state.decision
 
 
-async def test_ranks_with_a_device_each_use_nccl(caplog: pytest.LogCaptureFixture) -> None:
+async def test_ranks_with_their_own_devices_use_nccl(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "aiocoll")
     with gpus(2) as gpu:
-        first, second = await run_ranks(2, decision, gpu)
+        first, second = await run_ranks(2, first_decision, gpu)
     assert first == second
     assert first.native
     assert "rank 1: CUDA arrays go by NCCL: all ranks have NCCL 2.28.9 and a device each" in caplog.text
 
 
-async def test_without_nccl_all_goes_through_the_host(caplog: pytest.LogCaptureFixture) -> None:
+async def test_arrays_are_staged_without_nccl(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "aiocoll")
     with gpus(2, "staged") as gpu:
-        found = await run_ranks(2, decision, gpu)
+        found = await run_ranks(2, first_decision, gpu)
     assert found == [cards.Decision(False, "rank 0: it was left out", b"")] * 2
     assert "rank 0: CUDA arrays go through the host: rank 0: it was left out" in caplog.text
 
 
-async def test_ranks_on_one_device_go_through_the_host() -> None:
+async def test_ranks_on_one_device_are_staged() -> None:
     with gpus(1) as gpu:
-        found = await run_ranks(2, decision, gpu, 0)
+        found = await run_ranks(2, first_decision, gpu, 0)
     assert [each.native for each in found] == [False] * 2
     assert found[0].why == "ranks 0 and 1 use the same device, 00000000:00:00.0, which NCCL refuses"
 
 
-def test_versions_that_differ_and_hosts() -> None:
+def test_decision_depends_on_versions_and_hosts() -> None:
     def one(version: int = 22809, bus: str = "a") -> cards.Card:
         why = "" if version else "gone"
         return {"library": version, "why": why, "bus": bus, "unfinished": False, "float8": True, "ahead": True}
@@ -118,7 +118,7 @@ def test_versions_that_differ_and_hosts() -> None:
     assert cards.decide([one(), one(bus="b"), one()], [0, 0, 0]).native is False
 
 
-async def test_nccl_alone_is_an_error_where_it_cannot_be_used() -> None:
+async def test_required_nccl_is_an_error_if_unavailable() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
         with pytest.raises(BackendUnavailableError, match=r"group .* is to use NCCL, but rank 0: it was left out"):
@@ -129,22 +129,22 @@ async def test_nccl_alone_is_an_error_where_it_cannot_be_used() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_communicator_that_nobody_can_name() -> None:
+async def test_failed_unique_id_makes_the_group_stage() -> None:
     with gpus(2) as gpu:
         gpu.nccl.fail_next("unique_id", "no network")
-        found = await run_ranks(2, decision, gpu)
+        found = await run_ranks(2, first_decision, gpu)
     assert [each.native for each in found] == [False] * 2
     assert "rank 0: unique_id: no network" in found[0].why
 
 
-async def test_a_group_is_of_one_device() -> None:
+async def test_group_refuses_arrays_on_another_device() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         with pytest.raises(ValueError, match=r"works on CUDA device 0, where .* these are on device 1"):
             pg.allreduce(gpu.tensor(np.ones(3), 1))
         with pytest.raises(TypeError, match="on one device"):
             pg.alltoall([gpu.tensor(np.ones(1), 1)], [gpu.tensor(np.ones(1), 0)])
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
 
     with gpus(2) as gpu:
         await run_ranks(1, body, gpu)
@@ -154,7 +154,7 @@ async def test_a_group_is_of_one_device() -> None:
 
 
 @both
-async def test_calls_with_keys_in_any_order(way: str) -> None:
+async def test_keyed_calls_match_in_any_order(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for round in range(5):
             keys = [f"{(each + pg.rank() * round) % 4}" for each in range(4)]
@@ -169,18 +169,18 @@ async def test_calls_with_keys_in_any_order(way: str) -> None:
 
 
 @both
-async def test_calls_that_differ_are_refused_everywhere_and_the_group_goes_on(
+async def test_mismatch_is_refused_on_all_ranks_and_the_group_continues(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
-        for _ in range(2):  # before the way is known, and after
+        for _ in range(2):  # before and after the group has chosen NCCL or staging
             tensor = gpu.tensor(np.ones(3 + pg.rank()), pg.rank())
             with pytest.raises(CollectiveMismatchError) as caught:
                 await pg.allreduce(tensor)
             assert (host(tensor) == 1).all()
-            await allreduced(pg, gpu)
+            await check_allreduce(pg, gpu)
         return str(caught.value)
 
     with gpus(3, way) as gpu:
@@ -192,7 +192,7 @@ async def test_calls_that_differ_are_refused_everywhere_and_the_group_goes_on(
 
 
 @both
-async def test_arrays_of_the_host_and_of_a_device_do_not_meet(way: str) -> None:
+async def test_host_and_device_arrays_on_different_ranks_are_a_mismatch(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         work = pg.allreduce(gpu.tensor(np.ones(3), 1)) if pg.rank() else pg.broadcast(np.ones(300_000), 0)
         error = await pg.wait_revoked()
@@ -207,7 +207,7 @@ async def test_arrays_of_the_host_and_of_a_device_do_not_meet(way: str) -> None:
 
 
 @both
-async def test_groups_and_parts_of_groups_on_one_device(way: str) -> None:
+async def test_subgroups_share_a_device(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         other = await pg.split_group([0, 1, 2])
         half = await pg.split_group([pg.rank()] if pg.rank() == 2 else [0, 1])
@@ -217,23 +217,23 @@ async def test_groups_and_parts_of_groups_on_one_device(way: str) -> None:
         for work, group in zip(works, (pg, other, half, other, pg), strict=True):
             assert host(await work).tolist() == [group.size()] * 3
         await half.shutdown()
-        await allreduced(other, gpu)
+        await check_allreduce(other, gpu)
 
     with gpus(3, way) as gpu:
         await run_ranks(3, body, gpu)
 
 
 @both
-async def test_ranks_on_sockets(way: str) -> None:
+async def test_groups_over_sockets_reduce_arrays(way: str) -> None:
     with gpus(3, way) as gpu:
-        await run_ranks(3, allreduced, gpu, transport="unix")
+        await run_ranks(3, check_allreduce, gpu, transport="unix")
 
 
 # -- streams
 
 
 @both
-async def test_a_call_comes_after_what_is_on_the_callers_stream(way: str) -> None:
+async def test_call_runs_after_the_callers_stream(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         stream = gpu.stream(pg.rank())
         tensor = gpu.tensor(np.zeros(3), pg.rank())
@@ -251,12 +251,12 @@ async def test_a_call_comes_after_what_is_on_the_callers_stream(way: str) -> Non
 
 
 @both
-async def test_on_stream_waits_for_nothing_but_the_launch(way: str) -> None:
+async def test_on_stream_waits_only_for_the_launch(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         stream = gpu.stream(rank)
         tensor = gpu.tensor(np.ones(3), rank)
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gpu.cuda.latency = 0.01
         seen: list[Any] = []
         work = pg.allreduce(tensor)
@@ -275,7 +275,7 @@ async def test_on_stream_by_nccl_does_not_wait_for_the_data() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         stream = gpu.stream(rank)
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gate = gpu.gate(rank)
         tensor = gpu.tensor(np.ones(3), rank)
         work = pg.allreduce(tensor)
@@ -293,12 +293,12 @@ async def test_on_stream_by_nccl_does_not_wait_for_the_data() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_on_stream_of_other_works_is_an_await(pg: ProcessGroup) -> None:
+async def test_on_stream_of_a_host_work_is_an_await(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1).on_stream() == 2
 
 
 @both
-async def test_streams_of_any_library_will_do(way: str) -> None:
+async def test_on_stream_accepts_streams_of_any_library(way: str) -> None:
     class Stream:
         def __init__(self, name: str, value: Any) -> None:
             setattr(self, name, value)
@@ -318,15 +318,15 @@ async def test_streams_of_any_library_will_do(way: str) -> None:
 
 
 @both
-async def test_a_stream_that_is_being_captured_is_refused(way: str) -> None:
+async def test_captured_stream_is_refused(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         stream = gpu.stream(0)
         gpu.cuda.capture(stream, True, 0)
         with pytest.raises(RuntimeError, match="being captured into a graph"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))
-        assert gpu.cuda.live()["streams"] == 1, "something was made for a call that was refused"
+        assert gpu.cuda.live()["streams"] == 1, "the refused call created a stream"
         gpu.cuda.capture(stream, False, 0)
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
 
     with gpus(1, way) as gpu:
         await run_ranks(1, body, gpu)
@@ -336,7 +336,7 @@ async def test_a_stream_that_is_being_captured_is_refused(way: str) -> None:
 
 
 @both
-async def test_arrays_live_until_the_device_is_done_with_them(way: str) -> None:
+async def test_arrays_live_until_the_device_is_done(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.ones(3), pg.rank())
         memory, tensor_gone = weakref.ref(tensor.around.base), weakref.ref(tensor)
@@ -361,9 +361,9 @@ async def test_arrays_live_until_the_device_is_done_with_them(way: str) -> None:
 
 
 @both
-async def test_arrays_are_given_back_without_the_garbage_collector(way: str) -> None:
+async def test_arrays_are_freed_without_the_garbage_collector(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         for size in (1, 1, 1, 0):
             tensor = gpu.tensor(np.ones(size), pg.rank())
             gone = weakref.ref(tensor)
@@ -380,7 +380,7 @@ async def test_arrays_are_given_back_without_the_garbage_collector(way: str) -> 
 
 
 @both
-async def test_many_calls_leave_nothing(way: str) -> None:
+async def test_many_calls_leave_no_objects(way: str) -> None:
     async def call(pg: ProcessGroup, gpu: Gpus, turn: int) -> None:
         tensors = [gpu.tensor(np.ones(1 + turn % 3), pg.rank()) for _ in range(3)]
         works = [pg.allreduce(tensor, key=key) for tensor, key in zip(tensors, (None, "a", "b"), strict=True)]
@@ -391,21 +391,21 @@ async def test_many_calls_leave_nothing(way: str) -> None:
         await sent
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        async def left(turns: int) -> tuple[int, int, int]:
+        async def resources_after(turns: int) -> tuple[int, int, int]:
             for turn in range(turns):
                 await call(pg, gpu, turn)
             await pg.barrier()
             gc.collect()
             live = gpu.cuda.live()
-            # The threads hold on to the last that they have seen.
+            # The threads keep a reference to the last call.
             assert sum(isinstance(each, Agreed) for each in gc.get_objects()) <= 2 * pg.size()
             assert live["events"] < 50
             assert live["memory"] < 500
             await pg.barrier()
             return live["streams"], live["pinned"], threading.active_count()
 
-        first = await left(5)
-        for before, after in zip(first, await left(50), strict=True):
+        first = await resources_after(5)
+        for before, after in zip(first, await resources_after(50), strict=True):
             assert after <= before
 
     with gpus(2, way) as gpu:
@@ -413,12 +413,12 @@ async def test_many_calls_leave_nothing(way: str) -> None:
 
 
 @both
-async def test_arrays_that_are_not_contiguous_are_written_back(way: str) -> None:
+async def test_noncontiguous_arrays_are_written_back(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.arange(12.0).reshape(3, 4), pg.rank())
-        turned = gpu.torch.Tensor(tensor.values.T, "float64", pg.rank())
-        turned.contiguous = lambda: gpu.tensor(tensor.values.T, pg.rank())
-        assert await pg.allreduce(turned) is turned
+        transposed = gpu.torch.Tensor(tensor.values.T, "float64", pg.rank())
+        transposed.contiguous = lambda: gpu.tensor(tensor.values.T, pg.rank())
+        assert await pg.allreduce(transposed) is transposed
         gpu.cuda.stream_synchronize(0, pg.rank())
         assert host(tensor).tolist() == (2 * np.arange(12.0).reshape(3, 4)).tolist()
 
@@ -427,7 +427,7 @@ async def test_arrays_that_are_not_contiguous_are_written_back(way: str) -> None
 
 
 @both
-async def test_whole_arrays(way: str) -> None:
+async def test_tensor_collectives_give_right_results(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         whole, part = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.full(2, rank), rank, "float64")
@@ -444,7 +444,7 @@ async def test_whole_arrays(way: str) -> None:
 
 
 @both
-async def test_whole_arrays_go_natively(way: str) -> None:
+async def test_allgather_accepts_an_input_inside_its_output(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         whole = gpu.tensor(np.zeros((2, 2)), pg.rank())
         await pg.allgather_into_tensor(whole, gpu.torch.Tensor(whole.values[pg.rank()], "float64", pg.rank()))
@@ -458,16 +458,16 @@ async def test_whole_arrays_go_natively(way: str) -> None:
 
 
 @both
-async def test_blocks_and_lists(way: str) -> None:
+async def test_blocks_and_lists_give_right_results(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        ones = [gpu.tensor(np.full(3, each + 1.0), rank) for each in range(3)]
+        tensors = [gpu.tensor(np.full(3, each + 1.0), rank) for each in range(3)]
         array, number = np.ones(2), gpu.tensor(np.arange(4), rank)
         async with pg.coalescing():
-            works = [pg.allreduce(each) for each in ones]
+            works = [pg.allreduce(each) for each in tensors]
             pg.allreduce(array)
             pg.broadcast(number, 1)
-            sent = pg.send(ones[0], (rank + 1) % 2, tag=4)
+            sent = pg.send(tensors[0], (rank + 1) % 2, tag=4)
             taken = gpu.tensor(np.zeros(3), rank)
             pg.recv(taken, (rank + 1) % 2, tag=4)
             keyed = pg.allreduce(gpu.tensor(np.ones(1), rank), key="k")
@@ -475,9 +475,9 @@ async def test_blocks_and_lists(way: str) -> None:
         assert array.tolist() == [2, 2]
         assert host(keyed.result()).tolist() == [2]
         assert sent.done()
-        again = await pg.allreduce_coalesced([*ones, array])
-        assert again[0] is ones[0]
-        assert [host(each)[0] for each in ones] == [4, 8, 12]
+        again = await pg.allreduce_coalesced([*tensors, array])
+        assert again[0] is tensors[0]
+        assert [host(each)[0] for each in tensors] == [4, 8, 12]
         assert array.tolist() == [4, 4]
 
     with gpus(2, way) as gpu:
@@ -485,7 +485,7 @@ async def test_blocks_and_lists(way: str) -> None:
 
 
 @both
-async def test_blocks_that_differ_only_in_the_device(way: str) -> None:
+async def test_blocks_that_differ_only_in_the_device_are_a_mismatch(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         async def block() -> None:
             async with pg.coalescing():
@@ -500,16 +500,16 @@ async def test_blocks_that_differ_only_in_the_device(way: str) -> None:
 
 
 @both
-async def test_groups_that_compare_every_call(way: str) -> None:
+async def test_comparing_group_reports_mismatches_and_continues(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         for tensor in (gpu.tensor(np.ones(2 + pg.rank()), pg.rank()), gpu.tensor(np.ones(2), 1) if pg.rank() else 1.0):
             with pytest.raises(CollectiveMismatchError):
                 await pg.allreduce(tensor)
         outputs = [gpu.tensor(np.ones(1), pg.rank()) for _ in range(1 + pg.rank())]
         with pytest.raises(CollectiveMismatchError):
             await pg.allgather(outputs, gpu.tensor(np.ones(1), pg.rank()))
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         async with pg.coalescing():
             work = pg.allreduce(gpu.tensor(np.ones(1), pg.rank()))
         assert host(work.result()).tolist() == [2]
@@ -518,7 +518,7 @@ async def test_groups_that_compare_every_call(way: str) -> None:
         await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
 
 
-async def test_estimates_are_of_arrays_of_the_host() -> None:
+async def test_estimate_refuses_device_arrays() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         with pg.time_estimator() as estimate:
             with pytest.raises(TypeError, match="ALLREDUCE is on CUDA arrays"):
@@ -530,7 +530,7 @@ async def test_estimates_are_of_arrays_of_the_host() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_factor_is_applied_in_place() -> None:
+async def test_factor_is_applied_on_the_device() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.ones(2, np.float32), pg.rank())
         await pg.allreduce(tensor, ReduceOp.PREMUL_SUM(pg.rank() + 2.0))
@@ -542,7 +542,7 @@ async def test_a_factor_is_applied_in_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "bfloat16", "float64", "complex64"])
-async def test_what_nccl_can_do_is_not_copied_to_the_host(dtype: str) -> None:
+async def test_calls_that_nccl_supports_are_not_staged(dtype: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
 
@@ -572,9 +572,9 @@ async def test_what_nccl_can_do_is_not_copied_to_the_host(dtype: str) -> None:
         assert gpu.cuda.calls["copy_to_host"] == gpu.cuda.calls["copy_to_device"] == 0
 
 
-async def test_without_elements_nothing_is_launched() -> None:
+async def test_empty_arrays_launch_no_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         before = gpu.cuda.calls["event_synchronize"]
         await pg.barrier()
@@ -589,7 +589,7 @@ async def test_without_elements_nothing_is_launched() -> None:
 
 
 @both
-async def test_a_source_that_lies_across_its_own_output(way: str) -> None:
+async def test_allgather_accepts_an_input_across_its_own_output(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         memory = gpu.tensor(np.arange(3.0) + 10 * rank, rank)
@@ -603,7 +603,7 @@ async def test_a_source_that_lies_across_its_own_output(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_source_that_lies_across_parts_behind_each_other() -> None:
+async def test_allgather_accepts_an_input_across_adjacent_outputs() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         for counts in ([2, 2, 2], [1, 0, 2]):
@@ -611,7 +611,7 @@ async def test_a_source_that_lies_across_parts_behind_each_other() -> None:
             starts = [0, counts[0], counts[0] + counts[1]]
             parts = [memory.values[start : start + count] for start, count in zip(starts, counts, strict=True)]
             views = [gpu.torch.Tensor(part, "float64", rank) for part in parts]
-            # On the last rank, it begins within its own part and ends behind it.
+            # On the last rank, the input starts inside its own output and ends after it.
             start = starts[2] + 1 if rank == 2 else 7
             elements = memory.values[start : start + counts[rank]]
             own = gpu.torch.Tensor(elements, "float64", rank)
@@ -626,9 +626,9 @@ async def test_a_source_that_lies_across_parts_behind_each_other() -> None:
 
 
 @both
-async def test_no_thread_disturbs_what_another_one_captures(way: str) -> None:
+async def test_calls_disturb_no_capture_of_another_thread(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         own, captured = gpu.stream(0), gpu.stream(0)
         gpu.torch.streams[0] = own
         gate = gpu.gate(0)
@@ -636,13 +636,13 @@ async def test_no_thread_disturbs_what_another_one_captures(way: str) -> None:
         gpu.cuda.capture(captured, True, blocking=True)
         gate.open()
         await work
-        # What would be drawn into the capture is refused.
+        # Work on the default stream would join the capture, so the call is refused.
         gpu.torch.streams[0] = 0
         with pytest.raises(RuntimeError, match="being captured into a graph"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))
         gpu.cuda.capture(captured, False)
         assert gpu.cuda.disturbed == []
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gpu.cuda.fail_next("is_capturing", "unknown")
         with pytest.raises(DeviceError, match="unknown"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))
@@ -652,9 +652,9 @@ async def test_no_thread_disturbs_what_another_one_captures(way: str) -> None:
 
 
 @both
-async def test_no_thread_that_begins_to_wait_disturbs_a_capture(way: str) -> None:
+async def test_completion_thread_disturbs_no_capture(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         own, captured = gpu.stream(0), gpu.stream(0)
         gpu.torch.streams[0] = own
         waits = gpu.cuda.calls["event_synchronize"]
@@ -671,7 +671,7 @@ async def test_no_thread_that_begins_to_wait_disturbs_a_capture(way: str) -> Non
         await run_ranks(1, body, gpu)
 
 
-async def test_what_carries_the_bytes_of_a_call() -> None:
+async def test_hook_shows_nccl_or_the_host_transport() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         carried = []
 
@@ -688,7 +688,7 @@ async def test_what_carries_the_bytes_of_a_call() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_what_nccl_has_nothing_for_is_not_left_to_it() -> None:
+async def test_scan_is_refused_by_the_nccl_path() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
         plan = next(plan for plan in plans_of(pg) if plan.signature.op == "SCAN")
@@ -699,11 +699,11 @@ async def test_what_nccl_has_nothing_for_is_not_left_to_it() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_what_the_parts_of_a_group_refuse_themselves() -> None:
-    """Messages are checked before, as they are read."""
+async def test_wrong_device_messages_are_refused() -> None:
+    """Check wrong messages of the device layer; others are refused when they are decoded."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         state = dispatcher_of(pg).device_calls.state
         assert state is not None
         with pytest.raises(ValueError, match="names a rank outside the group"):
@@ -715,24 +715,24 @@ async def test_what_the_parts_of_a_group_refuse_themselves() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_part_of_a_staged_call_that_fails() -> None:
+async def test_failed_part_of_a_staged_call_fails_it() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gate = gpu.gate(0)
         work = pg.scan(gpu.tensor(np.ones(3), 0))
         await until(lambda: comm_of(pg).in_flight.pending)
         (operation,) = comm_of(pg).in_flight.pending
-        operation._carried_out(None, ZeroDivisionError("ours"))  # type: ignore[attr-defined]
-        with pytest.raises(ZeroDivisionError, match="ours"):
+        operation._carried_out(None, ZeroDivisionError("a bug"))  # type: ignore[attr-defined]
+        with pytest.raises(ZeroDivisionError, match="a bug"):
             await work
         gate.open()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 
 
-async def test_of_many_kinds_of_calls_few_are_remembered(limits: Limits) -> None:
+async def test_group_works_with_few_kept_plans(limits: Limits) -> None:
     limits(kept_plans=1)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -743,7 +743,7 @@ async def test_of_many_kinds_of_calls_few_are_remembered(limits: Limits) -> None
         await run_ranks(1, body, gpu)
 
 
-async def test_streams_by_the_protocol_of_cuda() -> None:
+async def test_on_stream_accepts_the_cuda_stream_protocol() -> None:
     class Stream:
         def __init__(self, address: int) -> None:
             self.address = address
@@ -761,7 +761,7 @@ async def test_streams_by_the_protocol_of_cuda() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_arrays_that_do_not_say_where_they_are() -> None:
+async def test_device_of_an_array_is_found_by_its_address() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         parts = [FakeArray(gpu.cuda, np.ones(2), device) for device in (0, 1)]
         with pytest.raises(TypeError, match=r"must be on one CUDA device, not on devices \[0, 1\]"):

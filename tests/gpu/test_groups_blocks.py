@@ -22,7 +22,7 @@ from aiocoll import (
 
 from ..internals import nccl_end, set_nccl_only, spied
 from ..ranks import run_ranks, until
-from .groups import WAYS, Gpus, allreduced, every_kind, fails, gpus, host, several
+from .groups import WAYS, Gpus, check_allreduce, check_block_of_every_kind, check_failure, gpus, host, start_list
 
 both = pytest.mark.parametrize("way", WAYS)
 sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -31,7 +31,7 @@ SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 class Counts:
-    """What has been called since `reset`, on all ranks."""
+    """The numbers of NCCL calls, launches and agreements since `reset`, over all ranks."""
 
     def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nccl: Counter[str] = Counter()
@@ -53,19 +53,19 @@ class Counts:
 
 @both
 @sizes
-async def test_every_kind_in_one_block(way: str, world_size: int) -> None:
+async def test_block_of_every_kind_gives_right_results(way: str, world_size: int) -> None:
     with gpus(world_size, way) as gpu:
-        await run_ranks(world_size, every_kind, gpu)
+        await run_ranks(world_size, check_block_of_every_kind, gpu)
 
 
 @sizes
-async def test_a_block_is_one_group_and_one_launch(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_block_is_one_nccl_group_and_one_launch(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()
-        await every_kind(pg, gpu)
+        await check_block_of_every_kind(pg, gpu)
         await pg.barrier()
         assert counts.nccl["group_start"] == counts.nccl["group_end"] == pg.size()
         assert counts.nccl["all_reduce"] == 3 * pg.size()
@@ -75,10 +75,10 @@ async def test_a_block_is_one_group_and_one_launch(world_size: int, monkeypatch:
         await run_ranks(world_size, body, gpu, Counts(gpu, monkeypatch))
 
 
-async def test_lists_are_one_group_each(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_list_is_one_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()
@@ -94,17 +94,17 @@ async def test_lists_are_one_group_each(monkeypatch: pytest.MonkeyPatch) -> None
         assert [host(each).tolist() for each in own] == [[rank + 10 * at] * 2 for at in range(2)]
         await pg.barrier()
         assert counts.nccl["group_start"] == counts.nccl["group_end"] == 3 * size
-        assert (counts.launches, counts.agreements) == (3 * size, 1)  # of the one with a key
+        assert (counts.launches, counts.agreements) == (3 * size, 1)  # only the keyed list needs an agreement
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu, Counts(gpu, monkeypatch))
 
 
 @sizes
-async def test_what_nccl_cannot_do_is_staged_beside_the_group(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unsupported_calls_of_a_block_are_staged(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()
@@ -131,7 +131,7 @@ async def test_what_nccl_cannot_do_is_staged_beside_the_group(world_size: int, m
 
 
 @both
-async def test_only_what_is_staged(way: str) -> None:
+async def test_block_of_staged_calls_only_completes(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensors = [gpu.tensor(np.full(2, 1 << pg.rank()), pg.rank()) for _ in range(3)]
         await pg.allreduce_coalesced([*tensors, gpu.tensor(np.zeros(0, int), pg.rank())], ReduceOp.BOR)
@@ -142,7 +142,7 @@ async def test_only_what_is_staged(way: str) -> None:
 
 
 @both
-async def test_only_empty_arrays(way: str) -> None:
+async def test_list_of_empty_arrays_completes(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         empty = [gpu.tensor(np.zeros(0), pg.rank()) for _ in range(3)]
         assert await pg.allreduce_coalesced(empty) == empty
@@ -151,8 +151,8 @@ async def test_only_empty_arrays(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_blocks_and_single_calls_of_several_tasks() -> None:
-    """The order in which they meet decides, and is the same on all ranks."""
+async def test_keyed_lists_and_calls_of_several_tasks_complete() -> None:
+    """Check keyed lists and calls that the ranks start in different orders."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         async def one(name: int) -> None:
@@ -169,11 +169,11 @@ async def test_blocks_and_single_calls_of_several_tasks() -> None:
         await run_ranks(3, body, gpu)
 
 
-# -- what is refused
+# -- refused blocks
 
 
 @both
-async def test_members_that_share_memory(way: str) -> None:
+async def test_members_that_share_memory_are_refused(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         whole = gpu.tensor(np.ones(6), rank)
@@ -191,7 +191,7 @@ async def test_members_that_share_memory(way: str) -> None:
             await block()
         with pytest.raises(ValueError, match=r"members 0 .* and 1 .* share memory"):
             pg.allreduce_coalesced([whole, whole])
-        # Two may read the same, and neighbours do not share.
+        # Two members may read the same memory, and adjacent arrays do not overlap.
         out = [gpu.tensor(np.zeros(12), rank) for _ in range(2)]
         await pg.allgather_into_tensor_coalesced(out, [whole, whole])
         await pg.allreduce_coalesced([part(0, 3), part(3, 6)])
@@ -204,7 +204,7 @@ async def test_members_that_share_memory(way: str) -> None:
 
 @both
 @pytest.mark.parametrize("what", ["count", "op", "length", "order"])
-async def test_blocks_that_differ(way: str, what: str) -> None:
+async def test_different_blocks_are_a_mismatch(way: str, what: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         last = pg.rank() == 2
         tensors = [gpu.tensor(np.ones(3 + each), pg.rank()) for each in range(3)]
@@ -233,7 +233,7 @@ async def test_blocks_that_differ(way: str, what: str) -> None:
 
 
 @both
-async def test_blocks_that_differ_in_what_two_ranks_exchange(way: str) -> None:
+async def test_blocks_with_different_exchange_counts_are_a_mismatch(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         inputs = [gpu.tensor(np.ones(2 + (rank == 1 and peer == 0)), rank) for peer in range(2)]
@@ -248,14 +248,14 @@ async def test_blocks_that_differ_in_what_two_ranks_exchange(way: str) -> None:
         with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLTOALL"):
             await block()
         assert host(one).tolist() == [1] * 3
-        # It has been compared before anything began: the group goes on.
-        await allreduced(pg, gpu)
+        # The ranks compared the blocks before any transfer, so the group continues.
+        await check_allreduce(pg, gpu)
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_group_that_is_to_use_nccl() -> None:
+async def test_list_in_a_group_that_requires_nccl_raises_without_it() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
         with pytest.raises(BackendUnavailableError, match="is to use NCCL, but rank 0"):
@@ -265,12 +265,12 @@ async def test_a_group_that_is_to_use_nccl() -> None:
         await run_ranks(2, body, gpu)
 
 
-# -- those that do not go on; what fails is in `test_groups_failing`
+# -- cancelled and aborted blocks; `test_groups_failing` has failures
 
 
-async def test_a_wait_that_is_cancelled_leaves_the_block_going() -> None:
+async def test_cancelled_await_leaves_the_block_in_flight() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gate = gpu.gate(pg.rank())
         tensors = [gpu.tensor(np.ones(3), pg.rank()) for _ in range(2)]
         work = pg.allreduce_coalesced(tensors)
@@ -289,7 +289,7 @@ async def test_a_wait_that_is_cancelled_leaves_the_block_going() -> None:
 
 
 @both
-async def test_a_block_that_is_left_sends_nothing(way: str) -> None:
+async def test_exception_inside_a_block_sends_nothing(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensors = [gpu.tensor(np.ones(3), pg.rank()) for _ in range(2)]
         works: list[Any] = []
@@ -303,31 +303,31 @@ async def test_a_block_that_is_left_sends_nothing(way: str) -> None:
             await block()
         for work in works:
             assert isinstance(work.exception(), GroupError)
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         assert host(tensors[0]).tolist() == [1] * 3
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
 
 
-async def test_groups_that_compare_every_call() -> None:
+async def test_comparing_group_reports_mismatches_and_continues() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await every_kind(pg, gpu)
+        await check_block_of_every_kind(pg, gpu)
         with pytest.raises(CollectiveMismatchError, match="member 1"):
             await pg.allreduce_coalesced(
                 [gpu.tensor(np.ones(2), pg.rank()), gpu.tensor(np.ones(2 + pg.rank()), pg.rank())]
             )
-        await every_kind(pg, gpu)
+        await check_block_of_every_kind(pg, gpu)
 
     with gpus(2) as gpu:
         await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
 
 
-async def test_an_abort_lets_the_launcher_finish_its_calls() -> None:
+async def test_abort_waits_for_the_launcher() -> None:
     calling, go_on = threading.Event(), threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         end: Any = nccl_end(pg)
 
         def slow(call: str) -> None:
@@ -336,10 +336,10 @@ async def test_an_abort_lets_the_launcher_finish_its_calls() -> None:
                 assert go_on.wait(10)
 
         gpu.nccl.hooks.append(slow)
-        work = several(pg, gpu)
+        work = start_list(pg, gpu)
         await until(calling.is_set)
         pg.abort("enough")
-        await fails(pg, work, "enough")
+        await check_failure(pg, work, "enough")
         assert not end.aborted
         go_on.set()
         await until(lambda: end.aborted)
@@ -348,22 +348,22 @@ async def test_an_abort_lets_the_launcher_finish_its_calls() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_parts_that_lie_apart_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scattered_outputs_on_one_rank_use_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()
         whole, one = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.ones(2), rank)
-        # Only on rank 0 do the parts lie apart.
+        # Only on rank 0 are the outputs separate arrays.
         parts = [gpu.torch.Tensor(row, "float64", rank) for row in whole.values]
-        apart = [gpu.tensor(np.zeros(2), rank) for _ in range(size)]
+        separate = [gpu.tensor(np.zeros(2), rank) for _ in range(size)]
         async with pg.coalescing():
-            pg.allgather(parts if rank else apart, gpu.tensor(np.full(2, rank + 1.0), rank))
+            pg.allgather(parts if rank else separate, gpu.tensor(np.full(2, rank + 1.0), rank))
             pg.allreduce(one)
-        there = host(whole) if rank else np.stack([host(each) for each in apart])
-        assert there.tolist() == [[peer + 1] * 2 for peer in range(size)]
+        gathered = host(whole) if rank else np.stack([host(each) for each in separate])
+        assert gathered.tolist() == [[peer + 1] * 2 for peer in range(size)]
         assert host(one).tolist() == [size] * 2
         await pg.barrier()
         assert (counts.nccl["all_gather"], counts.nccl["broadcast"]) == (size, 0)
@@ -375,7 +375,7 @@ async def test_parts_that_lie_apart_on_one_rank(monkeypatch: pytest.MonkeyPatch)
 
 
 @both
-async def test_members_whose_elements_lie_apart(way: str) -> None:
+async def test_noncontiguous_members_are_written_back(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         whole = gpu.tensor(np.full((4, 4), rank + 1), rank)
@@ -395,10 +395,10 @@ async def test_members_whose_elements_lie_apart(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_many_members(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_list_of_many_members_is_one_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         counts.reset()
         await pg.barrier()

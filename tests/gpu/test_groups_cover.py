@@ -1,4 +1,4 @@
-"""Every collective on CUDA arrays, by NCCL and staged: a pairwise cover, and in `make matrix` all of it."""
+"""Every collective on CUDA arrays, by NCCL and staged: a pairwise cover, and all combinations in `make matrix`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPACE = {"dtype": WIDE, "count": COUNTS, "root": range(max(SIZES)), "world_size"
 
 
 class DeviceCall(Call):
-    """One case on one rank, on its device."""
+    """A case on one rank, with arrays on its device."""
 
     def __init__(self, case: Case, rank: int, gpu: Gpus) -> None:
         super().__init__(case, rank)
@@ -49,7 +49,7 @@ def pairs() -> Iterator[Case]:
 
 
 async def check(pg: ProcessGroup, cases: list[Case], gpu: Gpus) -> list[bytes]:
-    """Run cases one after the other; return the bytes of the allreduced tensors."""
+    """Run cases and check their results; return the bytes of the allreduced tensors."""
     seen = []
     for case in cases:
         call = DeviceCall(case, pg.rank(), gpu)
@@ -61,21 +61,21 @@ async def check(pg: ProcessGroup, cases: list[Case], gpu: Gpus) -> list[bytes]:
     return seen
 
 
-async def run(world_size: int, way: str, cases: list[Case]) -> None:
+async def check_cases(world_size: int, way: str, cases: list[Case]) -> None:
     with gpus(world_size, way) as gpu:
         first, *others = await run_ranks(world_size, check, cases, gpu, timeout=120.0)
-    assert all(each == first for each in others), "the ranks differ in their bits"
+    assert all(each == first for each in others), "the ranks have different bits"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_pairwise_cover(world_size: int, way: str) -> None:
-    await run(world_size, way, [case for case in pairs() if case["world_size"] == world_size])
+async def test_pairwise_cover_of_calls_gives_right_results(world_size: int, way: str) -> None:
+    await check_cases(world_size, way, [case for case in pairs() if case["world_size"] == world_size])
 
 
 def is_native(kind: str, op: str, dtype: str) -> bool:
-    """Whether NCCL can carry out a reduction."""
+    """Return whether NCCL supports a reduction."""
     if kind in ("scan", "exscan") or dtype.endswith(("int16", "fnuz")):
         return False
     if op == "PREMUL_SUM" and kind != "allreduce":
@@ -91,13 +91,11 @@ def is_native(kind: str, op: str, dtype: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All reductions in one group, each compared with NumPy."""
+async def test_only_reductions_that_nccl_lacks_are_staged(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check all reductions in one group, each compared with NumPy."""
     staged = [0] * world_size
 
-    def counted(operation: Any) -> None:
+    def count_staged(operation: Any) -> None:
         staged[operation.comm.rank] += 1
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -108,7 +106,7 @@ async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
                 await check(pg, [case], gpu)
                 assert staged[pg.rank()] - before == (not is_native(kind, op, dtype)), label(case)
 
-    spied(monkeypatch, device_stage=counted)
+    spied(monkeypatch, device_stage=count_staged)
     with gpus(world_size) as gpu:
         await run_ranks(world_size, body, gpu)
 
@@ -117,5 +115,5 @@ async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", WIDE)
-async def test_full_product(dtype: str, world_size: int, way: str) -> None:
-    await run(world_size, way, [case for case in everything(dtype, world_size) if case["count"] in COUNTS])
+async def test_all_calls_give_right_results(dtype: str, world_size: int, way: str) -> None:
+    await check_cases(world_size, way, [case for case in everything(dtype, world_size) if case["count"] in COUNTS])

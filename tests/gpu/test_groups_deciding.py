@@ -1,4 +1,4 @@
-"""How the ranks of groups come to one way for CUDA arrays."""
+"""The agreement of a group's ranks on NCCL or staging for CUDA arrays."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from aiocoll.gpu.turns import Turn, Turns
 
 from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrapped
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, is_native
+from .groups import Gpus, gpus, host, uses_nccl
 
 LARGE = EAGER_WINDOW + 1
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-async def test_messages_alone_are_enough(late: int) -> None:
-    """All ranks have sent or received something; rank 0 may be the last that has."""
+async def test_group_agrees_on_nccl_after_messages_alone(late: int) -> None:
+    """Check the agreement when each rank has sent or received a message, whatever rank is last."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -35,11 +35,11 @@ async def test_messages_alone_are_enough(late: int) -> None:
         if rank != late:
             peer = others[1 - others.index(rank)]
             await (pg.send(tensor, peer) if rank == others[0] else pg.recv(tensor, peer))
-            assert not is_native(pg)
+            assert not uses_nccl(pg)
         await pg.barrier()
         if rank == late:
             work = pg.send(gpu.tensor(np.zeros(1), rank), others[0])
-        await until(lambda: is_native(pg))
+        await until(lambda: uses_nccl(pg))
         if rank == late:
             await work
             await pg.send(tensor, others[1])
@@ -55,11 +55,11 @@ async def test_messages_alone_are_enough(late: int) -> None:
         assert (calls.count("send"), calls.count("recv")) == (1, 1)
 
 
-async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks begin with groups of each two of them at once, each with another group first."""
+async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check three ranks in three groups of two, where each rank calls another group first."""
     firsts = []
 
-    def delayed(decided: Any, side: DeviceState, number: int, decision: Decision) -> None:
+    def decide_late(decided: Any, side: DeviceState, number: int, decision: Decision) -> None:
         wait = 0.0 if side.comm in firsts else 0.05
         asyncio.get_running_loop().call_later(wait, decided, side, number, decision)
 
@@ -73,46 +73,46 @@ async def test_groups_with_ranks_in_common_do_not_wait_for_each_other(monkeypatc
         await pg.barrier()
         one, two = (gpu.tensor(np.full(3, rank), rank, "float32") for _ in range(2))
         await asyncio.gather(first.allreduce(one).join(), second.allreduce(two).join())
-        assert is_native(first)
-        assert is_native(second)
+        assert uses_nccl(first)
+        assert uses_nccl(second)
         assert host(one).tolist() == [rank + (rank + 1) % 3] * 3
         assert host(two).tolist() == [rank + (rank - 1) % 3] * 3
 
-    wrapped(monkeypatch, device_decided=delayed)
+    wrapped(monkeypatch, device_decided=decide_late)
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
 
 
-async def test_jobs_that_number_the_same_devices_differently_do_not_wait_for_each_other(
+async def test_jobs_with_devices_in_opposite_orders_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def held(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
-        """Let all first turns be taken before any second one is asked for."""
+    def take_delayed(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
+        """Delay each turn, so that all ranks take their first turn before any takes a second one."""
 
         def later() -> None:
             asyncio.get_running_loop().call_later(0.02, call)
 
         return take(turns, later)
 
-    wrapped(monkeypatch, take_turn=held)
+    wrapped(monkeypatch, take_turn=take_delayed)
 
     async def body(pg: ProcessGroup, gpu: Gpus, devices: list[int]) -> None:
         tensor = gpu.tensor(np.ones(3), devices[pg.rank()])
         await pg.allreduce(tensor, timeout=1)
-        assert is_native(pg)
+        assert uses_nccl(pg)
         assert host(tensor).tolist() == [2] * 3
 
     with gpus(2) as gpu:
         await asyncio.gather(run_ranks(2, body, gpu, [0, 1]), run_ranks(2, body, gpu, [1, 0]))
 
 
-async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of one group does not hear that its turn has come."""
-    deaf = []
+async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a group whose rank 0 never learns that its turn has started."""
+    suppressed = []
 
-    def taken(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
-        if not deaf:
-            deaf.append(turns)
+    def take_and_suppress(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
+        if not suppressed:
+            suppressed.append(turns)
             return take(turns, lambda: None)
         return take(turns, call)
 
@@ -123,21 +123,21 @@ async def test_a_group_that_fails_lets_others_have_its_turn(monkeypatch: pytest.
         assert other is not None
         lost = stuck.allreduce(gpu.tensor(np.ones(1), rank), timeout=0.1)
         if rank == 0:
-            await until(lambda: bool(deaf))
+            await until(lambda: bool(suppressed))
         work = other.allreduce(tensor := gpu.tensor(np.ones(1), rank))
         with pytest.raises(CollectiveTimeoutError):
             await lost
         await work
-        assert is_native(other)
+        assert uses_nccl(other)
         assert host(tensor).tolist() == [2]
 
-    wrapped(monkeypatch, take_turn=taken)
+    wrapped(monkeypatch, take_turn=take_and_suppress)
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
 
 @pytest.mark.parametrize("late", [0, 1])
-async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> None:
+async def test_rank_may_create_its_group_after_calls_of_others(late: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
@@ -149,14 +149,14 @@ async def test_a_rank_may_make_its_group_after_others_have_called(late: int) -> 
         tensor = gpu.tensor(np.ones(3), rank)
         await part.allreduce(tensor)
         assert host(tensor).tolist() == [part.size()] * 3
-        assert is_native(part)
+        assert uses_nccl(part)
         assert not any(group.messages for group in unmade_groups(pg).values())
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
 
 
-async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> None:
+async def test_messages_for_closed_or_foreign_groups_are_not_kept() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         endpoint = comm_of(pg).endpoint
         part = await pg.split_group([[0, 1]])
@@ -173,27 +173,31 @@ async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> Non
         await run_ranks(2, body, gpu)
 
 
-class Stuck:
-    """Turns of which one is not heard of by who has taken it, until it is told."""
+class SuppressedTurn:
+    """A hook that suppresses the start of the first turn on one device.
+
+    Attributes:
+        calls: the suppressed callback; a test may call it later.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Callable[[], None]] = []
         self.device = -1
 
-        def taken(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
+        def take_and_suppress(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
             if not self.calls and turns is self.turns:
                 self.calls.append(call)
                 return take(turns, lambda: None)
             return take(turns, call)
 
-        wrapped(monkeypatch, take_turn=taken)
+        wrapped(monkeypatch, take_turn=take_and_suppress)
 
-    def on(self, gpu: Gpus, device: int) -> None:
-        self.turns = gpu.engine(device).turns
+    def select_device(self, gpu: Gpus, device: int) -> None:
+        self.turns = gpu.shared_device(device).turns
 
 
-async def around(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Send short messages from device to device, so that all ranks have been called with CUDA arrays."""
+async def send_around(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Send short device messages around a ring, so that all ranks have used CUDA arrays."""
     rank, size = pg.rank(), pg.size()
     device = comm_of(pg).endpoint.rank
     sent = pg.send(gpu.tensor(np.full(2, rank), device), (rank + 1) % size)
@@ -205,11 +209,11 @@ async def around(pg: ProcessGroup, gpu: Gpus) -> None:
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 @pytest.mark.parametrize("stuck", [1, 2])
-async def test_a_rank_that_leaves_is_not_waited_for(
+async def test_leaving_rank_does_not_block_other_groups(
     monkeypatch: pytest.MonkeyPatch, limits: Limits, stuck: int, leaver: int
 ) -> None:
-    """It leaves before it had its turn, or before others had theirs: their devices are free for other groups."""
-    turns = Stuck(monkeypatch)
+    """Check a rank that leaves while a turn is pending: the devices stay usable for other groups."""
+    turns = SuppressedTurn(monkeypatch)
     limits(agreement_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -217,7 +221,7 @@ async def test_a_rank_that_leaves_is_not_waited_for(
         part, other = await pg.split_group([[0, 1, 2]]), await pg.split_group([[0, 1, 2]], group_name="other")
         assert part is not None
         assert other is not None
-        await around(part, gpu)
+        await send_around(part, gpu)
         await until(lambda: turns.calls)
         await pg.barrier()
         if rank == leaver:
@@ -225,30 +229,30 @@ async def test_a_rank_that_leaves_is_not_waited_for(
         else:
             await until(lambda: leaver in comm_of(part).left)
         await other.allreduce(gpu.tensor(np.ones(2), rank))
-        assert is_native(other)
+        assert uses_nccl(other)
         if rank != leaver:
             long = gpu.tensor(np.full(LARGE, rank, np.uint8), rank)
             peer = (3 - leaver) - rank
             await (part.send(long, peer) if rank < peer else part.recv(long, peer))
             assert (host(long) == min(rank, peer)).all()
-            assert not is_native(part)
+            assert not uses_nccl(part)
 
     with gpus(3) as gpu:
-        turns.on(gpu, stuck)
+        turns.select_device(gpu, stuck)
         await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_leaves_makes_the_communicator_that_others_wait_for(
+async def test_leaving_rank_still_creates_the_awaited_communicator(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    turns = Stuck(monkeypatch)
+    turns = SuppressedTurn(monkeypatch)
     limits(device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         part = await pg.split_group([[0, 1, 2]])
         assert part is not None
-        await around(part, gpu)
+        await send_around(part, gpu)
         await until(lambda: turns.calls)
         if rank == 1:
             ending = asyncio.ensure_future(part.shutdown())
@@ -259,14 +263,14 @@ async def test_a_rank_that_leaves_makes_the_communicator_that_others_wait_for(
         if rank == 1:
             await ending
         else:
-            await until(lambda: is_native(part))
+            await until(lambda: uses_nccl(part))
 
     with gpus(3) as gpu:
-        turns.on(gpu, 2)
+        turns.select_device(gpu, 2)
         await run_ranks(3, body, gpu)
 
 
-async def test_a_rank_that_left_before_all_were_called() -> None:
+async def test_rank_that_left_before_the_agreement_makes_the_group_stage() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         part = await pg.split_group([[0, 1, 2]])
@@ -297,20 +301,20 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_turns_that_are_late_are_not_taken() -> None:
-    """It was decided without them, since another rank has left."""
+async def test_late_turn_messages_are_ignored() -> None:
+    """Check turn messages that arrive after the decision."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, member = pg.rank(), comm_of(pg)
         tensor = gpu.tensor(np.ones(1), rank)
         await pg.allreduce(tensor)
-        await until(lambda: is_native(pg))
+        await until(lambda: uses_nccl(pg))
         member.endpoint.control.tell(
             1 - rank, {"t": "device", "g": member.id, **({"ready": True, "shares": False} if rank else {"turn": True})}
         )
         await pg.allreduce(tensor)
         await pg.barrier()
-        assert not gpu.engine(rank).turns._row
+        assert not gpu.shared_device(rank).turns._row
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -356,8 +360,8 @@ CARD = {"library": 22809, "why": "", "bus": "", "unfinished": False, "float8": F
     ],
     ids=str,
 )
-async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str, Any], when: str) -> None:
-    """They come before the group has a device there, or after."""
+async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str, Any], when: str) -> None:
+    """Check invalid messages before and after the group has a device on the receiving rank."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, member = pg.rank(), comm_of(pg)
@@ -378,8 +382,8 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
         await run_ranks(2, body, gpu)
 
 
-async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of_them_up() -> None:
-    """Its group fails after it has said that it has its turn, and before it hears the decision."""
+async def test_rank_that_fails_during_the_agreement_blocks_no_other_rank() -> None:
+    """Check a rank whose group fails after it has reported its turn and before it receives the decision."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -393,13 +397,13 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
             await until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")
-            # One by which nobody makes a communicator is no concern of it.
+            # A decision for staging needs no communicator, so the rank ignores it.
             deciding.handle_late({"number": 1, "decision": Decision(False, "")})
         with pytest.raises(GroupError, match="enough"):
             await work
         tensor = gpu.tensor(np.full(1, rank), rank)
         await second.allreduce(tensor)
-        assert is_native(second)
+        assert uses_nccl(second)
         assert host(tensor).tolist() == [3]
 
     with gpus(3) as gpu:
@@ -408,7 +412,7 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
         assert calls.count("init") == 6
 
 
-async def test_a_note_of_a_rank_that_is_not_in_the_group_waits_for_another_group_with_its_id() -> None:
+async def test_message_of_a_nonmember_is_kept_for_another_group_with_the_id() -> None:
     made: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -423,7 +427,7 @@ async def test_a_note_of_a_rank_that_is_not_in_the_group_waits_for_another_group
         made.append(rank)
         tensor = gpu.tensor(np.full(1, rank), rank)
         await part.allreduce(tensor)
-        assert is_native(part)
+        assert uses_nccl(part)
         assert host(tensor).tolist() == [1 if rank < 2 else 2]
         if rank == 0:
             assert unmade_groups(pg)[identity].messages == [(2, note)]

@@ -1,4 +1,4 @@
-"""Failures of groups with CUDA arrays: each is told, with its reason, on every rank, and nothing hangs."""
+"""Failures of groups with CUDA arrays: every rank gets an error with the cause, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -22,44 +22,55 @@ from aiocoll.gpu.api import DeviceError
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end
 from ..ranks import hub, run_ranks, until
-from .groups import WAYS, Gpus, allreduced, called, ended, fails, gpus, one, ones, several
+from .groups import (
+    WAYS,
+    Gpus,
+    check_allreduce,
+    check_failure,
+    end_group,
+    gpus,
+    ones,
+    start_allreduce,
+    start_list,
+    start_unless_revoked,
+)
 
 both = pytest.mark.parametrize("way", WAYS)
 
 
-def one_in_a_list(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    """Call a list that is no block of device calls."""
+def start_list_of_one(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
+    """Start a list of one allreduce, which is not a block of device calls."""
     return pg.allreduce_coalesced([gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
 
 
-calls = pytest.mark.parametrize("call", [one, several])
+calls = pytest.mark.parametrize("call", [start_allreduce, start_list])
 
 
 @both
 @calls
-async def test_a_rank_that_does_not_call(way: str, call: Any) -> None:
+async def test_rank_that_does_not_call_is_named(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
-        work = called(pg, gpu, call, timeout=0.1) if pg.rank() != 2 else None
+        await check_allreduce(pg, gpu)
+        work = start_unless_revoked(pg, gpu, call, timeout=0.1) if pg.rank() != 2 else None
         match = "(ALLREDUCE|COALESCED) .* did not complete within 0.1 s.*it waits for .*rank 2"
-        await fails(pg, work, match, CollectiveTimeoutError)
+        await check_failure(pg, work, match, CollectiveTimeoutError)
 
     with gpus(3, way) as gpu:
         await run_ranks(3, body, gpu)
 
 
 @both
-@pytest.mark.parametrize("call", [one, one_in_a_list, several])
-async def test_a_device_that_does_not_end(way: str, call: Any) -> None:
+@pytest.mark.parametrize("call", [start_allreduce, start_list_of_one, start_list])
+async def test_stuck_device_is_named(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gate = gpu.gate(pg.rank()) if pg.rank() == 1 else None
-        work = called(pg, gpu, call, timeout=0.1 if pg.rank() == 1 else 10)
+        work = start_unless_revoked(pg, gpu, call, timeout=0.1 if pg.rank() == 1 else 10)
         match = (
             r"(ALLREDUCE|COALESCED) \(sequence \d\) .* rank 1, which called (ALLREDUCE|COALESCED).*"
             "all ranks have made this call, but device 1 has not finished it"
         )
-        await fails(pg, work, match, CollectiveTimeoutError)
+        await check_failure(pg, work, match, CollectiveTimeoutError)
         if gate is not None:
             gate.open()
 
@@ -69,20 +80,20 @@ async def test_a_device_that_does_not_end(way: str, call: Any) -> None:
 
 @both
 @calls
-async def test_a_rank_that_is_lost(way: str, call: Any) -> None:
+async def test_lost_rank_is_named(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         if pg.rank() == 0:
             await pg.recv_object(1)
             gate = gpu.gate(0)
             work = call(pg, gpu)
             await asyncio.sleep(0)
             hub(pg).cut(0, 1)
-            await fails(pg, work, "rank . .* is lost", PeerLostError)
+            await check_failure(pg, work, "rank . .* is lost", PeerLostError)
             gate.open()
         else:
             await pg.send_object("ready", 0)
-            await fails(pg, called(pg, gpu, call), "rank . .* is lost", PeerLostError)
+            await check_failure(pg, start_unless_revoked(pg, gpu, call), "rank . .* is lost", PeerLostError)
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
@@ -91,14 +102,14 @@ async def test_a_rank_that_is_lost(way: str, call: Any) -> None:
 @both
 @calls
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_a_group_that_ends_while_the_device_is_busy(way: str, call: Any, end: str) -> None:
+async def test_group_that_ends_while_its_device_is_busy_fails_its_works(way: str, call: Any, end: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gate = gpu.gate(pg.rank())
         works = [call(pg, gpu) for _ in range(3)]
         ordered = asyncio.ensure_future(works[2].on_stream())
         await pg.barrier()
-        await ended(pg, works, end, gate)
+        await end_group(pg, works, end, gate)
         await asyncio.wait([ordered])
         ordered.exception()
         with pytest.raises(GroupClosedError):
@@ -109,11 +120,13 @@ async def test_a_group_that_ends_while_the_device_is_busy(way: str, call: Any, e
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "pinned"])
-async def test_a_copy_that_fails(call: str) -> None:
+async def test_failed_copy_names_rank_and_device(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             gpu.cuda.fail_next(call)
-        await fails(pg, called(pg, gpu), f"ALLREDUCE .* failed on rank ., device .: {call}: invalid")
+        await check_failure(
+            pg, start_unless_revoked(pg, gpu), f"ALLREDUCE .* failed on rank ., device .: {call}: invalid"
+        )
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)
@@ -121,9 +134,9 @@ async def test_a_copy_that_fails(call: str) -> None:
 
 @both
 @pytest.mark.parametrize("how", ["call", "batch", "block"])
-async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
+async def test_message_that_a_device_refuses_fails_the_group(how: str, way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         works = []
         if pg.rank() == 1:
@@ -136,7 +149,7 @@ async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
                 else:
                     async with pg.coalescing():
                         works.extend([pg.recv(ones(pg, gpu), 0), pg.send(ones(pg, gpu), 0)])
-        await fails(pg, None, "(RECV|SEND) .*failed on rank 1, device 1: event_record: invalid")
+        await check_failure(pg, None, "(RECV|SEND) .*failed on rank 1, device 1: event_record: invalid")
         assert not comm_of(pg).in_flight.pending
         for work in works:
             with pytest.raises(GroupError):
@@ -147,26 +160,26 @@ async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["collective", "message"])
-async def test_memory_on_the_host_is_used_again_only_when_the_device_is_done(call: str) -> None:
-    """Though the group has failed meanwhile: the copy still writes there."""
+async def test_staging_memory_is_reused_only_when_the_device_is_done(call: str) -> None:
+    """Check memory of a failed group: the pending copy still writes to it."""
 
-    def called(pg: ProcessGroup, gpu: Gpus) -> Any:
+    def start_call(pg: ProcessGroup, gpu: Gpus) -> Any:
         tensor = gpu.tensor(np.ones(1000), pg.rank())
         return pg.allreduce(tensor) if call == "collective" else pg.send(tensor, 1)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         is_message = call == "message"
-        await (pg.recv(gpu.tensor(np.ones(1000), 1), 0) if pg.rank() and is_message else called(pg, gpu))
+        await (pg.recv(gpu.tensor(np.ones(1000), 1), 0) if pg.rank() and is_message else start_call(pg, gpu))
         await pg.barrier()
         if pg.rank():
             if not is_message:
-                await asyncio.wait([called(pg, gpu).get_future()])
+                await asyncio.wait([start_call(pg, gpu).get_future()])
             await pg.wait_revoked()
             return
-        staging = gpu.engine(0).staging
+        staging = gpu.shared_device(0).staging
         await until(lambda: staging.kept > 0)
         kept, gate = staging.kept, gpu.gate(0)
-        work = called(pg, gpu)
+        work = start_call(pg, gpu)
         await until(lambda: staging.kept < kept)
         pg.abort("enough")
         with pytest.raises(GroupError, match="enough"):
@@ -179,10 +192,10 @@ async def test_memory_on_the_host_is_used_again_only_when_the_device_is_done(cal
         await run_ranks(2, body, gpu)
 
 
-async def test_a_message_whose_stream_is_captured_before_its_block_ends() -> None:
+async def test_message_on_a_stream_captured_within_its_block_is_refused() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         stream, into = gpu.stream(rank), gpu.tensor(np.zeros(3), rank)
         with contextlib.suppress(RuntimeError):
             async with pg.coalescing():
@@ -203,10 +216,10 @@ async def test_a_message_whose_stream_is_captured_before_its_block_ends() -> Non
 
 @both
 @pytest.mark.parametrize("key", [None, "key"])
-async def test_a_collective_whose_stream_is_captured_before_its_block_ends(key: str | None, way: str) -> None:
+async def test_collective_on_a_stream_captured_within_its_block_fails_the_group(key: str | None, way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         stream, work = gpu.stream(rank), None
         with contextlib.suppress(GroupError):
@@ -214,7 +227,7 @@ async def test_a_collective_whose_stream_is_captured_before_its_block_ends(key: 
                 work = pg.allreduce(ones(pg, gpu), key=key)
                 gpu.cuda.capture(stream, rank == 1, rank)
         gpu.cuda.capture(stream, False, rank)
-        await fails(pg, work, "failed on rank 1, device 1: .* is being captured into a graph")
+        await check_failure(pg, work, "failed on rank 1, device 1: .* is being captured into a graph")
         assert not comm_of(pg).in_flight.pending
 
     with gpus(2, way) as gpu:
@@ -222,15 +235,17 @@ async def test_a_collective_whose_stream_is_captured_before_its_block_ends(key: 
 
 
 @both
-async def test_a_device_that_is_lost(way: str) -> None:
+async def test_failed_device_is_named(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         if pg.rank() == 1:
             await pg.recv_object(0)
             gpu.cuda.fail("unspecified launch failure", 1)
         else:
             await pg.send_object("ready", 1)
-        await fails(pg, called(pg, gpu), "ALLREDUCE .* failed on rank 1, device 1: .*launch failure")
+        await check_failure(
+            pg, start_unless_revoked(pg, gpu), "ALLREDUCE .* failed on rank 1, device 1: .*launch failure"
+        )
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
@@ -241,40 +256,52 @@ async def test_a_device_that_is_lost(way: str) -> None:
 
 @pytest.mark.parametrize(
     ("failing", "call"),
-    [("all_reduce", one), ("init", one), ("all_reduce", several), ("group_start", several), ("group_end", several)],
+    [
+        ("all_reduce", start_allreduce),
+        ("init", start_allreduce),
+        ("all_reduce", start_list),
+        ("group_start", start_list),
+        ("group_end", start_list),
+    ],
 )
-async def test_nccl_refuses(failing: str, call: Any, limits: Limits) -> None:
-    limits(device_release=0.05)  # the others wait for one whose start has failed
+async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits: Limits) -> None:
+    limits(device_release=0.05)  # the time for which other ranks wait for a rank that failed to start
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             gpu.nccl.fail_next(failing, "unhandled cuda error")
-        await fails(pg, called(pg, gpu, call), f"failed on rank ., device .: {failing}: unhandled cuda error")
+        await check_failure(
+            pg, start_unless_revoked(pg, gpu, call), f"failed on rank ., device .: {failing}: unhandled cuda error"
+        )
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_group_of_nccl_calls_that_fails_is_ended() -> None:
+async def test_failed_call_in_an_nccl_group_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             gpu.nccl.fail_next("send", "invalid usage")
         outputs, inputs = ([gpu.tensor(np.ones(2), pg.rank()) for _ in range(2)] for _ in range(2))
-        await fails(pg, pg.alltoall(outputs, inputs), "ALLTOALL .* failed on rank ., device .: send: invalid usage")
+        await check_failure(
+            pg, pg.alltoall(outputs, inputs), "ALLTOALL .* failed on rank ., device .: send: invalid usage"
+        )
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
 
-async def test_what_fails_on_the_way_is_asked_for() -> None:
+async def test_asynchronous_nccl_error_is_found() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         assert dispatcher_of(pg).device_calls is not None
         assert dispatcher_of(pg).device_calls.state.communicator is not None
         if pg.rank() == 0:
             nccl_end(pg).fail("remote process exited")
         await pg.barrier()
-        await fails(pg, called(pg, gpu), "failed on rank 0, device 0: NCCL: remote process exited")
+        await check_failure(
+            pg, start_unless_revoked(pg, gpu), "failed on rank 0, device 0: NCCL: remote process exited"
+        )
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -296,7 +323,7 @@ async def test_what_fails_on_the_way_is_asked_for() -> None:
         ),
     ],
 )
-async def test_a_communicator_that_is_never_made(
+async def test_communicator_that_is_never_created_is_reported(
     hosts: tuple[int, ...], chosen: str | None, match: str, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     limits(device_release=0.05)
@@ -308,17 +335,19 @@ async def test_a_communicator_that_is_never_made(
         comm_of(pg).hosts = hosts
         gpu.nccl.init_hangs = True
         work = pg.allreduce(ones(pg, gpu), timeout=0.2)
-        await fails(pg, work, f"NCCL has not created the communicator on device .: .*{match}", CollectiveTimeoutError)
+        await check_failure(
+            pg, work, f"NCCL has not created the communicator on device .: .*{match}", CollectiveTimeoutError
+        )
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
 
 
-async def test_an_abort_that_does_not_come_back(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+async def test_hanging_abort_is_logged(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     limits(device_release=0.1, device_aborting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gpu.nccl.abort_hangs = True
         gate = gpu.gate(pg.rank())
         work = pg.allreduce(ones(pg, gpu))
@@ -326,7 +355,7 @@ async def test_an_abort_that_does_not_come_back(limits: Limits, caplog: pytest.L
         await pg.barrier()
         if pg.rank() == 0:
             pg.abort("enough")
-        await fails(pg, work, "enough")
+        await check_failure(pg, work, "enough")
         await pg.shutdown()
         gate.open()
 
@@ -335,9 +364,9 @@ async def test_an_abort_that_does_not_come_back(limits: Limits, caplog: pytest.L
     assert "NCCL did not abort the communicator within 0.05 s" in caplog.text
 
 
-async def test_an_abort_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_abort_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         if pg.rank() == 0:
             gpu.nccl.fail_next("abort", "no")
@@ -350,11 +379,11 @@ async def test_an_abort_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     assert "rank 0: the NCCL communicator was not aborted: abort: no" in caplog.text
 
 
-async def test_the_end_of_a_group_is_that_of_its_communicator() -> None:
+async def test_shutdown_destroys_the_communicator() -> None:
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         ends.append(nccl_end(pg))
         await pg.shutdown()
 
@@ -363,14 +392,14 @@ async def test_the_end_of_a_group_is_that_of_its_communicator() -> None:
     assert [(end.destroyed, end.aborted) for end in ends] == [(True, False)] * 3
 
 
-async def test_who_closes_alone_aborts(limits: Limits) -> None:
+async def test_rank_that_closes_alone_aborts_the_communicator(limits: Limits) -> None:
     limits(device_parting=0.05)
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         other = await pg.split_group([0, 1])
         assert other is not None
-        await allreduced(other, gpu)
+        await check_allreduce(other, gpu)
         ends.append(nccl_end(other))
         if pg.rank() == 0:
             await other.shutdown()
@@ -382,9 +411,9 @@ async def test_who_closes_alone_aborts(limits: Limits) -> None:
     assert [end.destroyed or end.aborted for end in ends] == [True] * 2
 
 
-async def test_bit_ops_are_staged_where_nccl_is_used() -> None:
+async def test_bit_ops_are_staged_in_groups_with_nccl() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         before = gpu.cuda.calls["copy_to_host"]
         await pg.barrier()
         await pg.allreduce(gpu.tensor(np.ones(2, int), pg.rank()), ReduceOp.BXOR)
@@ -396,17 +425,17 @@ async def test_bit_ops_are_staged_where_nccl_is_used() -> None:
         assert gpu.cuda.calls["copy_to_host"] == 2
 
 
-async def test_who_comes_late_finds_that_the_others_have_left(limits: Limits) -> None:
+async def test_late_rank_finds_that_the_others_have_left(limits: Limits) -> None:
     limits(device_parting=60)
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
-        mine = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
+        await check_allreduce(pg, gpu)
+        communicator = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
         ends.append(nccl_end(pg))
         await pg.barrier()
         if pg.rank() == 0:
-            mine.abort()  # type: ignore[union-attr]
+            communicator.abort()  # type: ignore[union-attr]
         else:
             await until(lambda: 0 in comm_of(pg).left)
         await pg.shutdown()
@@ -418,7 +447,7 @@ async def test_who_comes_late_finds_that_the_others_have_left(limits: Limits) ->
 
 
 @both
-async def test_on_stream_of_a_call_that_never_begins(way: str) -> None:
+async def test_on_stream_of_a_call_that_never_starts_fails(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             await pg.recv_object(0)
@@ -433,7 +462,7 @@ async def test_on_stream_of_a_call_that_never_begins(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_on_stream_tells_what_has_failed() -> None:
+async def test_on_stream_raises_the_failure() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.nccl.fail_next("all_reduce", "no memory")
         with pytest.raises(GroupError, match=r"ALLREDUCE .* failed on rank 0, device 0: all_reduce: no memory"):
@@ -443,9 +472,9 @@ async def test_on_stream_tells_what_has_failed() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_question_that_fails() -> None:
+async def test_failed_error_query_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         end: Any = nccl_end(pg)
 
         def fail() -> None:
@@ -453,43 +482,45 @@ async def test_a_question_that_fails() -> None:
 
         end.async_error = fail
         gate = gpu.gate(0)
-        await fails(pg, called(pg, gpu), "failed on rank 0, device 0: async_error: no answer")
+        await check_failure(pg, start_unless_revoked(pg, gpu), "failed on rank 0, device 0: async_error: no answer")
         gate.open()
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_stream_that_cannot_be_made() -> None:
+async def test_failed_stream_creation_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         work = pg.allreduce(ones(pg, gpu))
         gpu.cuda.fail_next("stream_create", "out of memory")
-        await fails(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
+        await check_failure(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_description_that_is_too_long(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_long_call_description_fails_the_group(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     limits(compared_size=8)
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await fails(pg, called(pg, gpu), "ALLREDUCE was not compared: rank 1 sent an object of .* bytes")
+        await check_failure(
+            pg, start_unless_revoked(pg, gpu), "ALLREDUCE was not compared: rank 1 sent an object of .* bytes"
+        )
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
 
 @pytest.mark.parametrize("call", ["bus_id", "capability", "stream_create"])
-async def test_a_first_call_that_a_device_refuses_leaves_nothing(call: str) -> None:
+async def test_refused_first_call_leaves_no_objects(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.cuda.fail_next(call, "busy")
         with pytest.raises(DeviceError, match=f"{call}: busy"):
             pg.allreduce(ones(pg, gpu))
         assert gpu.cuda.live()["streams"] == 0
         assert not comm_of(pg).on_revoked + comm_of(pg).on_departed
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

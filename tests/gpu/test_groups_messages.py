@@ -1,4 +1,4 @@
-"""Messages of CUDA arrays: what those of the host promise, they do too."""
+"""Messages of CUDA arrays: they keep the promises of host messages."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from aiocoll import (
 from ..internals import comm_of
 from ..ranks import LINKS, run_ranks
 from ..reductions import WIDE, data
-from .groups import Gpus, ended, gpus, host
+from .groups import Gpus, end_group, gpus, host
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_messages_of_any_length_and_dtype(transport: str) -> None:
+async def test_messages_of_any_length_and_dtype_arrive(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         for dtype in WIDE:
@@ -54,7 +54,7 @@ async def test_messages_of_any_length_and_dtype(transport: str) -> None:
         await run_ranks(2, body, gpu, transport=transport)
 
 
-async def test_a_message_does_not_overtake_one_that_is_still_being_copied() -> None:
+async def test_message_does_not_overtake_one_that_is_being_copied() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             gate = gpu.gate(0)
@@ -76,7 +76,7 @@ async def test_a_message_does_not_overtake_one_that_is_still_being_copied() -> N
         await run_ranks(2, body, gpu)
 
 
-async def test_receives_that_are_there_first_get_what_was_announced_first() -> None:
+async def test_early_receives_match_messages_in_send_order() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             first, second = np.zeros(2), np.zeros(2)
@@ -96,7 +96,7 @@ async def test_receives_that_are_there_first_get_what_was_announced_first() -> N
         await run_ranks(2, body, gpu)
 
 
-async def test_receives_from_any_rank_and_batches() -> None:
+async def test_receives_from_any_rank_and_batches_match() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         if rank == 0:
@@ -121,7 +121,7 @@ async def test_receives_from_any_rank_and_batches() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_messages_that_no_receive_has_asked_for() -> None:
+async def test_incoming_yields_device_messages() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             gate = gpu.gate(0)
@@ -141,7 +141,7 @@ async def test_messages_that_no_receive_has_asked_for() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_an_announced_message_is_forgotten_when_it_has_left() -> None:
+async def test_announced_message_is_freed_after_sending() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             await pg.barrier()
@@ -163,7 +163,7 @@ async def test_an_announced_message_is_forgotten_when_it_has_left() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_a_receive_that_nobody_waits_for_is_withdrawn() -> None:
+async def test_receive_without_awaiters_is_withdrawn() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.zeros(1), pg.rank())
         if pg.rank() == 0:
@@ -183,7 +183,7 @@ async def test_a_receive_that_nobody_waits_for_is_withdrawn() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_messages_of_other_lengths_are_told() -> None:
+async def test_message_of_another_length_is_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.zeros(2 + pg.rank()), pg.rank())
         work = pg.recv(tensor, 0) if pg.rank() else pg.send(tensor, 1)
@@ -196,8 +196,8 @@ async def test_messages_of_other_lengths_are_told() -> None:
         await run_ranks(2, body, gpu)
 
 
-class Locking:
-    """Notes which threads call `FakeCuda.pinned`, and lets them wait until `go` is set."""
+class BlockedLocking:
+    """A hook that records the threads in `FakeCuda.pinned` and blocks them until `go` is set."""
 
     def __init__(self, gpu: Gpus) -> None:
         self.threads: list[int] = []
@@ -210,7 +210,7 @@ class Locking:
             assert self.go.wait(10)
 
 
-async def test_the_loop_never_waits_for_page_locked_memory() -> None:
+async def test_loop_never_waits_for_page_locked_memory() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         for count in (1, 3000, 300_000):
@@ -220,14 +220,14 @@ async def test_the_loop_never_waits_for_page_locked_memory() -> None:
             await pg.allreduce(tensor)
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu)
+        locking = BlockedLocking(gpu)
         locking.go.set()
         await run_ranks(2, body, gpu)
     assert len(locking.threads) >= 6
     assert threading.get_ident() not in locking.threads
 
 
-async def test_receives_keep_their_order_while_there_is_no_memory_for_them() -> None:
+async def test_receives_keep_their_order_while_they_wait_for_memory() -> None:
     counts = (1, 300_000, 0)  # eager, granted, and empty
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -247,11 +247,11 @@ async def test_receives_keep_their_order_while_there_is_no_memory_for_them() -> 
                 assert work.source_rank() == 0
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu)
+        locking = BlockedLocking(gpu)
         await run_ranks(2, body, gpu)
 
 
-async def test_a_matched_receive_without_memory_cannot_be_taken_back() -> None:
+async def test_matched_receive_without_memory_cannot_be_withdrawn() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             await pg.send(np.full(1, 1.0), 1)
@@ -270,11 +270,11 @@ async def test_a_matched_receive_without_memory_cannot_be_taken_back() -> None:
             await pg.barrier()
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu)
+        locking = BlockedLocking(gpu)
         await run_ranks(2, body, gpu)
 
 
-async def test_a_group_that_ends_while_there_is_no_memory() -> None:
+async def test_group_that_ends_before_memory_is_locked_frees_it() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             works = [pg.recv(gpu.tensor(np.ones(9), 1), 0) for _ in range(2)]
@@ -291,14 +291,14 @@ async def test_a_group_that_ends_while_there_is_no_memory() -> None:
             await pg.wait_revoked()
 
     with gpus(2, "staged") as gpu:
-        locking = Locking(gpu)
+        locking = BlockedLocking(gpu)
         await run_ranks(2, body, gpu)
-        assert gpu.engine(1).close(10.0)
+        assert gpu.shared_device(1).close(10.0)
         assert gpu.cuda.live()["pinned"] == 0
 
 
 @pytest.mark.parametrize("sender", [0, 1])
-async def test_no_memory_ends_the_group(sender: int) -> None:
+async def test_failed_memory_lock_ends_the_group(sender: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         works = []
         if pg.rank() == 0:
@@ -314,7 +314,7 @@ async def test_no_memory_ends_the_group(sender: int) -> None:
 
 
 @pytest.mark.parametrize("sender", [0, 1])
-async def test_a_copy_that_fails_ends_the_group(sender: int) -> None:
+async def test_failed_copy_ends_the_group(sender: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.zeros(2), pg.rank())
         if pg.rank() == 0:
@@ -329,20 +329,20 @@ async def test_a_copy_that_fails_ends_the_group(sender: int) -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_a_group_that_ends_while_messages_are_copied(end: str) -> None:
+async def test_group_that_ends_during_copies_fails_its_messages(end: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gate = gpu.gate(pg.rank())
         other = 1 - pg.rank()
         works = [pg.send(gpu.tensor(np.ones(9), pg.rank()), other), pg.recv(gpu.tensor(np.ones(9), pg.rank()), other)]
         await pg.barrier()
-        await ended(pg, works, end, gate)
+        await end_group(pg, works, end, gate)
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)
 
 
 @pytest.mark.parametrize("called", [False, True])
-async def test_a_batch_with_an_array_that_cannot_go_starts_nothing(called: bool) -> None:
+async def test_batch_with_a_refused_array_starts_nothing(called: bool) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if called:
@@ -364,13 +364,13 @@ async def test_a_batch_with_an_array_that_cannot_go_starts_nothing(called: bool)
 
 
 @pytest.mark.parametrize("way", ["staged", "nccl"])
-async def test_messages_with_nobody_with_oneself_and_probes(way: str) -> None:
+async def test_null_rank_own_rank_and_probes_work_with_device_arrays(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, other = pg.rank(), 1 - pg.rank()
         mine, untouched = gpu.tensor(np.full(200_000, rank), rank), gpu.tensor(np.full(3, 7), rank)
         assert pg.send(mine, PROC_NULL).done()
         assert await pg.recv(untouched, PROC_NULL) is untouched
-        # What goes nowhere is no part of the batch that the other rank waits for.
+        # Messages to and from the null rank are not part of the batch that the peer waits for.
         got = gpu.tensor(np.zeros(200_000, int), rank)
         await pg.batch([Send(mine, other), Recv(untouched, PROC_NULL), Recv(got, other), Send(mine, PROC_NULL)])
         assert (host(got) == other).all()
@@ -391,7 +391,7 @@ async def test_messages_with_nobody_with_oneself_and_probes(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["staged", "nccl"])
-async def test_planned_calls_are_made_anew(way: str) -> None:
+async def test_planned_calls_can_be_repeated(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         x = gpu.tensor(np.full(5, 1.0), pg.rank())
         plan = pg.plan(pg.allreduce, x)

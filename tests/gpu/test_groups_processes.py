@@ -1,4 +1,4 @@
-"""CUDA arrays of ranks in processes of their own, each with a fake device of its own: they are staged."""
+"""CUDA arrays of ranks in separate processes, each with its own fake device: all calls are staged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..internals import dispatcher_of
 from .groups import Gpus, gpus, host
 
 
-async def blocks(pg: ProcessGroup, gpu: Gpus) -> None:
+async def make_blocks(pg: ProcessGroup, gpu: Gpus) -> None:
     rank, size = pg.rank(), pg.size()
     tensors = [gpu.tensor(np.full(count, rank + 1), 0) for count in (0, 3, 100_000)]
     array, root = np.ones(4), gpu.tensor(np.full(2, rank), 0)
@@ -30,7 +30,7 @@ async def blocks(pg: ProcessGroup, gpu: Gpus) -> None:
     assert all((host(each) == size * (size + 1) // 2).all() for each in tensors)
 
 
-async def every_call(pg: ProcessGroup) -> str:
+async def make_every_call(pg: ProcessGroup) -> str:
     rank, size = pg.rank(), pg.size()
     with gpus(1) as gpu:
         for count in (0, 1, 1000, 300_000):
@@ -41,7 +41,7 @@ async def every_call(pg: ProcessGroup) -> str:
             await pg.reduce(tensor, 0, ReduceOp.MAX)
             await pg.scan(tensor)
             assert np.array_equal(host(tensor), (rank + 1) * (size * np.arange(count) + size * (size - 1) // 2))
-        await blocks(pg, gpu)
+        await make_blocks(pg, gpu)
         parts = [gpu.tensor(np.full(3, rank * size + peer), 0) for peer in range(size)]
         into = [gpu.tensor(np.zeros(3, int), 0) for _ in range(size)]
         await pg.alltoall(into, parts)
@@ -59,7 +59,7 @@ async def every_call(pg: ProcessGroup) -> str:
     return why
 
 
-async def one_dies(pg: ProcessGroup, heard: Path) -> None:
+async def kill_rank_1(pg: ProcessGroup, reports: Path) -> None:
     with gpus(1) as gpu:
         await pg.allreduce(gpu.tensor(np.ones(3), 0))
         if pg.rank() == 1:
@@ -73,20 +73,20 @@ async def one_dies(pg: ProcessGroup, heard: Path) -> None:
         assert error.ranks == (1,)
         with pytest.raises(PeerLostError):
             await work
-        (heard / str(pg.rank())).touch()
+        (reports / str(pg.rank())).touch()
         await pg.shutdown()
 
 
 @pytest.mark.slow
-async def test_a_process_that_dies(tmp_path: Path) -> None:
+async def test_process_that_dies_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match="rank 1"):
-        await testing.run_processes(3, one_dies, tmp_path)
+        await testing.run_processes(3, kill_rank_1, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["0", "2"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "unix"])
-async def test_ranks_in_processes(transport: str) -> None:
+async def test_ranks_in_processes_make_every_call(transport: str) -> None:
     options = GroupOptions(transport=transport)  # type: ignore[arg-type]
-    whys = await testing.run_processes(3, every_call, options=options)
+    whys = await testing.run_processes(3, make_every_call, options=options)
     assert whys == ["ranks 0 and 1 use the same device, 00000000:00:00.0, which NCCL refuses"] * 3

@@ -1,4 +1,4 @@
-"""A setting with which NCCL's calls return unfinished: all ranks refuse CUDA arrays, and the group goes on."""
+"""The setting for nonblocking NCCL communicators: all ranks refuse CUDA arrays, and the group continues."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from aiocoll.gpu.calls import cards
 
 from ..internals import set_nccl_only
 from ..ranks import run_ranks
-from .groups import WAYS, Gpus, allreduced, gpus, host
+from .groups import WAYS, Gpus, check_allreduce, gpus, host
 
 both = pytest.mark.parametrize("way", WAYS)
 SETTING = "NCCL_COMM_BLOCKING"
 
 
-async def refused(work: Work[Any]) -> str:
-    """Wait for the end, which is a refusal; return its words."""
+async def refusal_of(work: Work[Any]) -> str:
+    """Await a work that must be refused; return the error message."""
     with pytest.raises(BackendUnavailableError) as caught:
         await work
     return str(caught.value)
 
 
 async def first_call(pg: ProcessGroup, tensor: Any, setting: tuple[int, ...]) -> str:
-    """Make the call that decides, with the setting on some ranks; return why it fails."""
-    with pytest.MonkeyPatch.context() as patch:  # each rank tells what it has when it calls
+    """Make the first call of a group, with the setting on some ranks; return the error message."""
+    with pytest.MonkeyPatch.context() as patch:  # each rank reads the setting when it makes the call
         if pg.rank() in setting:
             patch.setenv(SETTING, "0")
         work = pg.allreduce(tensor)
-    return await refused(work)
+    return await refusal_of(work)
 
 
 @both
@@ -40,7 +40,7 @@ async def first_call(pg: ProcessGroup, tensor: Any, setting: tuple[int, ...]) ->
     ("world_size", "setting", "named"),
     [(1, (0,), "rank 0 has"), (2, (1,), "rank 1 has"), (3, (0,), "rank 0 has"), (3, (0, 2), "ranks 0, 2 have")],
 )
-async def test_all_ranks_refuse_it(
+async def test_all_ranks_refuse_nonblocking_communicators(
     way: str, world_size: int, setting: tuple[int, ...], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "aiocoll")
@@ -49,14 +49,14 @@ async def test_all_ranks_refuse_it(
         rank = pg.rank()
         tensors = [gpu.tensor(np.full(3, rank), rank) for _ in range(2)]
         text = await first_call(pg, tensors[0], setting)
-        # It stays so, for what NCCL could not do and for blocks too, until there is a new group.
-        assert await refused(pg.allreduce(tensors[0], ReduceOp.BXOR, key="key")) == text
-        assert await refused(pg.allreduce_coalesced(tensors)) == text
+        # The refusal holds until the group is replaced, also for staged calls and blocks.
+        assert await refusal_of(pg.allreduce(tensors[0], ReduceOp.BXOR, key="key")) == text
+        assert await refusal_of(pg.allreduce_coalesced(tensors)) == text
         assert [host(each).tolist() for each in tensors] == [[rank] * 3] * 2
         assert await pg.allreduce(1) == world_size
         other = await pg.split_group(range(world_size))
         assert other is not None
-        await allreduced(other, gpu)
+        await check_allreduce(other, gpu)
         return text
 
     with gpus(world_size, way) as gpu:
@@ -69,7 +69,7 @@ async def test_all_ranks_refuse_it(
 
 
 @pytest.mark.parametrize("backends", [{"cpu": "aio", "cuda": "aio"}, {"cpu": "aio", "cuda": "nccl"}])
-async def test_groups_of_any_backend_refuse_it(backends: dict[str, str]) -> None:
+async def test_groups_of_any_backend_refuse_nonblocking_communicators(backends: dict[str, str]) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, backends.get("cuda") == "nccl")
         assert "takes no CUDA arrays: rank 1 has" in await first_call(pg, gpu.tensor(np.ones(2), pg.rank()), (1,))
@@ -78,18 +78,18 @@ async def test_groups_of_any_backend_refuse_it(backends: dict[str, str]) -> None
         await run_ranks(2, body, gpu)
 
 
-async def test_groups_that_compare_every_call_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_comparing_groups_refuse_nonblocking_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, "0")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        assert "ranks 0, 1 have" in await refused(pg.allreduce(gpu.tensor(np.ones(2), pg.rank())))
+        assert "ranks 0, 1 have" in await refusal_of(pg.allreduce(gpu.tensor(np.ones(2), pg.rank())))
         assert await pg.allreduce(1) == 2
 
     with gpus(2) as gpu:
         await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
 
 
-async def test_a_call_without_elements_is_refused_as_well() -> None:
+async def test_empty_call_is_refused_too() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         assert "rank 0 has" in await first_call(pg, gpu.tensor(np.ones(0), pg.rank()), (0,))
 
@@ -97,17 +97,17 @@ async def test_a_call_without_elements_is_refused_as_well() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_messages_need_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_work_with_nonblocking_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, "0")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        for _ in range(2):  # before anything was refused, and after
+        for _ in range(2):  # before and after the first refused call
             for count in (3, 100_000):
                 out, into = gpu.tensor(np.full(count, rank), rank), gpu.tensor(np.zeros(count, int), rank)
                 await asyncio.gather(pg.send(out, 1 - rank).join(), pg.recv(into, 1 - rank).join())
                 assert set(host(into)) == {1 - rank}
-            assert "ranks 0, 1 have" in await refused(pg.allreduce(out))
+            assert "ranks 0, 1 have" in await refusal_of(pg.allreduce(out))
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -116,7 +116,7 @@ async def test_messages_need_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("value", "unfinished"), [(None, False), ("", False), ("1", False), ("0", True), (" 0 ", True)]
 )
-def test_what_is_a_setting(value: str | None, unfinished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_is_recognized(value: str | None, unfinished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SETTING, raising=False)
     if value is not None:
         monkeypatch.setenv(SETTING, value)
@@ -124,7 +124,7 @@ def test_what_is_a_setting(value: str | None, unfinished: bool, monkeypatch: pyt
         assert cards.card(gpu.cuda, gpu.nccl, 0, "", True)["unfinished"] is unfinished
 
 
-def test_of_many_ranks_the_first_are_named() -> None:
+def test_only_the_first_of_many_ranks_are_named() -> None:
     card = {"library": 22809, "why": "", "bus": "a", "unfinished": True}
     found = cards.decide([card] * 100, [0] * 100)
     assert found.refused

@@ -1,6 +1,6 @@
-"""Arrays of CuPy and torch in groups: NCCL gets the caller's own addresses, and a copy only where it has to.
+"""Arrays of CuPy and torch in groups: NCCL gets the caller's memory, and a copy only if necessary.
 
-So it does with tensors that require gradients, which know nothing of it; and default streams are streams like others.
+The tests include tensors that require gradients, and default streams.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ CASES = [
     ("cupy", "float32"), ("cupy", "float16"), ("cupy", "bfloat16"), ("cupy", "complex64"), ("cupy", "bool"),
     ("torch", "float32"), ("torch", "bfloat16"), ("torch", "float8_e4m3fn"), ("torch", "int16"), ("torch", "complex64"),
 ]  # fmt: skip
-#: What NCCL has no type for.
+#: Dtypes that NCCL does not support.
 STAGED = ("int16",)
 both = pytest.mark.parametrize("libraries", WAYS, indirect=True)
 
 
 class Libraries:
-    """Modules that look like CuPy and torch, on the fake devices; what they make looks at `host`."""
+    """Lookalikes of CuPy and torch on the fake devices, with arrays on memory from `host`."""
 
     def __init__(self, gpu: Gpus) -> None:
         self.gpu = gpu
         self.enqueue = lambda stream, device, work: gpu.cuda.kernel(stream, work, device)
         self.cupy, self.torch = Cupy(self.enqueue, gpu.cuda.allocate), Torch(self.enqueue, gpu.cuda.allocate)
-        #: (source, target) of all that NCCL was asked to reduce, by device.
+        #: By device, the source and target of each NCCL allreduce.
         self.reduced: dict[int, list[tuple[int, int]]] = {}
 
     def host(self, shape: tuple[int, ...], name: str, device: int) -> np.ndarray:
-        """Return memory of a device, as NumPy sees its elements."""
+        """Return device memory as a NumPy array."""
         dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name, name))
         return self.gpu.cuda.allocate(int(np.prod(shape)) * dtype.itemsize, device).view(dtype).reshape(shape)
 
@@ -63,17 +63,17 @@ def libraries(request: pytest.FixtureRequest) -> Iterator[Libraries]:
         monkeypatch.setitem(sys.modules, "torch", made.torch)  # type: ignore[arg-type]
         reduce = FakeCommunicator.all_reduce
 
-        def spied(self: FakeCommunicator, source: int, target: int, *args: Any) -> None:
+        def record_call(self: FakeCommunicator, source: int, target: int, *args: Any) -> None:
             made.reduced.setdefault(gpu.cuda.current(), []).append((source, target))
             reduce(self, source, target, *args)
 
-        monkeypatch.setattr(FakeCommunicator, "all_reduce", spied)
+        monkeypatch.setattr(FakeCommunicator, "all_reduce", record_call)
         yield made
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("library", "name"), CASES)
-async def test_the_callers_own_memory_is_reduced(
+async def test_callers_own_memory_is_reduced(
     libraries: Libraries, library: str, name: str, requires_grad: bool
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -93,7 +93,7 @@ async def test_the_callers_own_memory_is_reduced(
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("library", "name"), CASES)
-async def test_what_is_not_contiguous_is_copied_where_it_lies(
+async def test_noncontiguous_array_is_copied_on_its_device(
     libraries: Libraries, library: str, name: str, requires_grad: bool
 ) -> None:
     module: Any = getattr(libraries, library)
@@ -111,18 +111,18 @@ async def test_what_is_not_contiguous_is_copied_where_it_lies(
         assert await work is x
         assert (part.astype("complex64") == (1 if name == "bool" else 2)).all()
         assert (whole[:, 1::2].astype("complex64") == 1).all()
-        mine = [each for each in module.enqueued if each[1] == device]
-        assert mine[0] == ("dense", device, stream)
-        # It goes back in the order of what reduced it, before the work is done.
-        assert [what for what, *_ in mine] == ["dense", "copy"]
-        assert mine[1][2] not in (0, stream)
+        own_operations = [each for each in module.enqueued if each[1] == device]
+        assert own_operations[0] == ("dense", device, stream)
+        # The copy back is ordered behind the reduction, before the work is done.
+        assert [what for what, *_ in own_operations] == ["dense", "copy"]
+        assert own_operations[1][2] not in (0, stream)
 
     await run_ranks(2, rank)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_gathered_arrays_are_made_by_the_library_of_the_first(
+async def test_gathered_arrays_belong_to_the_library_of_the_input(
     pg: ProcessGroup, libraries: Libraries, library: str
 ) -> None:
     device = pg.rank()
@@ -135,12 +135,12 @@ async def test_gathered_arrays_are_made_by_the_library_of_the_first(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_outputs_inside_of_inputs(pg: ProcessGroup, libraries: Libraries, library: str) -> None:
+async def test_output_may_be_part_of_the_input(pg: ProcessGroup, libraries: Libraries, library: str) -> None:
     device = pg.rank()
     host = libraries.host((4,), "float32", device)
     host[...] = [1, 2, 3, 4]
     whole = libraries.array(library, host, "float32", device)
-    # Of rank 0 the part of the other rank, which is overwritten last.
+    # On rank 0, this is the part for rank 1, which is overwritten last.
     part = libraries.array(library, host[2:], "float32", device)
     assert await pg.reduce_scatter_tensor(part, whole) is part
     assert host.tolist() == ([1, 2, 2, 4] if device == 0 else [1, 2, 6, 8])
@@ -149,8 +149,10 @@ async def test_outputs_inside_of_inputs(pg: ProcessGroup, libraries: Libraries, 
 # -- gradients
 
 
-async def gradients(pg: ProcessGroup, leaf: Callable[..., Any], values: Callable[[Any], list[float]]) -> None:
-    """Let calls of all kinds write to tensors that require gradients."""
+async def check_gradient_tensors(
+    pg: ProcessGroup, leaf: Callable[..., Any], values: Callable[[Any], list[float]]
+) -> None:
+    """Make calls of all kinds that write to tensors which require gradients, and check the values."""
     rank, other = pg.rank(), 1 - pg.rank()
     x, outputs, part, into = leaf(rank, 1), [leaf(0, 0), leaf(0, 0)], leaf(0), leaf(0, 0)
     assert await pg.broadcast(x, 1) is x
@@ -168,13 +170,13 @@ async def gradients(pg: ProcessGroup, leaf: Callable[..., Any], values: Callable
     ):
         assert values(each) == expected
         assert each.requires_grad
-    # Of the host, new arrays are NumPy's.
+    # New arrays for host tensors are NumPy arrays.
     assert not any(getattr(each, "requires_grad", False) for each in await pg.allgather(None, x))
 
 
 @both
 async def test_tensors_that_require_gradients_are_written_in_place(libraries: Libraries) -> None:
-    """The module refuses what autograd would record: for it, nothing has been done to them."""
+    """Check writes on the lookalike, which refuses operations that autograd would record."""
 
     async def rank(pg: ProcessGroup) -> None:
         def leaf(*values: float) -> Any:
@@ -182,28 +184,28 @@ async def test_tensors_that_require_gradients_are_written_in_place(libraries: Li
             host[...] = values
             return libraries.array("torch", host, "float32", pg.rank(), requires_grad=True)
 
-        await gradients(pg, leaf, lambda tensor: tensor.host.tolist())
+        await check_gradient_tensors(pg, leaf, lambda tensor: tensor.host.tolist())
 
     await run_ranks(2, rank)
 
 
-async def test_tensors_of_the_host_that_require_gradients_are_too() -> None:
+async def test_host_tensors_that_require_gradients_are_written_in_place() -> None:
     torch: Any = pytest.importorskip("torch")
 
     async def rank(pg: ProcessGroup) -> None:
         def leaf(*values: float) -> Any:
             return torch.tensor(values, dtype=torch.float32, requires_grad=True)
 
-        await gradients(pg, leaf, lambda tensor: tensor.tolist() if tensor.is_leaf else [])
+        await check_gradient_tensors(pg, leaf, lambda tensor: tensor.tolist() if tensor.is_leaf else [])
 
     await run_ranks(2, rank)
 
 
-# -- the streams that every device has
+# -- default streams
 
 
 class Interface:
-    """An array of which only ``__cuda_array_interface__`` is known."""
+    """An array that has only ``__cuda_array_interface__``."""
 
     def __init__(self, host: np.ndarray, device: int, stream: int) -> None:
         self.__cuda_array_interface__ = host.__array_interface__ | {"version": 3, "stream": stream or None}
@@ -213,8 +215,10 @@ class Interface:
         return 2, self._device
 
 
-def taken(library: str, libraries: Libraries, host: np.ndarray, device: int, stream: int) -> tuple[Any, Any]:
-    """Return an array of a library on memory of a device, and what makes a stream current for the call."""
+def array_and_context(
+    library: str, libraries: Libraries, host: np.ndarray, device: int, stream: int
+) -> tuple[Any, Any]:
+    """Return an array of a library on device memory, and a context that makes a stream current."""
     if library == "interface":
         return Interface(host, device, stream), contextlib.nullcontext
     module: Any = getattr(libraries, library)
@@ -224,42 +228,42 @@ def taken(library: str, libraries: Libraries, host: np.ndarray, device: int, str
 @both
 @pytest.mark.parametrize("stream", [0, 1, 2], ids=["null", "legacy", "per_thread"])
 @pytest.mark.parametrize("library", ["cupy", "torch", "interface"])
-async def test_default_streams_are_those_of_the_call(
+async def test_default_streams_are_ordered_with_calls(
     libraries: Libraries, library: str, stream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, me = libraries.gpu.cuda, threading.get_ident()
     used: list[tuple[str, int]] = []
 
-    #: What holds up the end of an operation, by the devices that want that: one that is over has nothing to wait for.
+    #: By device, gates that hold up the end of an operation. Without them, `on_stream` would find it done.
     held: dict[int, list[Gate]] = {}
 
-    def hold(where: Any, name: str) -> None:
+    def add_gate_to(where: Any, name: str) -> None:
         real = getattr(where, name)
 
-        def holding(*args: Any) -> None:
+        def call_behind_gate(*args: Any) -> None:
             if (device := cuda.current()) in held:
                 held[device].append(cuda.gate(args[-1]))
             real(*args)
 
-        monkeypatch.setattr(where, name, holding)
+        monkeypatch.setattr(where, name, call_behind_gate)
 
-    def spy(name: str) -> None:
+    def record_calls_of(name: str) -> None:
         real = getattr(cuda, name)
 
-        def spied(*args: int) -> None:
+        def record_call(*args: int) -> None:
             if threading.get_ident() == me:
                 used.append((name, args[name == "event_record"]))
             real(*args)
 
-        monkeypatch.setattr(cuda, name, spied)
+        monkeypatch.setattr(cuda, name, record_call)
 
     async def rank(pg: ProcessGroup) -> None:
         device = pg.rank()
         host = libraries.host((3,), "float32", device)
         host[...] = 0
-        x, on_stream = taken(library, libraries, host, device, stream)
-        # Of every thread, the stream with this number is another one.
-        elsewhere = await asyncio.to_thread(cuda.gate, 2, device)
+        x, on_stream = array_and_context(library, libraries, host, device, stream)
+        # Each thread has another stream with this number.
+        other_gate = await asyncio.to_thread(cuda.gate, 2, device)
         gate = cuda.gate(stream, device)
         cuda.kernel(stream, lambda: host.fill(device + 1), device)
         with on_stream():
@@ -275,17 +279,17 @@ async def test_default_streams_are_those_of_the_call(
         await work.on_stream()
         (gate,) = held.pop(device)
         gate.open()
-        await pg.barrier()  # the next wait is not the loop's: the other rank has to be past its gate
+        await pg.barrier()  # the next wait blocks the loop, so the other rank must have passed its gate
         seen: list[Any] = []
         cuda.kernel(stream, lambda: seen.append(host.tolist()), device)
         cuda.stream_synchronize(stream, device)
         assert seen == [[6] * 3]
         await work
-        elsewhere.open()
+        other_gate.open()
 
-    spy("event_record")
-    spy("stream_wait")
-    hold(FakeCommunicator, "all_reduce")
-    hold(cuda, "copy_to_device")
+    record_calls_of("event_record")
+    record_calls_of("stream_wait")
+    add_gate_to(FakeCommunicator, "all_reduce")
+    add_gate_to(cuda, "copy_to_device")
     await run_ranks(2, rank)
     assert {each for each in used if each[1] in (0, 1, 2)} == {("event_record", stream), ("stream_wait", stream)}

@@ -1,4 +1,4 @@
-"""What is loaded when, and what is said where CuPy is missing."""
+"""Lazy imports of GPU modules, and errors for a missing CuPy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from aiocoll.gpu.provider import driver_devices, needed, provide, runtime, why_n
 from aiocoll.group.dispatch.devices import devices
 
 from ..fakes.cuda import FakeCuda
-from .processes import run
-from .stub_cupy import Log, forget, loaded, stub
+from .processes import run_code
+from .stub_cupy import Log, import_cupy_api, stub, unload_cupy_api
 
-#: Makes CuPy a module that cannot be imported.
+#: Code that makes imports of CuPy and torch fail.
 BLOCK = """
 import sys
 class Finder:
@@ -28,15 +28,15 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def test_importing_it_loads_no_gpu() -> None:
+def test_import_of_aiocoll_loads_no_gpu_module() -> None:
     code = """
 import sys, aiocoll, aiocoll.distributed
 print(*(name for name in sys.modules if name.startswith(("cupy", "torch", "aiocoll.gpu", "aiocoll.elements.device_"))))
 """
-    assert run(code) == ""
+    assert run_code(code) == ""
 
 
-def test_a_missing_cupy_is_missed_when_it_is_used() -> None:
+def test_missing_cupy_is_reported_at_its_first_use() -> None:
     code = f"""{BLOCK}
 import aiocoll, aiocoll.gpu.provider as provider
 try:
@@ -44,10 +44,10 @@ try:
 except aiocoll.BackendUnavailableError as error:
     print(error)
 """
-    said = run(code)
-    assert said.startswith("CUDA arrays need CuPy: ")
-    assert "pip install aiocoll[cuda1" in said
-    assert "(cupy is not for this test; nor is the driver enough: libcuda.so.1: " in said
+    output = run_code(code)
+    assert output.startswith("CUDA arrays need CuPy: ")
+    assert "pip install aiocoll[cuda1" in output
+    assert "(cupy is not for this test; nor is the driver enough: libcuda.so.1: " in output
 
 
 def test_devices_are_counted_by_their_backend() -> None:
@@ -57,11 +57,11 @@ def test_devices_are_counted_by_their_backend() -> None:
         assert backend.count() == 3
 
 
-# -- what to install
+# -- packages to install
 
 
 class Driver:
-    """libcuda, for ctypes."""
+    """A fake libcuda for ctypes."""
 
     def __init__(self, version: int, status: int = 0) -> None:
         self.version, self.status = version, status
@@ -71,20 +71,20 @@ class Driver:
         return self.status
 
 
-def no_library(name: str) -> Any:
+def fail_to_load(name: str) -> Any:
     raise OSError(f"{name}: cannot open shared object file")
 
 
 @pytest.mark.parametrize(("status", "count"), [(0, 2), (100, 0)])
 def test_devices_of_the_driver_are_counted(status: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def counted(where: Any) -> int:
+    def write_count(where: Any) -> int:
         where._obj.value = 2
         return 0
 
-    driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=counted)
+    driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=write_count)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     assert driver_devices() == count
-    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    monkeypatch.setattr(ctypes, "CDLL", fail_to_load)
     assert driver_devices() == 0
 
 
@@ -104,25 +104,27 @@ def test_devices_of_the_driver_are_counted(status: int, count: int, monkeypatch:
         ),
     ],
 )
-def test_what_to_install(torch: str | None, driver: int | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_names_the_package_to_install(
+    torch: str | None, driver: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=torch)))  # type: ignore[arg-type]
-    monkeypatch.setattr(ctypes, "CDLL", no_library if driver is None else lambda name: Driver(driver))
+    monkeypatch.setattr(ctypes, "CDLL", fail_to_load if driver is None else lambda name: Driver(driver))
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
-    forget()
+    unload_cupy_api()
     with pytest.raises(BackendUnavailableError, match=rf"^CUDA arrays need CuPy: {message} \(.*cupy.*\)$"):
         runtime()
 
 
-def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_driver_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(0, 3))
     assert "could not be determined" in needed()
 
 
-# -- what there is
+# -- providers
 
 
-def test_what_a_test_provides() -> None:
+def test_provided_cuda_and_nccl_are_used() -> None:
     cuda: Any = object()
     nccl: Any = object()
     with provide(cuda, nccl):
@@ -139,12 +141,12 @@ def test_what_a_test_provides() -> None:
 
 
 @pytest.mark.parametrize("nccl", [True, False])
-def test_what_cupy_has(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_provides_cuda_and_nccl(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
     for name, module in stub(log, nccl=nccl).items():
         monkeypatch.setitem(sys.modules, name, module)
-    api = loaded(log)
+    api = import_cupy_api(log)
     assert runtime() == (api.cuda(), api.nccl()[0])
     assert runtime()[0] is api.cuda()
     assert (why_no_nccl() is None) is nccl is (runtime()[1] is not None)
-    forget()
+    unload_cupy_api()

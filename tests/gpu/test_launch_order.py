@@ -1,4 +1,4 @@
-"""The order of one device: who begins when, whatever the messages take; groups of several loops; groups that end."""
+"""The launch order on a device, with delayed messages, groups of several loops, and groups that end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from aiocoll.gpu.launch_order import Lane, LaunchOrder
 
 
 class World:
-    """Devices, and groups of ranks on them; messages take any time, but keep their order between two ranks.
+    """Devices and messages between them, delivered in random order, but in order between two ranks.
 
     Attributes:
-        begun: on each device, the groups and numbers of calls, in the order in which they have begun.
+        begun: by device, the group and number of each started call, in order.
     """
 
     def __init__(self, seed: int, devices: int) -> None:
@@ -35,7 +35,7 @@ class World:
 
 
 class Calls:
-    """The calls of one group, of whose ranks the first gives out the times."""
+    """The calls of one group, whose first rank assigns their times."""
 
     def __init__(self, world: World, group: int, ranks: list[int]) -> None:
         self.world, self.group, self.ranks = world, group, ranks
@@ -46,29 +46,29 @@ class Calls:
     def call(self, number: int) -> None:
         self._clocks[number] = {}
         for rank in self.ranks:
-            self.world.send((self.group, 0, rank), lambda rank=rank: self._asked(rank, number))
+            self.world.send((self.group, 0, rank), lambda rank=rank: self._propose(rank, number))
 
-    def _asked(self, rank: int, number: int) -> None:
+    def _propose(self, rank: int, number: int) -> None:
         self.lanes[rank].propose(
             number,
-            lambda clock: self.world.send((self.group, rank, 0), lambda: self._proposed(rank, number, clock)),
+            lambda clock: self.world.send((self.group, rank, 0), lambda: self._collect(rank, number, clock)),
         )
 
-    def _proposed(self, rank: int, number: int, clock: int) -> None:
+    def _collect(self, rank: int, number: int, clock: int) -> None:
         clocks = self._clocks[number]
         clocks[rank] = clock
         if len(clocks) == len(self.ranks):
             self._last = time = max(self._last + 1, *clocks.values())
             for each in self.ranks:
-                self.world.send((self.group, 0, each), lambda each=each: self._stamped(each, number, time))
+                self.world.send((self.group, 0, each), lambda each=each: self._settle(each, number, time))
 
-    def _stamped(self, rank: int, number: int, time: int) -> None:
+    def _settle(self, rank: int, number: int, time: int) -> None:
         self.lanes[rank].settle(number, time)
         self.lanes[rank].begin(number, lambda: self.world.begun[rank].append((self.group, number)))
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_any_two_calls_have_one_order_and_there_is_no_circle(seed: int) -> None:
+async def test_any_two_calls_have_one_order_without_cycles(seed: int) -> None:
     chosen = random.Random(seed)
     devices = chosen.randint(2, 6)
     world = World(seed, devices)
@@ -89,7 +89,7 @@ async def test_any_two_calls_have_one_order_and_there_is_no_circle(seed: int) ->
         for one, two in combinations(begun, 2):
             before.setdefault(two, set()).add(one)
     assert not [(one, two) for two, ones in before.items() for one in ones if two in before.get(one, ())]
-    # No circle: time and again there is a call before which there is none.
+    # Without cycles, some of the remaining calls always have no predecessor.
     left = {(group.group, number) for group, number in made}
     while left:
         first = {each for each in left if not before.get(each, set()) & left}
@@ -99,7 +99,7 @@ async def test_any_two_calls_have_one_order_and_there_is_no_circle(seed: int) ->
 
 @pytest.fixture
 def loops() -> Iterator[list[asyncio.AbstractEventLoop]]:
-    """Two loops, each in a thread of its own."""
+    """Yield two event loops, each running in its own thread."""
     made = [asyncio.new_event_loop() for _ in range(2)]
     threads = [threading.Thread(target=loop.run_forever) for loop in made]
     for thread in threads:
@@ -112,8 +112,8 @@ def loops() -> Iterator[list[asyncio.AbstractEventLoop]]:
             loop.close()
 
 
-def there(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> object:
-    """Return what `call` returns in a loop."""
+def result_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> object:
+    """Return the result of `call` in a loop."""
 
     async def body() -> object:
         return call()
@@ -121,7 +121,7 @@ def there(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> object
     return asyncio.run_coroutine_threadsafe(body(), loop).result(10)
 
 
-def ended(loop: asyncio.AbstractEventLoop) -> None:
+def stop_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Stop and close a loop."""
     loop.call_soon_threadsafe(loop.stop)
     while loop.is_running():
@@ -130,25 +130,25 @@ def ended(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def lane_of(order: LaunchOrder, loop: asyncio.AbstractEventLoop, group: int) -> Lane:
-    lane = there(loop, lambda: order.join(group, lambda: None))
+    lane = result_in_loop(loop, lambda: order.join(group, lambda: None))
     assert isinstance(lane, Lane)
-    there(loop, lane.share)
+    result_in_loop(loop, lane.share)
     return lane
 
 
-def proposed(lane: Lane, number: int) -> list[int]:
-    """Let a lane propose a time in its loop, and return it, once it is there."""
+def propose_time(lane: Lane, number: int) -> list[int]:
+    """Let a lane propose a time in its loop; return a list that gets the time."""
     found: list[int] = []
     lane.loop.call_soon_threadsafe(lane.propose, number, found.append)
-    there(lane.loop, lambda: None)
+    result_in_loop(lane.loop, lambda: None)
     return found
 
 
-def test_groups_of_several_loops_begin_in_theirs(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_calls_start_in_the_loops_of_their_groups(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     begun: list[tuple[int, asyncio.AbstractEventLoop]] = []
-    assert (proposed(one, 1), proposed(two, 1)) == ([1], [2])
+    assert (propose_time(one, 1), propose_time(two, 1)) == ([1], [2])
     done = threading.Event()
 
     def begin(number: int) -> None:
@@ -156,70 +156,70 @@ def test_groups_of_several_loops_begin_in_theirs(loops: list[asyncio.AbstractEve
         if number == 2:
             done.set()
 
-    there(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begin(2))))
-    assert not begun  # the other one could become earlier
-    there(loops[0], lambda: (one.settle(1, 2), one.begin(1, lambda: begin(1))))
+    result_in_loop(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begin(2))))
+    assert not begun  # the first call could still get an earlier time
+    result_in_loop(loops[0], lambda: (one.settle(1, 2), one.begin(1, lambda: begin(1))))
     assert done.wait(10)
     assert begun == [(1, loops[0]), (2, loops[1])]
 
 
-def test_a_proposal_waits_for_a_group_that_is_not_shared(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_proposal_waits_for_an_unshared_group(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
-    told: list[int] = []
-    first = there(loops[0], lambda: order.join(1, lambda: told.append(1)))
+    notified: list[int] = []
+    first = result_in_loop(loops[0], lambda: order.join(1, lambda: notified.append(1)))
     assert isinstance(first, Lane)
     assert order.is_used
     second = lane_of(order, loops[1], 2)
-    there(loops[0], lambda: None)
-    assert told == [1]
-    found = proposed(second, 1)
+    result_in_loop(loops[0], lambda: None)
+    assert notified == [1]
+    found = propose_time(second, 1)
     assert not found
-    there(loops[0], first.share)
-    there(loops[1], lambda: None)
+    result_in_loop(loops[0], first.share)
+    result_in_loop(loops[1], lambda: None)
     assert found == [1]
-    there(loops[1], lambda: second.withdraw(1))
-    there(loops[0], first.leave)
-    there(loops[1], second.leave)
+    result_in_loop(loops[1], lambda: second.withdraw(1))
+    result_in_loop(loops[0], first.leave)
+    result_in_loop(loops[1], second.leave)
     assert not order.is_used
 
 
-def test_a_group_whose_loop_is_closed_holds_up_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_group_with_a_closed_loop_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
-    assert (proposed(lost, 1), proposed(other, 1)) == ([1], [2])
+    assert (propose_time(lost, 1), propose_time(other, 1)) == ([1], [2])
     begun: list[int] = []
-    ended(loops[0])
-    there(loops[1], lambda: (other.settle(1, 2), other.begin(1, lambda: begun.append(1))))
+    stop_loop(loops[0])
+    result_in_loop(loops[1], lambda: (other.settle(1, 2), other.begin(1, lambda: begun.append(1))))
     assert begun == [1]
     assert not lost.call(lambda: None)
 
 
-def test_a_loop_that_is_closed_before_its_turn(loops: list[asyncio.AbstractEventLoop]) -> None:
-    """It is told of it, but does not come to it any more."""
+def test_loop_closed_before_its_turn_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
+    """Check a loop that stops after it was notified of its turn and before it handles the notice."""
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
-    assert (proposed(lost, 1), proposed(other, 1)) == ([1], [2])
+    assert (propose_time(lost, 1), propose_time(other, 1)) == ([1], [2])
     begun: list[int] = []
     go_on = threading.Event()
 
-    def stuck() -> None:
+    def block_and_stop() -> None:
         assert go_on.wait(10)
         loops[0].stop()
 
-    loops[0].call_soon_threadsafe(stuck)
+    loops[0].call_soon_threadsafe(block_and_stop)
     lost.settle(1, 1)
-    lost.begin(1, lambda: begun.append(0))  # in this thread: it is told in the other one
-    there(loops[1], lambda: (other.settle(1, 2), other.begin(1, lambda: begun.append(1))))
+    lost.begin(1, lambda: begun.append(0))  # called in this thread, so that the other thread is notified
+    result_in_loop(loops[1], lambda: (other.settle(1, 2), other.begin(1, lambda: begun.append(1))))
     assert not begun
     go_on.set()
     while loops[0].is_running():
         pass
     loops[0].close()
-    there(loops[1], other.share)
+    result_in_loop(loops[1], other.share)
     assert begun in ([1], [0, 1])
 
 
-async def test_a_group_that_leaves_while_it_is_its_turn() -> None:
+async def test_group_that_leaves_in_its_turn_passes_it_on() -> None:
     order = LaunchOrder()
     one, two = order.join(1, lambda: None), order.join(2, lambda: None)
     begun: list[int] = []
@@ -238,10 +238,10 @@ async def test_a_group_that_leaves_while_it_is_its_turn() -> None:
     assert begun == [6, 2]
 
 
-def test_a_turn_of_a_group_that_has_left_meanwhile(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_turn_of_a_group_that_has_left_is_passed_on(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
-    assert (proposed(one, 1), proposed(two, 1)) == ([1], [2])
+    assert (propose_time(one, 1), propose_time(two, 1)) == ([1], [2])
     begun: list[int] = []
     held, go_on = threading.Event(), threading.Event()
     loops[0].call_soon_threadsafe(lambda: (held.set(), go_on.wait(10)))
@@ -249,15 +249,15 @@ def test_a_turn_of_a_group_that_has_left_meanwhile(loops: list[asyncio.AbstractE
     one.settle(1, 1)
     one.begin(1, lambda: begun.append(1))
     one.leave()
-    there(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begun.append(2))))
-    assert not begun  # that of the first one is on its way
+    result_in_loop(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begun.append(2))))
+    assert not begun  # the notice for the first call is pending
     go_on.set()
-    there(loops[0], lambda: None)
-    there(loops[1], lambda: None)
+    result_in_loop(loops[0], lambda: None)
+    result_in_loop(loops[1], lambda: None)
     assert begun == [2]
 
 
-def test_a_loop_that_closes_as_it_is_told(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_loop_that_closes_during_the_notification_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
     class Closing:
         closed = False
 
@@ -270,11 +270,11 @@ def test_a_loop_that_closes_as_it_is_told(loops: list[asyncio.AbstractEventLoop]
 
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
-    assert (proposed(one, 1), proposed(two, 1)) == ([1], [2])
+    assert (propose_time(one, 1), propose_time(two, 1)) == ([1], [2])
     one.loop = Closing()  # type: ignore[assignment]
     begun: list[int] = []
-    there(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begun.append(2))))
+    result_in_loop(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begun.append(2))))
     one.settle(1, 1)
     one.begin(1, lambda: begun.append(1))
-    there(loops[1], lambda: None)
+    result_in_loop(loops[1], lambda: None)
     assert begun == [2]

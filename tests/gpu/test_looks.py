@@ -1,4 +1,4 @@
-"""An await that polls sees itself that the device is done with a call, if nobody else looks for that."""
+"""Awaits that poll the word which a device writes at the end of a call."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from aiocoll.gpu.end_word import EndWord
 from ..fakes.cuda import FakeCuda
 from ..internals import Limits, comm_of, dispatcher_of, waiter_of
 from ..ranks import run_ranks, until
-from .devices import Gated, hold_up, nothing
-from .groups import Gpus, gpus, host, launcher_rests, looped
+from .devices import GatedCall, block_until_launched, do_nothing
+from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
 
 
 @pytest.fixture
 def device(device: Device) -> Device:
-    """Give a device that is ready for calls of NCCL."""
+    """Return a device that is prepared for NCCL calls."""
     device.prepare(True)
     return device
 
@@ -34,97 +34,97 @@ def device(device: Device) -> Device:
 Done = Callable[[DeviceError | None], None]
 
 
-def launch(device: Device, stream: int, done: Done, call: Callable[[], None] = nothing) -> None:
+def launch(device: Device, stream: int, done: Done, call: Callable[[], None] = do_nothing) -> None:
     """Launch a call in this thread."""
     assert device.launch(stream, call, None, done, at_once=True).enqueued
 
 
 def finish(cuda: FakeCuda, stream: int) -> None:
-    """Hold the loop up until the device is done with what is on a stream."""
+    """Block the loop until the work on a stream is done."""
     event = cuda.event_create()
     cuda.event_record(event, stream)
     cuda.event_synchronize(event)
     cuda.event_destroy(event)
 
 
-def notice(device: Device, stream: int) -> None:
-    """Hold the loop up until it is known elsewhere that all calls on a stream have ended."""
+def wait_until_seen(device: Device, stream: int) -> None:
+    """Block the loop until the completion thread has seen the ends of all calls on a stream."""
     waiter = waiter_of(device, stream)
     while not waiter.is_idle or waiter._is_awake:
         time.sleep(0)
-    hold_up(device)
+    block_until_launched(device)
 
 
-async def test_calls_that_have_ended_are_reported_though_cuda_is_not_asked(cuda: FakeCuda, device: Device) -> None:
-    stream, told, loop = device.stream(), list[int](), asyncio.get_running_loop()
-    asked: list[str] = []
-    cuda.hooks.append(lambda call: asked.append(call) if threading.current_thread() is thread else None)
+async def test_ended_calls_are_reported_without_a_cuda_query(cuda: FakeCuda, device: Device) -> None:
+    stream, reported, loop = device.stream(), list[int](), asyncio.get_running_loop()
+    queries: list[str] = []
+    cuda.hooks.append(lambda call: queries.append(call) if threading.current_thread() is thread else None)
     thread = threading.current_thread()
-    assert device.look(stream, loop) is None, "there is nothing to look for"
+    assert device.look(stream, loop) is None, "the device found a word to poll on an idle stream"
     for number in range(5):
-        launch(device, stream, lambda _, number=number: told.append(number))  # type: ignore[misc]
+        launch(device, stream, lambda _, number=number: reported.append(number))  # type: ignore[misc]
         finish(cuda, stream)
-        assert asked
-        asked.clear()
+        assert queries
+        queries.clear()
         assert device.look(stream, loop) is True
-        assert told == list(range(number + 1))
-        assert asked == []
+        assert reported == list(range(number + 1))
+        assert queries == []
     await asyncio.sleep(0)
     assert waiter_of(device, stream).is_idle
     assert not waiter_of(device, stream)._is_awake
 
 
-async def test_what_has_not_ended_is_left_to_the_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_unfinished_call_is_left_to_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream, loop = device.stream(), asyncio.get_running_loop()
-    over = loop.create_future()
-    held = Gated(cuda, stream)
-    launch(device, stream, over.set_result, held)
+    ended = loop.create_future()
+    held = GatedCall(cuda, stream)
+    launch(device, stream, ended.set_result, held)
     assert device.look(stream, loop) is False
     await until(lambda: waiter_of(device, stream)._is_awake)
     assert device.look(stream, loop) is None
     held.open()
-    await over
+    await ended
 
 
-async def test_the_device_writes_only_behind_a_call_that_has_none_before_it(cuda: FakeCuda, device: Device) -> None:
-    """To write takes time: of many calls in a row, only the first is looked for."""
-    stream, told, loop = device.stream(), list[int](), asyncio.get_running_loop()
+async def test_device_writes_only_after_the_first_call_of_a_row(cuda: FakeCuda, device: Device) -> None:
+    """Check that the device writes only once for several calls in a row, since a write takes time."""
+    stream, reported, loop = device.stream(), list[int](), asyncio.get_running_loop()
     for number in range(5):
-        launch(device, stream, lambda _, number=number: told.append(number))  # type: ignore[misc]
+        launch(device, stream, lambda _, number=number: reported.append(number))  # type: ignore[misc]
     finish(cuda, stream)
     assert cuda.calls["stream_write"] == 1
     assert device.look(stream, loop) is True
-    assert told == [0]
+    assert reported == [0]
     assert device.look(stream, loop) is None
-    await until(lambda: told == list(range(5)))
-    other, held = loop.create_future(), Gated(cuda, stream)
-    notice(device, stream)
-    device.launch(stream, held, None, other.set_result)  # in the launcher, which looks itself
+    await until(lambda: reported == list(range(5)))
+    other, held = loop.create_future(), GatedCall(cuda, stream)
+    wait_until_seen(device, stream)
+    device.launch(stream, held, None, other.set_result)  # launched by the launcher thread, which polls itself
     await until(lambda: waiter_of(device, stream)._is_awake)
     held.open()
     await other
     assert cuda.calls["stream_write"] == 1
 
 
-async def test_what_the_thread_has_found_is_reported_first(cuda: FakeCuda, device: Device) -> None:
-    stream, told, loop = device.stream(), list[int](), asyncio.get_running_loop()
-    device.launch(stream, nothing, None, lambda _: told.append(1))
-    notice(device, stream)
-    launch(device, stream, lambda _: told.append(2))
+async def test_ends_found_by_the_thread_are_reported_first(cuda: FakeCuda, device: Device) -> None:
+    stream, reported, loop = device.stream(), list[int](), asyncio.get_running_loop()
+    device.launch(stream, do_nothing, None, lambda _: reported.append(1))
+    wait_until_seen(device, stream)
+    launch(device, stream, lambda _: reported.append(2))
     finish(cuda, stream)
     assert device.look(stream, loop) is None
-    assert told == []
-    await until(lambda: told == [1, 2])
+    assert reported == []
+    await until(lambda: reported == [1, 2])
 
 
-async def test_a_stream_that_is_closed_is_not_looked_at(device: Device) -> None:
+async def test_closed_stream_is_not_polled(device: Device) -> None:
     stream = device.stream()
     assert await device.close_stream(stream, 10)
     assert device.look(stream, asyncio.get_running_loop()) is None
 
 
-@pytest.mark.parametrize("why", ["refused", "nobody polls", "not ready"])
-async def test_a_device_that_cannot_write_is_waited_for_by_the_thread(why: str, cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("why", ["refused", "no polling", "not ready"])
+async def test_completion_thread_waits_for_a_device_that_cannot_write(why: str, cuda: FakeCuda) -> None:
     device = Device.of(cuda, 0)
     if why != "not ready":
         device.prepare(why == "refused")
@@ -132,30 +132,30 @@ async def test_a_device_that_cannot_write_is_waited_for_by_the_thread(why: str, 
         cuda.fail_next("stream_write", "operation not supported")
     stream, loop = device.stream(), asyncio.get_running_loop()
     for _ in range(2):
-        over = loop.create_future()
-        launch(device, stream, over.set_result)
+        ended = loop.create_future()
+        launch(device, stream, ended.set_result)
         finish(cuda, stream)
         assert device.look(stream, loop) is None
-        assert await over is None
-        notice(device, stream)
+        assert await ended is None
+        wait_until_seen(device, stream)
     assert cuda.calls["stream_write"] == (why == "refused")
 
 
-async def test_an_error_of_the_device_is_found_by_the_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_device_error_is_found_by_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream, loop = device.stream(), asyncio.get_running_loop()
-    over = loop.create_future()
-    held = Gated(cuda, stream)
-    launch(device, stream, over.set_result, held)
+    ended = loop.create_future()
+    held = GatedCall(cuda, stream)
+    launch(device, stream, ended.set_result, held)
     cuda.fail("it is broken")
     held.open()
     assert device.look(stream, loop) is False
-    assert "it is broken" in str(await over)
+    assert "it is broken" in str(await ended)
 
 
-async def test_an_earlier_call_on_another_stream_hides_a_later_one(cuda: FakeCuda, device: Device) -> None:
-    """The word is the device's: what was not seen is found by the thread."""
+async def test_unseen_end_on_another_stream_is_found_by_the_thread(cuda: FakeCuda, device: Device) -> None:
+    """Check two streams that share the word of a device: the completion thread finds the overwritten end."""
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
-    held = Gated(cuda, first)
+    held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]
     launch(device, first, ends[0].set_result, held)
     launch(device, second, ends[1].set_result)
@@ -167,9 +167,9 @@ async def test_an_earlier_call_on_another_stream_hides_a_later_one(cuda: FakeCud
     await asyncio.gather(*ends)
 
 
-async def test_a_device_that_refuses_to_write_keeps_what_it_was_to_write_before(cuda: FakeCuda, device: Device) -> None:
+async def test_refused_write_keeps_memory_of_earlier_writes(cuda: FakeCuda, device: Device) -> None:
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
-    held = Gated(cuda, first)
+    held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]
     launch(device, first, ends[0].set_result, held)
     locked = cuda.live()["pinned"]
@@ -183,7 +183,7 @@ async def test_a_device_that_refuses_to_write_keeps_what_it_was_to_write_before(
     await asyncio.gather(*ends)
 
 
-def test_numbers_begin_again_and_none_is_0(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_numbers_wrap_around_without_zero(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_word, "_MOST", 3)
     word, stream = EndWord(cuda), cuda.stream_create()
     assert word.follow(stream) == 0
@@ -198,40 +198,40 @@ def test_numbers_begin_again_and_none_is_0(cuda: FakeCuda, monkeypatch: pytest.M
     assert not word.shows(2)
 
 
-def test_the_ends_of_another_loop_are_posted_to_it(cuda: FakeCuda, device: Device) -> None:
-    stream, told = device.stream(), list[str]()
+def test_ends_of_another_loop_are_posted_to_it(cuda: FakeCuda, device: Device) -> None:
+    stream, reported = device.stream(), list[str]()
     launched, looked = threading.Event(), threading.Event()
 
     async def other() -> None:
-        over = asyncio.get_running_loop().create_future()
-        launch(device, stream, over.set_result)
+        ended = asyncio.get_running_loop().create_future()
+        launch(device, stream, ended.set_result)
         finish(cuda, stream)
         launched.set()
         assert looked.wait(10)
-        assert not over.done()
-        await over
-        told.append("other")
+        assert not ended.done()
+        await ended
+        reported.append("other")
 
     async def one() -> None:
         assert launched.wait(10)
         assert device.look(stream, asyncio.get_running_loop())
-        assert told == []
+        assert reported == []
         looked.set()
 
     thread = threading.Thread(target=lambda: asyncio.run(other()))
     thread.start()
     asyncio.run(one())
     thread.join(10)
-    assert told == ["other"]
+    assert reported == ["other"]
 
 
 def slow_clock(pg: ProcessGroup) -> None:
-    """Let an await poll for a million readings of the clock."""
+    """Slow the clock down, so that an await polls for a million readings."""
     comm = comm_of(pg)
     reading = count()
 
     def ticks() -> float:
-        time.sleep(0)  # the kernels of the fake need the interpreter
+        time.sleep(0)  # yield the GIL, which the fake kernels need
         return next(reading) * 1e-10
 
     comm.runtime.ticks = ticks
@@ -239,30 +239,30 @@ def slow_clock(pg: ProcessGroup) -> None:
 
 
 @pytest.fixture
-def quiet(limits: Limits) -> None:
-    """Let the launcher have nothing else to do than calls."""
+def no_error_queries(limits: Limits) -> None:
+    """Turn the error queries off, so that the launcher only launches calls."""
     limits(device_ask_every=1000)
 
 
-async def rest(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Wait until the launcher has nothing to do, and the thread that waits for NCCL's stream sleeps."""
-    await launcher_rests(pg, gpu)
+async def wait_until_idle(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Wait until the launcher is idle and the completion thread of NCCL's stream sleeps."""
+    await wait_for_idle_launcher(pg, gpu)
     communicator = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
-    waiter = waiter_of(gpu.engine(pg.rank()), communicator.stream)  # type: ignore[union-attr]
+    waiter = waiter_of(gpu.shared_device(pg.rank()), communicator.stream)  # type: ignore[union-attr]
     await until(lambda: not waiter._is_awake)
 
 
-@pytest.mark.usefixtures("quiet")
-async def test_an_await_ends_in_the_turn_of_its_call() -> None:
+@pytest.mark.usefixtures("no_error_queries")
+async def test_await_ends_in_the_iteration_of_its_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor = await looped(pg, gpu)
+        tensor = await repeat_allreduce(pg, gpu)
         slow_clock(pg)
         turns: list[int] = []
         for number in range(5):
-            await rest(pg, gpu)
+            await wait_until_idle(pg, gpu)
             asyncio.get_running_loop().call_soon(turns.append, number)
             await pg.allreduce(tensor)
-            assert len(turns) == 0, "it has been suspended"
+            assert len(turns) == 0, "the await was suspended"
             await asyncio.sleep(0)
             turns.clear()
         assert host(tensor).tolist() == [1.0] * 3
@@ -273,15 +273,15 @@ async def test_an_await_ends_in_the_turn_of_its_call() -> None:
         assert gpu.cuda.disturbed == []
 
 
-@pytest.mark.usefixtures("quiet")
-async def test_a_loop_does_not_look_while_a_thread_waits() -> None:
+@pytest.mark.usefixtures("no_error_queries")
+async def test_loop_does_not_poll_while_a_thread_waits() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        tensor, polling = await looped(pg, gpu), comm_of(pg).polling
-        await rest(pg, gpu)
+        tensor, polling = await repeat_allreduce(pg, gpu), comm_of(pg).polling
+        await wait_until_idle(pg, gpu)
         gate = gpu.cuda.gate(0)
         work = pg.allreduce(tensor)
         polling.look()
-        assert polling.lookers, "the thread has not been woken yet"
+        assert polling.lookers, "the completion thread was woken too early"
         await asyncio.sleep(0)
         polling.look()
         assert not polling.lookers
@@ -292,13 +292,13 @@ async def test_a_loop_does_not_look_while_a_thread_waits() -> None:
         await run_ranks(1, body, gpu)
 
 
-@pytest.mark.usefixtures("quiet")
-async def test_a_group_that_is_closed_does_not_look() -> None:
+@pytest.mark.usefixtures("no_error_queries")
+async def test_closed_group_does_not_poll() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         sub = await pg.split_group([list(range(pg.size()))])
         assert sub is not None
-        tensor = await looped(sub, gpu)
-        await rest(sub, gpu)
+        tensor = await repeat_allreduce(sub, gpu)
+        await wait_until_idle(sub, gpu)
         lookers = comm_of(pg).polling.lookers
         work = sub.allreduce(tensor)
         assert lookers

@@ -1,4 +1,4 @@
-"""Which messages from device to device begin as one, and when."""
+"""Matching of device messages: units of messages that start together, and their start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocoll.gpu.calls.matching import PATIENCE, BatchMatching, Match, MessageBa
 
 
 class Timer:
-    """What cancels a call."""
+    """A timer handle."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call: Callable[[], None] | None = call
@@ -22,7 +22,7 @@ class Timer:
 
 
 class Timers:
-    """Timers that go off by hand."""
+    """Timers that a test fires."""
 
     def __init__(self) -> None:
         self.due: list[Timer] = []
@@ -32,8 +32,8 @@ class Timers:
         self.due.append(Timer(call))
         return self.due[-1]
 
-    def go_off(self) -> int:
-        """Let all go off that were not cancelled; return how many."""
+    def fire(self) -> int:
+        """Fire all timers that were not cancelled; return their number."""
         due, self.due = [each.call for each in self.due if each.call is not None], []
         for call in due:
             call()
@@ -41,7 +41,7 @@ class Timers:
 
 
 class World:
-    """A matching, and what has begun."""
+    """A `BatchMatching` with its timers and its started units."""
 
     def __init__(self) -> None:
         self.begun: list[list[Match]] = []
@@ -49,7 +49,7 @@ class World:
         self.matching = BatchMatching(self.begun.append, self.timers.call_later)
 
     def is_empty(self) -> bool:
-        return not self.matching._units and not self.timers.go_off()
+        return not self.matching._units and not self.timers.fire()
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def world() -> World:
 
 
 def ring(size: int, number: int = 1) -> Iterator[tuple[Match, list[MessageBatch]]]:
-    """Return the messages of a ring: each rank sends to the next and receives from the one before, as a batch."""
+    """Yield the messages of a ring: each rank sends and receives one message in a batch."""
     for rank in range(size):
         other = (rank + 1) % size
         yield Match(rank, other, rank), [MessageBatch(rank, number, 2), MessageBatch(other, number, 2)]
 
 
-def test_a_message_by_itself_begins_at_once(world: World) -> None:
+def test_single_message_starts_at_once(world: World) -> None:
     for number in range(3):
         world.matching.matched(Match(1, 2, number), [MessageBatch(1, 0, 1), MessageBatch(2, 0, 1)])
     assert world.begun == [[Match(1, 2, number)] for number in range(3)]
@@ -72,7 +72,7 @@ def test_a_message_by_itself_begins_at_once(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_a_ring_begins_as_one(world: World, size: int) -> None:
+def test_ring_starts_as_one_unit(world: World, size: int) -> None:
     messages = list(ring(size))
     for match, batches in messages:
         assert not world.begun
@@ -81,7 +81,7 @@ def test_a_ring_begins_as_one(world: World, size: int) -> None:
     assert world.is_empty()
 
 
-def test_a_batch_begins_with_messages_of_no_batch(world: World) -> None:
+def test_batch_starts_with_messages_outside_batches(world: World) -> None:
     world.matching.matched(Match(0, 1, 1), [MessageBatch(0, 5, 2), MessageBatch(1, 0, 1)])
     assert not world.begun
     world.matching.matched(Match(0, 2, 2), [MessageBatch(0, 5, 2), MessageBatch(2, 0, 1)])
@@ -89,7 +89,7 @@ def test_a_batch_begins_with_messages_of_no_batch(world: World) -> None:
     assert world.is_empty()
 
 
-def test_a_message_that_goes_another_way_is_not_waited_for(world: World) -> None:
+def test_staged_message_does_not_delay_its_batch(world: World) -> None:
     world.matching.matched(Match(0, 1, 1), [MessageBatch(0, 5, 3), MessageBatch(1, 0, 1)])
     world.matching.without(MessageBatch(0, 5, 3))
     assert not world.begun
@@ -102,21 +102,21 @@ def test_a_message_that_goes_another_way_is_not_waited_for(world: World) -> None
     assert world.is_empty()
 
 
-def test_what_is_matched_does_not_wait_for_ever(world: World) -> None:
+def test_matched_messages_start_after_the_patience(world: World) -> None:
     messages = list(ring(4))
     for match, batches in messages[:2]:
         world.matching.matched(match, batches)
-    assert world.timers.go_off() == 1
+    assert world.timers.fire() == 1
     assert world.begun == [[match for match, _ in messages[:2]]]
     world.matching.matched(*messages[2])
-    assert world.timers.go_off() == 1
+    assert world.timers.fire() == 1
     assert world.begun[1:] == [[messages[2][0]]]
     world.matching.matched(*messages[3])
     assert world.begun[2:] == [[messages[3][0]]]
     assert world.is_empty()
 
 
-def test_the_end_of_a_group_is_the_end_of_all_that_waits(world: World) -> None:
+def test_clear_drops_waiting_messages(world: World) -> None:
     world.matching.matched(*next(ring(3)))
     world.matching.clear()
     assert world.is_empty()
@@ -124,7 +124,7 @@ def test_the_end_of_a_group_is_the_end_of_all_that_waits(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_any_batches_begins_each_message_once(world: World, seed: int) -> None:
+def test_each_message_starts_once_in_any_order(world: World, seed: int) -> None:
     choose = random.Random(seed)
     ends: dict[tuple[int, int], int] = {}
     messages = []
@@ -138,13 +138,13 @@ def test_any_order_of_any_batches_begins_each_message_once(world: World, seed: i
     for match, keys in messages:
         world.matching.matched(match, [MessageBatch(*key, ends[key]) for key in keys])
         if choose.random() < 0.1:
-            world.timers.go_off()
+            world.timers.fire()
     assert sorted(match for unit in world.begun for match in unit) == sorted(match for match, _ in messages)
     assert world.is_empty()
 
 
-def test_many_messages_of_large_batches_cost_little_each(world: World) -> None:
-    """Each of 40 ranks exchanges with all others: 1,560 messages that begin as one, in well under a second."""
+def test_large_batches_cost_little_per_message(world: World) -> None:
+    """Check the cost of 1,560 messages between 40 ranks, which start as one unit."""
     size = 40
     moves = 0
     update = dict.update
@@ -162,6 +162,6 @@ def test_many_messages_of_large_batches_cost_little_each(world: World) -> None:
                 match = Match(src, dst, src * size + dst)
                 world.matching.matched(match, [MessageBatch(src, 1, 2 * size - 2), MessageBatch(dst, 1, 2 * size - 2)])
     assert [len(unit) for unit in world.begun] == [size * (size - 1)]
-    # Each batch moves when its unit doubles at least.
+    # A batch moves only to a unit at least twice as large.
     assert moves <= size * size.bit_length()
     assert world.is_empty()

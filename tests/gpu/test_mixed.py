@@ -1,4 +1,4 @@
-"""Arrays of the host and of devices in one call: refused at the call, by their names, before anything is sent."""
+"""Host and device arrays in one call: the call raises an error with their names and sends nothing."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from ..lookalikes import Cupy
 from ..ranks import run_ranks
 
 
-def host() -> np.ndarray:
+def host_array() -> np.ndarray:
     return np.zeros(2)
 
 
-def on(device: int) -> Callable[[], Any]:
+def on_device(device: int) -> Callable[[], Any]:
     return lambda: sys.modules["cupy"].ndarray(np.zeros(2), device)  # type: ignore[attr-defined]
 
 
-def twice(make: Callable[[], Any]) -> Any:
-    """Return an array of two parts where `make` makes one."""
+def doubled(make: Callable[[], Any]) -> Any:
+    """Return an array with twice as many elements as the one from `make`."""
     x = make()
     return np.zeros(4) if isinstance(x, np.ndarray) else type(x)(np.zeros(4), x.device.id)
 
 
 CALLS: dict[str, tuple[Callable[[ProcessGroup, Any, Any], Any], str, str]] = {
     "allgather": (lambda pg, a, b: pg.allgather([a(), b()], a()), r"outputs\[1\]", "tensor"),
-    "allgather_into_tensor": (lambda pg, a, b: pg.allgather_into_tensor(twice(b), a()), "output", "tensor"),
+    "allgather_into_tensor": (lambda pg, a, b: pg.allgather_into_tensor(doubled(b), a()), "output", "tensor"),
     "gather": (lambda pg, a, b: pg.gather([a(), b()], a(), 0), r"outputs\[1\]", "tensor"),
     "scatter": (lambda pg, a, b: pg.scatter(a(), [a(), b()], 0), r"inputs\[1\]", "output"),
     "reduce_scatter": (lambda pg, a, b: pg.reduce_scatter(a(), [a(), b()]), r"inputs\[1\]", "output"),
-    "reduce_scatter_tensor": (lambda pg, a, b: pg.reduce_scatter_tensor(a(), twice(b)), "input", "output"),
+    "reduce_scatter_tensor": (lambda pg, a, b: pg.reduce_scatter_tensor(a(), doubled(b)), "input", "output"),
     "alltoall in": (lambda pg, a, b: pg.alltoall([a(), a()], [a(), b()]), r"inputs\[1\]", r"inputs\[0\]"),
     "alltoall out": (lambda pg, a, b: pg.alltoall([b(), a()], [a(), a()]), r"outputs\[0\]", r"inputs\[0\]"),
     "alltoall_base": (lambda pg, a, b: pg.alltoall_base(b(), a()), "output", "input"),
 }
 PLACES: list[tuple[Callable[[], Any], str, Callable[[], Any], str]] = [
-    (host, "on the host", on(1), "on CUDA device 1"),
-    (on(0), "on CUDA device 0", host, "on the host"),
-    (on(0), "on CUDA device 0", on(1), "on CUDA device 1"),
+    (host_array, "on the host", on_device(1), "on CUDA device 1"),
+    (on_device(0), "on CUDA device 0", host_array, "on the host"),
+    (on_device(0), "on CUDA device 0", on_device(1), "on CUDA device 1"),
 ]
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_all_arrays_of_a_call_are_in_one_place(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_arrays_in_different_places_are_refused(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", Cupy())  # type: ignore[arg-type]
     make, second, first = CALLS[call]
 

@@ -1,4 +1,4 @@
-"""Groups that overlap, in flight together, in another order on each rank: devices have room for one at a time."""
+"""Overlapping groups with calls in flight in different orders, on devices that run one communicator at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.gpu.calls import slots as slots_module
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end, set_nccl_only
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, is_native, launcher_rests
+from .groups import Gpus, gpus, host, uses_nccl, wait_for_idle_launcher
 
 LARGE = EAGER_WINDOW // 8 + 1
 ROUNDS = 5
@@ -37,8 +37,8 @@ def state_of(pg: ProcessGroup) -> Any:
 
 
 @contextmanager
-def only_nccl(gpu: Gpus) -> Iterator[None]:
-    """Let nothing be staged in this block."""
+def no_staging(gpu: Gpus) -> Iterator[None]:
+    """Check that no call is staged in the block."""
     before = gpu.cuda.calls["copy_to_host"]
     yield
     assert gpu.cuda.calls["copy_to_host"] == before
@@ -46,10 +46,10 @@ def only_nccl(gpu: Gpus) -> Iterator[None]:
 
 @pytest.mark.parametrize("verify", ["behind", "before"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (2, 2), (2, 3)])
-async def test_rows_and_columns_in_another_order_on_each_rank(
+async def test_rows_and_columns_may_be_called_in_opposite_orders(
     rows: int, columns: int, verify: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the first has it, a device waits for the second, and around in a circle."""
+    """Check orders that would deadlock without a common launch order: the devices would wait in a cycle."""
     limits(slot_patience=60.0)
     monkeypatch.setenv("AIOCOLL_VERIFY", verify)
 
@@ -68,16 +68,16 @@ async def test_rows_and_columns_in_another_order_on_each_rank(
             for group, tensor in tensors.items():
                 total = sum(group.global_ranks) * group.size() ** (len(works) // 2 - 1)
                 assert host(tensor).tolist() == [total] * 3
-        assert is_native(row)
-        assert is_native(column)
+        assert uses_nccl(row)
+        assert uses_nccl(column)
 
-    with gpus(rows * columns) as gpu, only_nccl(gpu):
+    with gpus(rows * columns) as gpu, no_staging(gpu):
         await run_ranks(rows * columns, body, gpu)
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_groups_that_are_called_at_random(seed: int, limits: Limits) -> None:
-    """Some far more often than others, so that their times have nothing in common; each rank in an order of its own."""
+async def test_groups_may_be_called_in_random_orders(seed: int, limits: Limits) -> None:
+    """Check random orders, with one group called more often, so that the groups' times differ."""
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -96,12 +96,12 @@ async def test_groups_that_are_called_at_random(seed: int, limits: Limits) -> No
             await asyncio.gather(*(work.join() for work in works))
         assert [host(tensor).tolist() for tensor in groups.values()] == [[1.0] * 2] * 3
 
-    with gpus(4) as gpu, only_nccl(gpu):
+    with gpus(4) as gpu, no_staging(gpu):
         await run_ranks(4, body, gpu)
 
 
-async def test_all_kinds_of_calls_of_three_groups(limits: Limits) -> None:
-    """Of the world as well, with messages, batches and blocks; a rank of each group calls one after the other."""
+async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> None:
+    """Check collectives, batches and blocks in the world and two subgroups at the same time."""
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -130,7 +130,7 @@ async def test_all_kinds_of_calls_of_three_groups(limits: Limits) -> None:
         await run_ranks(4, body, gpu)
 
 
-async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(limits: Limits) -> None:
+async def test_first_group_on_a_device_launches_ahead_until_a_second_exists(limits: Limits) -> None:
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
@@ -140,7 +140,7 @@ async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(lim
             await pg.allreduce(tensor)
         calls.clear()
         await pg.barrier()
-        await launcher_rests(pg, gpu)
+        await wait_for_idle_launcher(pg, gpu)
         work = pg.allreduce(tensor)
         assert "all_reduce" in calls
         await work
@@ -148,19 +148,19 @@ async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(lim
         assert (other is None) == (rank == 2)
         if other is not None:
             await other.allreduce(gpu.tensor(np.ones(3), rank))
-            assert is_native(other)
+            assert uses_nccl(other)
         await until(lambda: state_of(pg).slots.is_shared)
         assert host(tensor).tolist() == [3.0**4] * 3
         await pg.allreduce(tensor)
         assert host(tensor).tolist() == [3.0**5] * 3
 
-    with gpus(3) as gpu, only_nccl(gpu):
+    with gpus(3) as gpu, no_staging(gpu):
         await run_ranks(3, body, gpu, gpu.calls())
 
 
 @pytest.mark.parametrize("forced", [False, True])
-async def test_what_was_launched_ahead_holds_up_no_group_for_long(forced: bool) -> None:
-    """Rank 1 makes a call of the first group, which rank 0 has launched, only when that of the other one is done."""
+async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> None:
+    """Check that rank 0's launched call delays the other group, whose call rank 1 makes first, only briefly."""
     looked = asyncio.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -194,8 +194,8 @@ async def test_what_was_launched_ahead_holds_up_no_group_for_long(forced: bool) 
         await waits
         assert host(another).tolist() == [2.0] * 3
         assert host(tensor).tolist() == [2.0**4] * 3
-        await until(lambda: is_native(other))
-        with only_nccl(gpu):
+        await until(lambda: uses_nccl(other))
+        with no_staging(gpu):
             await other.allreduce(another)
         assert host(another).tolist() == [4.0] * 3
 
@@ -203,8 +203,8 @@ async def test_what_was_launched_ahead_holds_up_no_group_for_long(forced: bool) 
         await run_ranks(2, body, gpu)
 
 
-async def test_messages_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
-    """So are calls with keys, and those of groups that compare all calls first."""
+async def test_calls_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
+    """Check messages and calls, with and without keys, if the wait for a slot has no patience."""
     limits(slot_patience=0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -231,7 +231,7 @@ async def test_messages_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
 
 
 @pytest.mark.parametrize("failing", ["row", "column"])
-async def test_a_group_that_fails_holds_up_no_other(failing: str, limits: Limits) -> None:
+async def test_group_that_fails_blocks_no_other(failing: str, limits: Limits) -> None:
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -259,8 +259,8 @@ async def test_a_group_that_fails_holds_up_no_other(failing: str, limits: Limits
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
-async def test_a_group_of_which_a_rank_has_left_holds_up_no_other(leaver: int, limits: Limits) -> None:
-    """It has launched ahead, and cannot be brought to one place any more."""
+async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: Limits) -> None:
+    """Check a group that has launched calls ahead and cannot agree on a common place any more."""
     limits(device_parting=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -280,7 +280,7 @@ async def test_a_group_of_which_a_rank_has_left_holds_up_no_other(leaver: int, l
         for _ in range(3):
             await other.allreduce(tensor := gpu.tensor(np.ones(3), rank))
             assert host(tensor).tolist() == [3.0] * 3
-        await until(lambda: is_native(other))
+        await until(lambda: uses_nccl(other))
         if rank != leaver:
             ends = [each for each in range(3) if each != leaver]
             large = gpu.tensor(np.full(LARGE, rank), rank)
@@ -291,8 +291,8 @@ async def test_a_group_of_which_a_rank_has_left_holds_up_no_other(leaver: int, l
         await run_ranks(3, body, gpu)
 
 
-async def test_messages_that_have_no_time_when_rank_0_leaves_are_staged(limits: Limits) -> None:
-    """Rank 0 has numbered a message between others, and leaves before both have proposed a time."""
+async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Limits) -> None:
+    """Check messages that rank 0 has numbered before it leaves, without proposals from both ends."""
     limits(slot_patience=60.0, device_parting=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -306,7 +306,7 @@ async def test_messages_that_have_no_time_when_rank_0_leaves_are_staged(limits: 
                 await group.allreduce(gpu.tensor(np.ones(1), rank))
         await until(lambda: state_of(first).slots.is_shared)
         await pg.barrier()
-        state_of(first).slots._lane.is_shared = rank == 0  # so nothing is proposed
+        state_of(first).slots._lane.is_shared = rank == 0  # so that no time is proposed
         await pg.barrier()
         large = gpu.tensor(np.full(LARGE, rank), rank)
         work = None if rank == 0 else held.send(large, 2) if rank == 1 else held.recv(large, 1)
@@ -340,8 +340,8 @@ async def test_messages_that_have_no_time_when_rank_0_leaves_are_staged(limits: 
     ],
     ids=str,
 )
-async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str, Any], way: str) -> None:
-    """Slot 5 is one that has been asked for, and, at rank 1, has a time."""
+async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str, Any], way: str) -> None:
+    """Check messages around slot 5, which rank 0 has requested and which has a time on rank 1."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, comm = pg.rank(), comm_of(pg)
@@ -359,8 +359,8 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
         await run_ranks(2, body, gpu)
 
 
-async def test_answers_that_are_late_are_no_news(limits: Limits) -> None:
-    """A proposal comes when the call has been staged."""
+async def test_late_proposals_are_ignored(limits: Limits) -> None:
+    """Check a proposal that arrives after its call was staged."""
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

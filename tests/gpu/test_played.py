@@ -1,4 +1,4 @@
-"""A machine with torch alone, as fakes play it: what is found there, and how the tests of real devices use it."""
+"""The simulated machine with torch alone: detection of its libraries, and the operations that device tests use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from aiocoll.gpu.ctypes_cuda import CtypesCuda
 from aiocoll.gpu.ctypes_nccl import CtypesNccl
 from aiocoll.gpu.provider import runtime, why_no_nccl
 
-from .on_device import alone, real
+from .on_device import real, single_rank
 from .on_device.worlds import missing, world
-from .played import machine
+from .played import torch_machine
 
 
-def test_what_is_found_there() -> None:
+def test_simulated_machine_has_torch_without_cupy() -> None:
     before, torch = ctypes.CDLL, sys.modules.get("torch")
-    with machine(2):
+    with torch_machine(2):
         cuda, nccl = runtime()
         assert isinstance(cuda, CtypesCuda)
         assert isinstance(nccl, CtypesNccl)
@@ -31,7 +31,7 @@ def test_what_is_found_there() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_what_tests_do_on_a_device(devices: int) -> None:
+def test_world_operations_work_on_simulated_devices(devices: int) -> None:
     with world("played", devices=devices) as made:
         assert made.devices == devices
         for device in range(devices):
@@ -45,11 +45,11 @@ def test_what_tests_do_on_a_device(devices: int) -> None:
 
 
 def test_one_rank_reduces_tensors(capsys: pytest.CaptureFixture[str]) -> None:
-    alone.main("played")
+    single_rank.main("played")
     assert capsys.readouterr().out.splitlines() == [f"played, {dtype}: reduced" for dtype in ("bfloat16", "float32")]
 
 
-def test_a_gate_that_nobody_opens_does_not_hold_the_device_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unopened_gate_releases_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with world("played") as made:
         monkeypatch.setattr(real, "SHUT", 0.01)
         tensor = made.tensor(np.zeros(3))

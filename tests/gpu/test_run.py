@@ -1,4 +1,4 @@
-"""What runs on a machine that has a GPU: what it says is missing, its steps, and how one ends that fails or hangs."""
+"""The command `tests/gpu/run.py`: missing requirements, the steps, and steps that fail or hang."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ import pytest
 
 from aiocoll.testing.skips import _gpus
 
-from . import found as things
-from . import processes
+from . import machine_info, processes
 from . import run as module
-from .kinds import ADAPTER, ADAPTERS
+from .device_kinds import ADAPTER, ADAPTERS
 from .on_device import two
-from .played import machine
+from .played import torch_machine
 from .run import Run
-from .steps import ROOT, Ended, Step, carry_out, end, steps
+from .steps import ROOT, Outcome, Step, all_steps, end_process, run_step
 
 EVERYTHING: dict[str, Any] = {
-    "modules": dict.fromkeys(things.MODULES, "99.0"),
+    "modules": dict.fromkeys(machine_info.MODULES, "99.0"),
     "plugins": ["asyncio", "aiocoll"],
     "driver": {"version": 13000, "devices": 2},
     "cuda": {"runtime": 13000, "devices": ["a", "b"]},
@@ -35,115 +34,115 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setattr(module, "carry_out", lambda step, *_: Ended("passed", 1.0))
+    monkeypatch.setattr(module, "run_step", lambda step, *_: Outcome("passed", 1.0))
     with Run(tmp_path, fake=False) as made:
         yield made
 
 
-def python(code: str, name: str = "it") -> Step:
+def python_step(code: str, name: str = "it") -> Step:
     return Step(name, 60, ("-c", code))
 
 
-def carried_out(step: Step, folder: Path, limit: float = 60) -> tuple[Ended, str]:
+def run_and_log(step: Step, folder: Path, limit: float = 60) -> tuple[Outcome, str]:
     log = folder / "log"
     log.write_bytes(b"of the step before: 3 passed\n")
-    return carry_out(step, limit, os.environ, log), log.read_text()
+    return run_step(step, limit, os.environ, log), log.read_text()
 
 
 # -- what is missing
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"),
+    ("gone", "expected"),
     [
         ({}, {}),
         (
             {"modules": {"pytest_asyncio": {"error": "ModuleNotFoundError: no"}, "pytest": "8.4.1"}},
-            {"pytest": "8.4.1 is too old, it must be 9 or later", "pytest_asyncio": "ModuleNotFoundError: no"},
+            {"pytest": "8.4.1 is too old; install 9 or later", "pytest_asyncio": "ModuleNotFoundError: no"},
         ),
         (
             {"modules": {"torch": {"error": "no"}}, "cuda": {"devices": ["a"]}},
-            {"torch": "no", "two devices": "there is 1"},
+            {"torch": "no", "two devices": "1 found"},
         ),
         (
             {"cuda": {"error": "no driver"}, "nccl": {"error": "no libnccl"}, "ctypes": {"error": "no library"}},
-            {"device": "no driver", "nccl": "no libnccl", "ctypes": "no library", "two devices": "there is none"},
+            {"device": "no driver", "nccl": "no libnccl", "ctypes": "no library", "two devices": "0 found"},
         ),
         ({"modules": {"cupy": {"error": "no CuPy"}}}, {"cupy": "no CuPy"}),
         (
             {"modules": {"cupy": {"error": "no CuPy"}, "torch": {"error": "no torch"}}},
-            {"arrays": "there is neither CuPy nor torch", "cupy": "no CuPy", "torch": "no torch"},
+            {"arrays": "neither CuPy nor torch is installed", "cupy": "no CuPy", "torch": "no torch"},
         ),
     ],
 )
-def test_what_is_missing(gone: dict[str, Any], told: dict[str, str]) -> None:
+def test_missing_requirements_are_listed_with_reasons(gone: dict[str, Any], expected: dict[str, str]) -> None:
     found = EVERYTHING | gone | {"modules": EVERYTHING["modules"] | gone.get("modules", {})}
-    assert things.missing(found, fake=False) == told
-    needed = {name: why for name, why in told.items() if name.startswith("pytest")}
-    assert things.missing(found, fake=True) == needed
+    assert machine_info.missing_parts(found, fake=False) == expected
+    needed = {name: why for name, why in expected.items() if name.startswith("pytest")}
+    assert machine_info.missing_parts(found, fake=True) == needed
 
 
 def test_plugins_of_packages_that_are_not_installed_are_named() -> None:
-    assert things.plugins(EVERYTHING) == []
-    assert things.plugins({"plugins": ["asyncio", "xdist"]}) == ["-p", "aiocoll.testing.plugin"]
-    assert things.plugins({"plugins": []})[:2] == ["-p", "pytest_asyncio.plugin"]
+    assert machine_info.plugin_options(EVERYTHING) == []
+    assert machine_info.plugin_options({"plugins": ["asyncio", "xdist"]}) == ["-p", "aiocoll.testing.plugin"]
+    assert machine_info.plugin_options({"plugins": []})[:2] == ["-p", "pytest_asyncio.plugin"]
 
 
-def test_what_hangs_while_it_is_looked_for_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_query_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang() -> None:
         raise KeyboardInterrupt
 
     known: list[str] = []
-    monkeypatch.setattr(things, "_cuda", hang)
+    monkeypatch.setattr(machine_info, "_cuda", hang)
     with pytest.raises(KeyboardInterrupt):
-        things.look(lambda found: known.append(json.dumps(found)))
+        machine_info.describe_machine(lambda found: known.append(json.dumps(found)))
     found = json.loads(known[-1])
     assert found["modules"]["numpy"].startswith("2.")
-    assert things.missing(found, fake=False)["device"] == "looking for it has hung, or ended the process"
+    assert machine_info.missing_parts(found, fake=False)["device"] == "the query hung, or crashed the process"
 
 
-def test_what_there_is_here(tmp_path: Path) -> None:
-    # In a process of its own, since CUDA keeps what it opens.
+def test_description_of_this_machine_is_complete(tmp_path: Path) -> None:
+    # In a separate process, since CUDA never closes what it opens.
     file = tmp_path / "found.json"
-    subprocess.run([sys.executable, "-m", "tests.gpu.found", str(file)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tests.gpu.machine_info", str(file)], cwd=ROOT, check=True)
     found = json.loads(file.read_text())
     assert found["modules"]["numpy"].startswith("2.")
     assert found["interfaces"]["127.0.0.1"] == "answers"
-    shown = things.told(found)
+    shown = machine_info.format_description(found)
     assert f"numpy {found['modules']['numpy']}" in shown
     if not _gpus():
-        assert {"device", "two devices"} <= things.missing(found, fake=False).keys()
+        assert {"device", "two devices"} <= machine_info.missing_parts(found, fake=False).keys()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(_gpus() > 0, reason="there is a CUDA device: see `make gpu`")
-def test_without_a_device_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(_gpus() > 0, reason="a CUDA device is available: run `make gpu`")
+def test_run_without_a_device_runs_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert module.main([str(tmp_path)]) == 2
-    said = capsys.readouterr().out
-    assert "missing: device: " in said
-    assert "Nothing was run" in said
+    output = capsys.readouterr().out
+    assert "missing: device: " in output
+    assert "No step was run" in output
     results = json.loads((tmp_path / "results.json").read_text())
     assert [step["name"] for step in results["steps"]] == ["versions and interfaces"]
 
 
-def test_what_cannot_be_found_out(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """As where the process that looks has hung, or said nothing."""
-    assert not run.look()
-    assert "What there is could not be found out; versions and interfaces" in capsys.readouterr().out
+def test_undescribed_machine_is_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check the case that the process which describes the machine hangs or writes nothing."""
+    assert not run.check_machine()
+    assert "The machine could not be described; versions and interfaces" in capsys.readouterr().out
 
 
 # -- the steps
 
 
-def test_the_order_of_the_steps() -> None:
-    found = steps(fake=False, folder=Path("there"), plugins=["-p", "plugin"], missing=())
+def test_steps_have_a_fixed_order() -> None:
+    found = all_steps(fake=False, folder=Path("there"), plugins=["-p", "plugin"], missing=())
     names = [step.name for step in found]
     kinds = ("cupy", "torch")
     tests = [f"{name} {kind}" for name in ("failures", "streams", "staged 2", "staged 4", "staged 8", "loop", "calls")
              for kind in kinds]  # fmt: skip
     raw, exits = ["raw by cupy", "raw by library"], ["exit with RAS", "exit with RAS unclosed"]
     paired = ("killed", "aborted", "mismatched", "crossed", "queued")
-    pair = [*raw, "ours", *paired, "compared before", *exits]
+    pair = [*raw, "aiocoll", *paired, "compared before", *exits]
     two_ranks = [f"two ranks {kind}" for kind in kinds]
     by = [f"{name} by ctypes" for name in ("alone torch", "sum", *paired, "streams torch")]
     assert names == ["signatures", "alone cupy", "alone torch", *pair, *two_ranks, *tests, *by, "bench"]
@@ -155,67 +154,69 @@ def test_the_order_of_the_steps() -> None:
         assert ("plugin" in step.words) == ("pytest" in step.words)
 
 
-def test_with_torch_alone_only_what_is_cupys_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(things.metadata, "version", lambda name: "2.13.0")
-    with machine():
-        found = things.look()
-    run.missing = things.missing(found, fake=False)
-    assert run.missing.keys() & {*things.NEEDED, "torch"} == set()
+def test_steps_of_cupy_are_left_out_with_torch_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_info.metadata, "version", lambda name: "2.13.0")
+    with torch_machine():
+        found = machine_info.describe_machine()
+    run.missing = machine_info.missing_parts(found, fake=False)
+    assert run.missing.keys() & {*machine_info.NEEDED, "torch"} == set()
     assert found["cuda"]["by"] == "ctypes_cuda"
-    chosen = steps(False, run.folder, things.plugins(found), run.missing)
-    run.go(chosen)
-    assert run.show()
-    left_out = [name for name, ended in run.ended.items() if ended.state == "left out"]
+    chosen = all_steps(False, run.folder, machine_info.plugin_options(found), run.missing)
+    run.run_steps(chosen)
+    assert run.print_summary()
+    left_out = [name for name, ended in run.outcomes.items() if ended.state == "left out"]
     assert left_out == [step.name for step in chosen if "cupy" in step.name or "by ctypes" in step.name]
-    assert {run.ended[name].why for name in left_out} == {"there is no cupy"}
+    assert {run.outcomes[name].why for name in left_out} == {"missing: cupy"}
     for step in chosen:
         assert step.name in left_out or "cupy" not in step.words
-    assert {step.after for step in chosen} == {None, "raw by library", "ours"}
+    assert {step.after for step in chosen} == {None, "raw by library", "aiocoll"}
 
 
-def test_what_says_what_is_missing_needs_nothing() -> None:
+def test_check_of_requirements_needs_no_package() -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-import tests.gpu.run, tests.gpu.found
+import tests.gpu.run, tests.gpu.machine_info
 print(*({{"aiocoll", "numpy", "msgpack", "pytest", "ml_dtypes"}} & {{*sys.modules}}))
 """
-    assert processes.run(code) == ""
+    assert processes.run_code(code) == ""
 
 
 def test_each_adapter_has_its_steps_on_the_fake() -> None:
-    found = steps(fake=True, folder=Path("there"), plugins=[], missing=())
+    found = all_steps(fake=True, folder=Path("there"), plugins=[], missing=())
     for adapter in ADAPTERS:
         names = [step.name for step in found if step.environment.get(ADAPTER) == adapter]
         paired = ("sum", "killed", "aborted", "mismatched", "crossed", "queued")
         assert names == [f"{name} by {adapter}" for name in ("alone fake", *paired, "streams fake", "overlapping")]
 
 
-def test_what_is_missing_is_no_pass(run: Run) -> None:
+def test_step_with_a_missing_requirement_does_not_pass(run: Run) -> None:
     run.missing = {"torch": "no", "nccl": "no"}
     chosen = [
-        python("", "raw")._replace(needs=("nccl",)),
-        python("", "torch")._replace(needs=("torch",)),
-        python("", "both")._replace(needs=("torch", "nccl")),
-        python("", "ours")._replace(after="raw"),
-        python("", "other"),
+        python_step("", "raw")._replace(needs=("nccl",)),
+        python_step("", "torch")._replace(needs=("torch",)),
+        python_step("", "both")._replace(needs=("torch", "nccl")),
+        python_step("", "aiocoll")._replace(after="raw"),
+        python_step("", "other"),
     ]
-    run.go(chosen)
-    assert [(name, ended.state) for name, ended in run.ended.items()] == [
-        ("raw", "not run"), ("torch", "left out"), ("both", "not run"), ("ours", "not run"), ("other", "passed"),
+    run.run_steps(chosen)
+    assert [(name, ended.state) for name, ended in run.outcomes.items()] == [
+        ("raw", "not run"), ("torch", "left out"), ("both", "not run"), ("aiocoll", "not run"), ("other", "passed"),
     ]  # fmt: skip
-    assert run.ended["both"].why == "there is no torch and no nccl"
-    assert run.ended["ours"].why == "raw has not passed"
-    assert not run.show()
+    assert run.outcomes["both"].why == "missing: torch, nccl"
+    assert run.outcomes["aiocoll"].why == "raw has not passed"
+    assert not run.print_summary()
 
 
 @pytest.mark.parametrize(
     ("states", "well"), [(["passed", "left out"], True), *((["passed", bad], False) for bad in module.FAILURES)]
 )
-def test_whether_all_is_well(run: Run, states: list[str], well: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_fails_if_a_step_failed(
+    run: Run, states: list[str], well: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number, state in enumerate(states):
-        run._note(str(number), Ended(state, 1.5, "because"))
-    assert run.show() is well
+        run._record(str(number), Outcome(state, 1.5, "because"))
+    assert run.print_summary() is well
     assert [line.split() for line in capsys.readouterr().out.splitlines()[-len(states) :]] == [
         [str(number), *state.split(), "1.5", "s", "because"] for number, state in enumerate(states)
     ]
@@ -223,13 +224,13 @@ def test_whether_all_is_well(run: Run, states: list[str], well: bool, capsys: py
     assert [step["state"] for step in results["steps"]] == states
 
 
-def test_when_the_time_is_over(run: Run) -> None:
+def test_step_without_time_is_not_run(run: Run) -> None:
     run.until = 0.0
-    run.go([python("")])
-    assert run.ended["it"].why == "no time was left"
+    run.run_steps([python_step("")])
+    assert run.outcomes["it"].why == "no time was left"
 
 
-def test_what_was_in_the_path_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_python_path_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for before, path in ((None, [ROOT]), ("/some/site:/other", [ROOT, "/some/site", "/other"])):
         monkeypatch.delenv("PYTHONPATH", raising=False)
         if before is not None:
@@ -238,7 +239,7 @@ def test_what_was_in_the_path_stays_there(tmp_path: Path, monkeypatch: pytest.Mo
             assert run.environment["PYTHONPATH"] == os.pathsep.join(map(str, path))
 
 
-# -- how a step ends
+# -- outcomes of steps
 
 
 @pytest.mark.parametrize(
@@ -246,33 +247,33 @@ def test_what_was_in_the_path_stays_there(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("print('well')", "passed", ""),
         ("raise SystemExit('this is wrong')", "failed", "this is wrong"),
-        ("raise SystemExit(3)", "failed", "it has said nothing"),
+        ("raise SystemExit(3)", "failed", "no output"),
         ("import os; os.kill(os.getpid(), 9)", "failed", "killed by SIGKILL"),
     ],
 )
-def test_how_a_step_ends(code: str, state: str, why: str, tmp_path: Path) -> None:
-    ended, said = carried_out(python(code), tmp_path)
+def test_outcome_of_a_step_has_state_and_reason(code: str, state: str, why: str, tmp_path: Path) -> None:
+    ended, output = run_and_log(python_step(code), tmp_path)
     assert (ended.state, ended.why) == (state, why)
-    assert said.startswith("of the step before")
+    assert output.startswith("of the step before")
 
 
 @pytest.mark.slow
-def test_tests_that_are_all_skipped_have_not_passed(tmp_path: Path) -> None:
+def test_step_with_only_skipped_tests_fails(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import pytest\ndef test_it():\n    pytest.skip('no')\n")
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), str(file))
-    ended, _ = carried_out(Step("it", 60, words), tmp_path)
+    ended, _ = run_and_log(Step("it", 60, words), tmp_path)
     assert ended.state == "failed"
-    assert ended.why.startswith("no test has passed: 1 skipped")
+    assert ended.why.startswith("no test passed: 1 skipped")
 
 
-def test_a_step_that_hangs(tmp_path: Path) -> None:
-    ended, _ = carried_out(python("import threading; threading.Event().wait()"), tmp_path, limit=0.2)
+def test_hanging_step_is_killed(tmp_path: Path) -> None:
+    ended, _ = run_and_log(python_step("import threading; threading.Event().wait()"), tmp_path, limit=0.2)
     assert ended.state == "hung"
-    assert ended.why == "it was killed after 0.2 s; the stacks are in the log"
+    assert ended.why == "killed after 0.2 s; the log has the stacks"
 
 
-#: Hang, in a process and in another that it has started in a session of its own.
+#: Code that hangs, and whose child in another session hangs too.
 HANG = """
 import subprocess, sys, threading
 def where_it_hangs(number):
@@ -284,7 +285,7 @@ where_it_hangs(sys.argv[1])
 """
 
 
-def test_what_hangs_leaves_its_stacks_and_nothing_else() -> None:
+def test_hanging_processes_write_their_stacks_and_end() -> None:
     hanging = subprocess.Popen(
         [sys.executable, "-c", HANG, "1", HANG],
         stdout=subprocess.PIPE,
@@ -295,22 +296,22 @@ def test_what_hangs_leaves_its_stacks_and_nothing_else() -> None:
     with hanging as process:
         assert process.stdout is not None
         assert {process.stdout.readline(), process.stdout.readline()} == {b"1\n", b"2\n"}
-        end(process)
-        said = process.stdout.read().decode()  # to its end, which is that of both
-    assert said.count("in where_it_hangs") == 2
+        end_process(process)
+        output = process.stdout.read().decode()  # until both processes have ended
+    assert output.count("in where_it_hangs") == 2
 
 
 # -- two ranks
 
 
 @pytest.mark.slow
-def test_ranks_that_fail(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    told = two.main("raw", "nonsense", "fake", str(tmp_path))
-    assert told == "raw, nonsense: rank 0 ended with code 1, rank 1 ended with code 1"
+def test_failed_ranks_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    message = two.main("raw", "nonsense", "fake", str(tmp_path))
+    assert message == "raw, nonsense: rank 0 ended with code 1, rank 1 ended with code 1"
     assert "AssertionError" in capfd.readouterr().err
 
 
-def test_a_rank_whose_peer_has_failed_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_with_a_failed_peer_is_not_awaited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two, "GRACE", 0.0)
     codes = ["raise SystemExit(3)", "import threading; threading.Event().wait()"]
     ranks = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
@@ -320,28 +321,30 @@ def test_a_rank_whose_peer_has_failed_is_not_waited_for_long(monkeypatch: pytest
     ranks[1].wait()
 
 
-def test_ranks_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_hung_ranks_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(two, "LIMIT", 0.0)
 
-    def say(meeting: Path, rank: int) -> Path:
+    def write_log(meeting: Path, rank: int) -> Path:
         file = tmp_path / f"of-rank{rank}"
         file.write_text("NCCL INFO Bootstrap\n")
         return file
 
-    monkeypatch.setattr(two, "said", say)
-    told = two.main("ours", "sum", "fake", str(tmp_path))
-    assert told == "ours, sum: rank 0 hung, rank 1 hung"
+    monkeypatch.setattr(two, "nccl_log", write_log)
+    message = two.main("aiocoll_rank", "sum", "fake", str(tmp_path))
+    assert message == "aiocoll_rank, sum: rank 0 hung, rank 1 hung"
     assert capfd.readouterr().out.count("NCCL INFO Bootstrap") == 2
 
 
-def test_the_way_of_two_ranks_depends_on_nccl() -> None:
-    hosts = [two.settings(rank, two.way(22809))["NCCL_HOSTID"] for rank in range(2)]
+def test_way_of_two_ranks_depends_on_the_nccl_version() -> None:
+    hosts = [two.rank_settings(rank, two.way_for_version(22809))["NCCL_HOSTID"] for rank in range(2)]
     assert len(set(hosts)) == 2
-    assert "NCCL_HOSTID" not in two.settings(0, two.way(23004))
-    assert two.settings(0, two.way(23004))["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert "NCCL_HOSTID" not in two.rank_settings(0, two.way_for_version(23004))
+    assert two.rank_settings(0, two.way_for_version(23004))["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 
-# -- all of it
+# -- whole runs
 
 
 @pytest.mark.slow
@@ -352,14 +355,14 @@ def test_the_way_of_two_ranks_depends_on_nccl() -> None:
         pytest.param("", marks=pytest.mark.soak, id="everything"),
     ],
 )
-def test_a_run_on_the_fake_device(only: str, tmp_path: Path) -> None:
+def test_run_on_the_fake_device_passes(only: str, tmp_path: Path) -> None:
     words = ["--fake", *(["--only", only] if only else []), str(tmp_path)]
     ran = subprocess.run(
         [sys.executable, "tests/gpu/run.py", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    chosen = only.split(",") if only else [step.name for step in steps(True, tmp_path, [], ())]
+    chosen = only.split(",") if only else [step.name for step in all_steps(True, tmp_path, [], ())]
     assert [step["name"] for step in results["steps"]] == ["versions and interfaces", *chosen]
     assert {step["state"] for step in results["steps"]} == {"passed"}
     measured = {figure["name"] for figure in results["figures"]}
@@ -368,28 +371,28 @@ def test_a_run_on_the_fake_device(only: str, tmp_path: Path) -> None:
     assert "1 passed" in (tmp_path / "log.txt").read_text()
 
 
-#: Each process is on a machine with torch alone; the ranks of a pair are processes.
+#: A `sitecustomize` that simulates a machine with torch alone in each process, also in both ranks of a pair.
 ALONE = """
 import atexit, sys
 from tests.fakes.nccl import FakeNccl
 from tests.gpu.on_device.far_nccl import FarNccl
-from tests.gpu.played import machine
+from tests.gpu.played import torch_machine
 
-pair = {"tests.gpu.on_device.ours", "tests.gpu.on_device.raw"}
-played = machine(1, FarNccl if pair & {*sys.orig_argv} else FakeNccl)
+pair = {"tests.gpu.on_device.aiocoll_rank", "tests.gpu.on_device.raw"}
+played = torch_machine(1, FarNccl if pair & {*sys.orig_argv} else FakeNccl)
 played.__enter__()
 atexit.register(played.__exit__, None, None, None)
 """
 
 
 @pytest.mark.slow
-def test_a_run_with_torch_alone(tmp_path: Path) -> None:
-    """As on such a machine: only what the libraries do is played."""
+def test_run_with_torch_alone_passes(tmp_path: Path) -> None:
+    """Check the steps as on such a machine; only the work of the libraries is simulated."""
     (tmp_path / "sitecustomize.py").write_text(ALONE)
     (tmp_path / "torch-2.13.0.dist-info").mkdir()
     (tmp_path / "torch-2.13.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
     left_out = ["alone cupy", "raw by cupy", "sum by ctypes"]
-    passing = ["signatures", "alone torch", "raw by library", "ours", "aborted"]
+    passing = ["signatures", "alone torch", "raw by library", "aiocoll", "aborted"]
     words = ["tests/gpu/run.py", "--only", ",".join([*passing, *left_out]), str(tmp_path / "figures")]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     ran = subprocess.run(
@@ -399,13 +402,13 @@ def test_a_run_with_torch_alone(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "figures/results.json").read_text())
     ended = {step["name"]: (step["state"], step["why"]) for step in results["steps"]}
     assert ended.pop("versions and interfaces") == ("passed", "")
-    wanted = {**dict.fromkeys(passing, ("passed", "")), **dict.fromkeys(left_out, ("left out", "there is no cupy"))}
+    wanted = {**dict.fromkeys(passing, ("passed", "")), **dict.fromkeys(left_out, ("left out", "missing: cupy"))}
     assert ended == wanted
     assert results["found"]["cuda"]["by"] == "ctypes_cuda"
 
 
-def test_a_step_that_there_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Run, "look", lambda run: run.found.update(EVERYTHING) is None)
+def test_unknown_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "check_machine", lambda run: run.found.update(EVERYTHING) is None)
     with pytest.raises(SystemExit) as error:
-        module.main(["--fake", "--only", "ours,uors", str(tmp_path)])
+        module.main(["--fake", "--only", "aiocoll,unknown", str(tmp_path)])
     assert error.value.code == 2

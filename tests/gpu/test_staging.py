@@ -1,4 +1,4 @@
-"""Page-locked memory is taken once and used again."""
+"""The pool of page-locked memory: reuse, limits and release."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..fakes.cuda import FakeCuda
 from ..internals import Limits
 
 
-def at_once(call: Callable[[], None]) -> None:
+def call_now(call: Callable[[], None]) -> None:
     call()
 
 
@@ -24,16 +24,16 @@ def cuda() -> Iterator[FakeCuda]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 40_000, 65_537, 100_000, 131_072, 1_000_001])
-def test_blocks_are_a_little_larger(cuda: FakeCuda, nbytes: int) -> None:
-    block = Staging(cuda, at_once).take(nbytes)
+def test_block_is_a_little_larger_than_requested(cuda: FakeCuda, nbytes: int) -> None:
+    block = Staging(cuda, call_now).take(nbytes)
     assert nbytes <= block.nbytes <= max(nbytes * 1.25, nbytes + SMALLEST)
     assert block.nbytes % SMALLEST == 0
     assert block.nbytes == cuda.live()["pinned"]
     assert block.dtype.name == "uint8"
 
 
-def test_what_comes_back_is_used_again_the_last_first(cuda: FakeCuda) -> None:
-    pool = Staging(cuda, at_once)
+def test_returned_blocks_are_reused_last_first(cuda: FakeCuda) -> None:
+    pool = Staging(cuda, call_now)
     first, second, larger = pool.take(10), pool.take(10), pool.take(10_000)
     for block in (first, second, larger):
         pool.give(block)
@@ -45,9 +45,9 @@ def test_what_comes_back_is_used_again_the_last_first(cuda: FakeCuda) -> None:
     assert cuda.calls["pinned"] == 3
 
 
-def test_what_was_not_used_for_longest_is_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits) -> None:
+def test_oldest_blocks_are_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits) -> None:
     limits(staging_kept=3 * SMALLEST)
-    pool = Staging(cuda, at_once)
+    pool = Staging(cuda, call_now)
     small, large = [pool.take(1) for _ in range(3)], pool.take(2 * SMALLEST)
     while small:
         pool.give(small.pop())
@@ -57,7 +57,7 @@ def test_what_was_not_used_for_longest_is_freed_beyond_the_limit(cuda: FakeCuda,
     assert pool.take(2 * SMALLEST) is large
     assert pool.kept == SMALLEST
     pool.give(pool.take(4 * SMALLEST))
-    assert pool.kept == 0, "what is larger than the limit is not kept"
+    assert pool.kept == 0, "a block larger than the limit was kept"
     pool.give(large)
     pool.clear()
     assert pool.kept == 0
@@ -65,8 +65,8 @@ def test_what_was_not_used_for_longest_is_freed_beyond_the_limit(cuda: FakeCuda,
     assert cuda.live()["pinned"] == 0
 
 
-def test_what_cuda_refuses_is_told(cuda: FakeCuda) -> None:
-    pool = Staging(cuda, at_once)
+def test_refused_memory_raises(cuda: FakeCuda) -> None:
+    pool = Staging(cuda, call_now)
     cuda.fail_next("pinned", "out of memory")
     with pytest.raises(DeviceError, match="out of memory"):
         pool.take(1)
@@ -74,8 +74,8 @@ def test_what_cuda_refuses_is_told(cuda: FakeCuda) -> None:
     assert pool.kept == SMALLEST
 
 
-def test_memory_is_freed_elsewhere(cuda: FakeCuda, limits: Limits) -> None:
-    """Freeing waits for the device, and who gives a block back may be the loop."""
+def test_memory_is_freed_by_the_given_function(cuda: FakeCuda, limits: Limits) -> None:
+    """Check that another thread can free memory, because freeing waits for the device and must not block the loop."""
     limits(staging_kept=SMALLEST)
     calls: list[Callable[[], None]] = []
     pool = Staging(cuda, calls.append)

@@ -1,4 +1,4 @@
-"""A driver that is held up by a kernel, which waits for a rank that is gone: the loop hears of that and goes on."""
+"""Driver queries that block on the kernel of a lost rank: the loop stays free and gets the error."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import pytest
 from aiocoll import GroupError, PeerLostError, ProcessGroup
 
 from ..ranks import hub, run_ranks, until
-from .groups import Gpus, allreduced, fails, gpus, ones
+from .groups import Gpus, check_allreduce, check_failure, gpus, ones
 
 
-async def test_a_rank_that_dies_while_queries_stall() -> None:
-    """The kernel of the rank that is left waits for that of the other; an abort ends it, and nothing else does."""
+async def test_lost_rank_is_reported_while_queries_stall() -> None:
+    """Check the surviving rank, whose kernel waits for the lost one until an abort ends it."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         await pg.barrier()
         gpu.cuda.stalls = True
-        gate = gpu.gate(1) if pg.rank() == 1 else None  # so its kernel does not begin
+        gate = gpu.gate(1) if pg.rank() == 1 else None  # so that its kernel does not start
         work = pg.allreduce(ones(pg, gpu))
         if gate is None:
             await until(lambda: len(gpu.cuda.stalled) == 2)
             hub(pg).cut(0, 1)
-            await fails(pg, work, "rank 1", PeerLostError)
+            await check_failure(pg, work, "rank 1", PeerLostError)
         else:
-            await fails(pg, work, "rank 0", PeerLostError)
+            await check_failure(pg, work, "rank 0", PeerLostError)
             gate.open()
 
     with gpus(2) as gpu:
@@ -37,14 +37,14 @@ async def test_a_rank_that_dies_while_queries_stall() -> None:
     assert not gpu.cuda.overdue
 
 
-async def test_who_waits_for_the_order_of_a_stream_is_told_though_the_launcher_is_stuck() -> None:
+async def test_on_stream_fails_although_the_launcher_is_stuck() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        await allreduced(pg, gpu)
+        await check_allreduce(pg, gpu)
         gpu.cuda.stalls = True
         gate = gpu.gate(0)
         works = [pg.allreduce(ones(pg, gpu))]
         await until(lambda: gpu.cuda.stalled)
-        works.append(pg.allreduce(ones(pg, gpu)))  # the launcher does not come to it
+        works.append(pg.allreduce(ones(pg, gpu)))  # the stuck launcher never launches this call
         ordered = [asyncio.ensure_future(work.on_stream()) for work in works]
         assert await ordered[0] is not None
         pg.abort("enough")
@@ -58,7 +58,7 @@ async def test_who_waits_for_the_order_of_a_stream_is_told_though_the_launcher_i
     assert threading.main_thread().name not in gpu.cuda.stalled
 
 
-async def test_the_loop_never_asks_whether_the_device_is_done() -> None:
+async def test_loop_never_queries_the_device() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.cuda.stalls = True
         for number in range(20):

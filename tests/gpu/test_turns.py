@@ -1,4 +1,4 @@
-"""Turns that are taken one after the other, by whoever uses a device."""
+"""Turns on a device, which start in order, one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from aiocoll.gpu.turns import Turns
 
 
-async def test_each_begins_when_the_one_before_has_ended() -> None:
+async def test_turn_starts_when_the_previous_one_has_ended() -> None:
     turns, begun = Turns(), [asyncio.Event() for _ in range(3)]
     taken = [turns.take(each.set) for each in begun]
     for index, turn in enumerate(taken):
@@ -21,7 +21,7 @@ async def test_each_begins_when_the_one_before_has_ended() -> None:
         turn.end()
 
 
-async def test_one_that_ends_before_it_begins_never_does() -> None:
+async def test_turn_ended_before_its_start_never_starts() -> None:
     turns, order = Turns(), []
     first, second, third = (turns.take(partial(order.append, number)) for number in range(3))
     second.end()
@@ -38,18 +38,18 @@ async def test_one_that_ends_before_it_begins_never_does() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_the_turn_of_a_loop_that_is_closed_is_passed_on(waits: bool) -> None:
+def test_turn_of_a_closed_loop_is_passed_on(waits: bool) -> None:
     turns = Turns()
 
     async def leave_one() -> None:
         turns.take(lambda: None)
 
-    def in_a_thread() -> None:
+    def run_in_thread() -> None:
         asyncio.run(leave_one())
 
     async def main() -> None:
         first = turns.take(lambda: None)
-        other = threading.Thread(target=in_a_thread)
+        other = threading.Thread(target=run_in_thread)
         other.start()
         other.join()
         begun = asyncio.Event()
@@ -64,7 +64,7 @@ def test_the_turn_of_a_loop_that_is_closed_is_passed_on(waits: bool) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_turn_of_a_loop_that_was_closed_is_over(others: int) -> None:
+def test_started_turn_of_a_closed_loop_has_ended(others: int) -> None:
     turns, begun = Turns(), []
 
     async def leave_some() -> None:

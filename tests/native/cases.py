@@ -1,4 +1,4 @@
-"""Every small collective on arrays of random bits, as calls that a test makes on all ranks."""
+"""The collectives on small arrays of random bits, as calls that a test makes on all ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ from ..reductions import DTYPES, HALVES, LOGICAL, NARROW, OPS, allowed, numpy_dt
 __all__ = ["DTYPES", "Case", "bits", "cases", "counts", "moves", "reductions"]
 
 Array = NDArray[Any]
-#: A call as a rank makes it: its work, and the arrays that have results.
+#: A started call on one rank: its work, and the arrays that will hold its results.
 Made = tuple[Work[Any], list[Array]]
 
 
 class Case(NamedTuple):
-    """One collective."""
+    """A collective with fixed arguments.
+
+    Attributes:
+        name: the collective, with its op and root.
+        call: starts it on a rank.
+        plain: whether the accelerator must carry it out once its ranks share memory.
+    """
 
     name: str
     call: Callable[[ProcessGroup], Made]
-    #: Whether the accelerator has to take it, if its ranks have the memory.
     plain: bool
 
 
 def bits(dtype: str, count: int, *seed: Any) -> Array:
-    """Return random bits: of floats, NaNs with payloads and infinities are among them."""
+    """Return an array of random bits; arrays of floats include infinities and NaNs with payloads."""
     kind = numpy_dtype(dtype)
     rng = np.random.default_rng(zlib.crc32(repr((dtype, count, *seed)).encode()))
     raw = rng.integers(0, 256, (count, kind.itemsize), np.uint8)
@@ -49,14 +54,14 @@ def bits(dtype: str, count: int, *seed: Any) -> Array:
 
 
 def counts(size: int, dtype: str) -> list[int]:
-    """Return counts of elements: none, around the number of ranks, and in each kind of slot."""
+    """Return element counts: zero, counts around the number of ranks, and counts for each kind of slot."""
     each = numpy_dtype(dtype).itemsize
     inline, small, middle = 32 // each, 4096 // each, 16384 // each
     return sorted({0, 1, size - 1, size, size + 1, inline, inline + 1, small, small + 1, middle})
 
 
 def cases(size: int, dtype: str, count: int) -> Iterator[Case]:
-    """Return all collectives on arrays of `count` elements."""
+    """Yield all collectives on arrays of `count` elements."""
     yield from moves(size, dtype, count)
     for op in OPS:
         if allowed(op, dtype):
@@ -64,47 +69,47 @@ def cases(size: int, dtype: str, count: int) -> Iterator[Case]:
 
 
 def moves(size: int, dtype: str, count: int) -> Iterator[Case]:
-    """Return what moves arrays; with every root."""
+    """Yield the collectives that only move data, with every root."""
 
-    def mine(pg: ProcessGroup, *seed: Any, number: int = count) -> Array:
+    def own_array(pg: ProcessGroup, *seed: Any, number: int = count) -> Array:
         return bits(dtype, number, "of rank", pg.rank(), *seed)
 
-    def parts(pg: ProcessGroup) -> list[Array]:
-        return [mine(pg, peer) for peer in range(size)]
+    def own_arrays(pg: ProcessGroup) -> list[Array]:
+        return [own_array(pg, peer) for peer in range(size)]
 
-    def room(number: int = count) -> Array:
+    def zeros(number: int = count) -> Array:
         return np.zeros(number, numpy_dtype(dtype))
 
-    def rooms() -> list[Array]:
-        return [room() for _ in range(size)]
+    def zeros_by_rank() -> list[Array]:
+        return [zeros() for _ in range(size)]
 
     def broadcast(pg: ProcessGroup, root: int) -> Made:
-        array = mine(pg)
+        array = own_array(pg)
         return pg.broadcast(array, root), [array]
 
     def gather(pg: ProcessGroup, root: int) -> Made:
-        outputs = rooms() if pg.rank() == root else None
-        return pg.gather(outputs, mine(pg), root), outputs or []
+        outputs = zeros_by_rank() if pg.rank() == root else None
+        return pg.gather(outputs, own_array(pg), root), outputs or []
 
     def scatter(pg: ProcessGroup, root: int) -> Made:
-        output = room()
-        return pg.scatter(output, parts(pg) if pg.rank() == root else None, root), [output]
+        output = zeros()
+        return pg.scatter(output, own_arrays(pg) if pg.rank() == root else None, root), [output]
 
     def allgather(pg: ProcessGroup) -> Made:
-        outputs = rooms()
-        return pg.allgather(outputs, mine(pg)), outputs
+        outputs = zeros_by_rank()
+        return pg.allgather(outputs, own_array(pg)), outputs
 
     def allgather_into_tensor(pg: ProcessGroup) -> Made:
-        output = room(size * count)
-        return pg.allgather_into_tensor(output, mine(pg)), [output]
+        output = zeros(size * count)
+        return pg.allgather_into_tensor(output, own_array(pg)), [output]
 
     def alltoall(pg: ProcessGroup) -> Made:
-        outputs = rooms()
-        return pg.alltoall(outputs, parts(pg)), outputs
+        outputs = zeros_by_rank()
+        return pg.alltoall(outputs, own_arrays(pg)), outputs
 
     def alltoall_base(pg: ProcessGroup) -> Made:
-        output = room(size * count)
-        return pg.alltoall_base(output, mine(pg, number=size * count)), [output]
+        output = zeros(size * count)
+        return pg.alltoall_base(output, own_array(pg, number=size * count)), [output]
 
     def barrier(pg: ProcessGroup) -> Made:
         return pg.barrier(), []
@@ -119,42 +124,42 @@ def moves(size: int, dtype: str, count: int) -> Iterator[Case]:
 
 
 def reductions(size: int, dtype: str, count: int, op: str) -> Iterator[Case]:
-    """Return what reduces arrays by one op; with every root."""
+    """Yield the collectives that reduce by `op`, with every root."""
 
-    def mine(pg: ProcessGroup, *seed: Any, number: int = count) -> Array:
+    def own_array(pg: ProcessGroup, *seed: Any, number: int = count) -> Array:
         return bits(dtype, number, "of rank", pg.rank(), *seed)
 
     def allreduce(pg: ProcessGroup) -> Made:
-        array = mine(pg)
+        array = own_array(pg)
         return pg.allreduce(array, reduce_op(op, pg.rank())), [array]
 
     def keyed(pg: ProcessGroup) -> Made:
-        array = mine(pg)
+        array = own_array(pg)
         return pg.allreduce(array, reduce_op(op, pg.rank()), key=f"{op} {dtype} {count}"), [array]
 
     def scan(pg: ProcessGroup) -> Made:
-        array = mine(pg)
+        array = own_array(pg)
         return pg.scan(array, reduce_op(op, pg.rank())), [array]
 
     def exscan(pg: ProcessGroup) -> Made:
-        array = mine(pg)
+        array = own_array(pg)
         return pg.exscan(array, reduce_op(op, pg.rank())), [array]
 
     def reduce_scatter(pg: ProcessGroup) -> Made:
         output = np.zeros(count, numpy_dtype(dtype))
-        inputs = [mine(pg, peer) for peer in range(size)]
+        inputs = [own_array(pg, peer) for peer in range(size)]
         return pg.reduce_scatter(output, inputs, reduce_op(op, pg.rank())), [output]
 
     def reduce_scatter_tensor(pg: ProcessGroup) -> Made:
         output = np.zeros(count, numpy_dtype(dtype))
-        return pg.reduce_scatter_tensor(output, mine(pg, number=size * count), reduce_op(op, pg.rank())), [output]
+        return pg.reduce_scatter_tensor(output, own_array(pg, number=size * count), reduce_op(op, pg.rank())), [output]
 
     def reduce(pg: ProcessGroup, root: int) -> Made:
-        array = mine(pg)
+        array = own_array(pg)
         return pg.reduce(array, root, reduce_op(op, pg.rank())), [array] if pg.rank() == root else []
 
     plain = count > 0 and op not in ("larger", "affine", "PREMUL_SUM") and dtype not in HALVES + NARROW
-    portable = not (op == "PRODUCT" and dtype.startswith("complex"))  # the others need the result of one rank
+    portable = not (op == "PRODUCT" and dtype.startswith("complex"))  # other products need the result of one rank
     calls = (allreduce, keyed, reduce_scatter, reduce_scatter_tensor)
     for call in calls if op == "AVG" else (*calls, scan, exscan):
         is_plain = plain and (call is not exscan or op not in LOGICAL) and (call not in (allreduce, keyed) or portable)

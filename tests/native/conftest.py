@@ -1,4 +1,4 @@
-"""Tests of the accelerator in C are skipped where it does not run; its works are tested on both event loops."""
+"""Fixtures for tests of the accelerator in C: a skip without the accelerator, and event loops for tests of works."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 
 from aiocoll.native import core, describe_implementation
 
-#: Files whose tests run on each event loop that is installed.
+#: Files whose tests run on both event loops, asyncio and uvloop.
 BOTH = ("test_works.py", "test_works_failing.py")
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]] | None:
-    """Give some files both loops; None leaves the choice to the other hooks."""
+    """Return both event loops for the files in `BOTH`; None leaves the choice to other hooks."""
     if item.path.name not in BOTH or importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop
 
-    uvloop.new_event_loop().close()  # it opens a pipe that libuv keeps for good
+    uvloop.new_event_loop().close()  # the first loop opens a pipe that libuv never closes
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(autouse=True)
 def _accelerator() -> None:
-    """Skip a test where pure Python runs."""
+    """Skip the test if the accelerator does not run."""
     if core is None:
         pytest.skip(f"the accelerator in C does not run: {describe_implementation()}")

@@ -1,4 +1,4 @@
-"""Groups some of whose ranks are carried out by the accelerator in C, and others by Python."""
+"""Groups in which the accelerator in C carries out the calls of some ranks, and Python those of the others."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from aiocoll.work import Work
 from ..internals import comm_of, is_native, make_pure, native_of
 from ..ranks import options, until
 
-__all__ = ["WORKS", "group_of_ranks", "in_python", "link", "start", "waiting"]
+__all__ = ["WORKS", "await_work", "group_of_ranks", "open_links", "pending_in_python", "start_allreduce"]
 
-#: Kinds of works: carried out by the accelerator; over a completion; begun by the accelerator and taken over.
+#: Kinds of works: carried out by the accelerator, by Python, or by Python after a handover from the accelerator.
 WORKS = ("native", "completion", "taken over")
 
 
-async def link(pgs: Sequence[ProcessGroup]) -> None:
-    """Open all data links."""
+async def open_links(pgs: Sequence[ProcessGroup]) -> None:
+    """Open the data links between all ranks."""
     await asyncio.gather(*(pg.allgather(None, np.zeros(1)) for pg in pgs))
     await until(lambda: all(comm_of(pg).channels[peer].shared for pg in pgs for peer in comm_of(pg).others))
 
@@ -31,40 +31,47 @@ async def link(pgs: Sequence[ProcessGroup]) -> None:
 async def group_of_ranks(
     native: Sequence[bool], name: str = "mixed", *, timeout: float = 60.0, linked: bool = True
 ) -> AsyncIterator[list[ProcessGroup]]:
-    """Yield the ranks of a group in shared memory, as tasks; `native` names those of the accelerator."""
+    """Yield the ranks of a group that uses shared memory.
+
+    Args:
+        native: by rank, whether the accelerator carries out its calls.
+        name: of the group.
+        timeout: of the group, in seconds.
+        linked: whether the data links are open before the group is yielded.
+    """
     store, size = HashStore(), len(native)
     arguments: dict[str, Any] = {"store": store, "world_size": size, "name": name, "options": options("shm")}
     pgs = await asyncio.gather(*(new_group(rank=rank, timeout=timeout, **arguments) for rank in range(size)))
     try:
-        for pg, is_so in zip(pgs, native, strict=True):
+        for pg, is_native_rank in zip(pgs, native, strict=True):
             assert (native_of(pg) is not None) is (size > 1)
-            if not is_so:
+            if not is_native_rank:
                 make_pure(pg)
         if linked:
-            await link(pgs)
+            await open_links(pgs)
         yield pgs
     finally:
         await asyncio.gather(*(pg.shutdown() for pg in pgs))
         await store.aclose()
 
 
-def in_python(pg: ProcessGroup) -> int:
-    """Return how many calls Python has in flight; nothing is handed over."""
+def pending_in_python(pg: ProcessGroup) -> int:
+    """Return the number of calls that Python has in flight, without a handover of native calls."""
     return len(comm_of(pg)._pending)
 
 
-def start(kind: str, pg: ProcessGroup, array: np.ndarray, **named: Any) -> Work[Any]:
-    """Start an allreduce that cannot end yet, whose work is of one of `WORKS`."""
+def start_allreduce(kind: str, pg: ProcessGroup, array: np.ndarray, **named: Any) -> Work[Any]:
+    """Start an allreduce that waits for the peer; its work is of `kind`, one of `WORKS`."""
     work = pg.allreduce(array, **named)
     assert not work.done()
     if kind == "taken over":
         assert native_of(pg).count == 1
         native_of(pg).hand_over()
     assert is_native(work) is (kind == "native")
-    assert in_python(pg) == (kind != "native")
+    assert pending_in_python(pg) == (kind != "native")
     return work
 
 
-async def waiting(work: Work[Any]) -> Any:
-    """Await a work; unlike `Work.join`, this leaves the call where it is."""
+async def await_work(work: Work[Any]) -> Any:
+    """Return the result of a work; unlike `Work.join`, this does not hand the call over to Python."""
     return await work

@@ -1,10 +1,9 @@
-/* Two threads over one mapping run the protocol of the outboxes: post, look, fold, free, give up, sleep and wake; and
-   that of chunk queues.
+/* A race test of outboxes and chunk queues: two threads with a shared mapping run their protocols.
 
-   race ROUNDS [SEED]: both post, fold and free in each round, and sleep if nothing comes. Then one posts as many times
-   and gives half of its posts up while the other reads them. Then one puts as many chunks, and the other takes them.
-   The bytes of the first and the last part are not atomic, so that ThreadSanitizer sees a missing release or acquire;
-   what it cannot see (fences, lost wake-ups) the checks find. */
+   race ROUNDS [SEED]: in each round, both threads post, fold and free, and sleep while nothing arrives. Then one thread
+   makes ROUNDS posts and withdraws half of them while the other reads them. Then one thread puts ROUNDS chunks into a
+   queue and the other takes them. The data of the first and the last part is not atomic, so that ThreadSanitizer finds
+   a missing release or acquire. Checks find missing fences and lost wake-ups. */
 #define _GNU_SOURCE
 #include "protocol.h"
 
@@ -19,13 +18,13 @@
 
 enum { SLOTS = 4, WORDS = 16, LOOKS = 512, PATIENCE = 10000 /* milliseconds */ };
 
-/* What one rank writes, and the other one only reads. */
+/* Memory that one rank writes and its peer only reads. */
 typedef struct {
     _Alignas(LAYOUT_LINE) Word status[LINE_WORDS];
     _Alignas(LAYOUT_LINE) Word lane[LAYOUT_LANE_WORDS];
     _Alignas(LAYOUT_LINE) Word lines[SLOTS][LINE_WORDS];
     _Alignas(LAYOUT_LINE) uint64_t bytes[SLOTS][WORDS];
-    /* of the queue from this rank; the peer writes the first two */
+    /* the chunk queue from this rank, whose peer writes the first two */
     _Alignas(LAYOUT_LINE) Word taken[LINE_WORDS];
     _Alignas(LAYOUT_LINE) Word waiting[LINE_WORDS];
     _Alignas(LAYOUT_LINE) Word chunk_lines[LAYOUT_CHUNKS][LINE_WORDS];
@@ -50,12 +49,12 @@ static uint64_t value(uint64_t rank, uint64_t identity, int word) {
     return identity * 2654435761u + rank * 977 + (uint64_t)word;
 }
 
-/* As of calls that no two groups have in common: half of a line that was overwritten is none of them. */
+/* Return the head of a call that is unique to its group, so that a half overwritten line matches no call. */
 static Head head_of(uint64_t identity, uint64_t group) {
     return (Head){identity, group, identity * 31 + group, WORDS * 8};
 }
 
-/* ---- the doorbell: as Doorbell and PeerDoorbell of aiocoll/transport/shm/doorbell.py */
+/* ---- the doorbell, as Doorbell and PeerDoorbell in aiocoll/transport/shm/doorbell.py */
 
 static void set_status(Rank *self) { store(self->own->status, ++self->status); }
 
@@ -74,7 +73,7 @@ static int has_post(const Rank *self, uint64_t round) {
                     self->peer->lines[slot], &expected, 1) != MISSING;
 }
 
-/* Sleep until the peer rings, unless something is there. */
+/* Sleep until the peer rings, unless `is_there` returns 1. */
 static void rest(Rank *self, int (*is_there)(const Rank *, uint64_t), uint64_t round) {
     set_status(self);
     fence_full();
@@ -84,11 +83,11 @@ static void rest(Rank *self, int (*is_there)(const Rank *, uint64_t), uint64_t r
         if (poll(&waits, 1, PATIENCE) == 0) fail("a wake-up was lost", round);
     }
     uint64_t times;
-    if (read(self->eventfd, &times, sizeof times) < 0) times = 0; /* it was not rung */
+    if (read(self->eventfd, &times, sizeof times) < 0) times = 0; /* the doorbell was not rung */
     set_status(self);
 }
 
-/* ---- both post, fold and free */
+/* ---- both threads post, fold and free */
 
 static void *exchange(void *argument) {
     Rank *self = argument;
@@ -117,7 +116,7 @@ static void *exchange(void *argument) {
     return NULL;
 }
 
-/* ---- one posts and gives up, the other reads: its bytes are atomic here, since they are overwritten while it reads */
+/* ---- one thread posts and withdraws, the other reads: atomic data, since writes and reads overlap */
 
 static _Atomic int is_over;
 
@@ -136,8 +135,8 @@ static void *post_and_give_up(void *argument) {
             pause_core();
         }
         if (!given_up || looks > 0) {
-            self->kept++; /* the reader has said that it read this one */
-        } else {          /* as CommonWriter._withdraw, before the slot is filled for another group */
+            self->kept++; /* the reader has confirmed this post */
+        } else {          /* as CommonWriter._withdraw does before it fills the slot for another group */
             store_release(named, 0);
             group++;
         }
@@ -159,7 +158,7 @@ static void *read_what_is_there(void *argument) {
         }
         uint64_t identity = load(line + LINE_IDENTITY), group = load(line + LINE_GROUP), copy[WORDS];
         Head real = head_of(identity, group);
-        if (look_for(named, consumed, line, &real, 1) != PRESENT) continue; /* it is being overwritten */
+        if (look_for(named, consumed, line, &real, 1) != PRESENT) continue; /* the line is being overwritten */
         for (int i = 0; i < WORDS; i++) copy[i] = load(bytes + i);
         if (!consume(named, consumed, line, group)) continue;
         for (int i = 0; i < WORDS; i++)
@@ -171,7 +170,7 @@ static void *read_what_is_there(void *argument) {
     return NULL;
 }
 
-/* ---- one puts chunks into a queue, the other takes them */
+/* ---- one thread puts chunks into a queue, the other takes them */
 
 static int has_room(const Rank *self, uint64_t number) {
     return number <= LAYOUT_CHUNKS || are_taken(self->own->taken, self->own->waiting, number - LAYOUT_CHUNKS);
@@ -239,7 +238,7 @@ int main(int count, char **arguments) {
     uint64_t sleeps = ranks[0].sleeps + ranks[1].sleeps;
     open_pair(ranks, seed);
     run(ranks, post_and_give_up, read_what_is_there);
-    /* One may be read after it was given up, so the reader has as many, or more. */
+    /* A post may be read after its withdrawal, so the reader may have more posts. */
     if (ranks[1].kept + 1 < ranks[0].kept) fail("a post counts as read that was not", ranks[0].kept - ranks[1].kept);
     Rank ends[2];
     open_pair(ends, seed);

@@ -1,6 +1,6 @@
-"""`python -m tests.native.rank_of_mixed_job RANK SIZE PORT`: one rank of a mixed job.
+"""A rank of a mixed job: `python -m tests.native.rank_of_mixed_job RANK SIZE PORT`.
 
-It makes every call with every count, checks the results, and prints what it runs and the size of chunks.
+It makes every call with every count and checks the results. It prints its implementation and the chunk size.
 """
 
 from __future__ import annotations

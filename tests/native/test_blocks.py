@@ -1,4 +1,4 @@
-"""Blocks of calls in groups of which the accelerator carries out all ranks, or some, or none: small calls go alone."""
+"""Coalescing blocks in groups with native and pure ranks: the accelerator carries out small calls one by one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..engine.test_flush_mismatch import CASES
 from ..internals import comm_of, is_native, native_of
 from ..ranks import until
 from .cases import DTYPES, Case, cases, counts
-from .groups import group_of_ranks, in_python
+from .groups import await_work, group_of_ranks, pending_in_python
 
-#: Which ranks run natively, as the first letter tells: N, or P for those whose accelerator takes no part.
+#: Jobs, one letter per rank: N for native, P for pure Python.
 JOBS = ("NN", "NP", "PN", "PP", "NNN", "NPN", "NPNP", "NNNN")
 SMALL = 4096
 
 
-def natives(job: str) -> list[bool]:
+def native_ranks(job: str) -> list[bool]:
     return [letter == "N" for letter in job]
 
 
@@ -36,22 +36,22 @@ def ones(count: int = 4, value: float = 1.0) -> Any:
     return np.full(count, value, float)
 
 
-async def on_all(pgs: Sequence[ProcessGroup], rank: Callable[[ProcessGroup], Awaitable[Any]]) -> list[Any]:
+async def run_on_all(pgs: Sequence[ProcessGroup], rank: Callable[[ProcessGroup], Awaitable[Any]]) -> list[Any]:
     async with asyncio.timeout(20):
         return await asyncio.gather(*map(rank, pgs))
 
 
 @pytest.fixture
-def in_python_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the ids of the calls of blocks that Python starts, as they come."""
+def started_by_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the ids of calls are added that Python starts for a block."""
     started: list[int] = []
     start = Flush.start_single
 
-    def counted(flush: Flush, position: int, identity: int) -> None:
+    def record_start(flush: Flush, position: int, identity: int) -> None:
         started.append(identity)
         start(flush, position, identity)
 
-    monkeypatch.setattr(Flush, "start_single", counted)
+    monkeypatch.setattr(Flush, "start_single", record_start)
     return started
 
 
@@ -59,40 +59,42 @@ def in_python_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def results_of(pgs: Sequence[ProcessGroup], chosen: Sequence[Case], *, block: bool) -> list[list[bytes]]:
-    """Make all calls in a block, or alone; return the bytes of all results of each rank."""
+    """Make the calls, in one block or one by one; return the result bytes of each rank."""
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
         if block:
             async with pg.coalescing():
-                made = [case.call(pg) for case in chosen]
+                started = [case.call(pg) for case in chosen]
         else:
-            made = [case.call(pg) for case in chosen]
-            for work, _ in made:
+            started = [case.call(pg) for case in chosen]
+            for work, _ in started:
                 await work
-        return [array.tobytes() for _, arrays in made for array in arrays]
+        return [array.tobytes() for _, arrays in started for array in arrays]
 
-    return await on_all(pgs, rank)
+    return await run_on_all(pgs, rank)
 
 
-def some_of(size: int, number: int) -> list[Case]:
-    """Return all kinds of calls, on arrays of all dtypes and of counts by turns."""
+def chosen_cases(size: int, number: int) -> list[Case]:
+    """Return calls of all kinds, on arrays of all dtypes; each dtype gets another count."""
     turns = itertools.count(number)
     chosen = []
     for dtype in DTYPES:
         found = counts(size, dtype)
         chosen += list(cases(size, dtype, found[next(turns) % len(found)]))
-    return chosen[number % 5 :: 5]  # more are in flight at a time than there are slots, and go in frames
+    return chosen[number % 5 :: 5]  # still more calls than slots, so that some use frames
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("job", JOBS)
-async def test_block_of_every_kind_has_the_bits_of_calls_alone(job: str) -> None:
-    chosen = some_of(len(job), JOBS.index(job))
-    async with group_of_ranks(natives(job)) as pgs:
+async def test_block_of_calls_of_every_kind_gives_the_bits_of_single_calls(job: str) -> None:
+    chosen = chosen_cases(len(job), JOBS.index(job))
+    async with group_of_ranks(native_ranks(job)) as pgs:
         alone = await results_of(pgs, chosen, block=False)
         assert await results_of(pgs, chosen, block=True) == alone
-        assert await results_of(pgs, chosen, block=True) == alone, "as the first block, whose layout is known"
-        assert [in_python(pg) for pg in pgs] == [0] * len(job)
+        assert await results_of(pgs, chosen, block=True) == alone, (
+            "the second block, which reuses the layout of the first, has other results"
+        )
+        assert [pending_in_python(pg) for pg in pgs] == [0] * len(job)
 
 
 async def test_block_in_a_group_of_one_rank_completes() -> None:
@@ -105,7 +107,7 @@ async def test_block_in_a_group_of_one_rank_completes() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-async def test_small_calls_of_a_block_are_native(size: int, in_python_only: list[int]) -> None:
+async def test_small_calls_of_a_block_are_native(size: int, started_by_python: list[int]) -> None:
     async with group_of_ranks([True] * size) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -126,11 +128,11 @@ async def test_small_calls_of_a_block_are_native(size: int, in_python_only: list
             assert [each[0] for each in lists.result()] == parts[0].tolist() == [*range(size)]
             assert number.result() == total + size
 
-        await on_all(pgs, rank)
-    assert not in_python_only
+        await run_on_all(pgs, rank)
+    assert not started_by_python
 
 
-async def test_larger_calls_and_python_functions_are_packed(in_python_only: list[int]) -> None:
+async def test_larger_calls_and_python_functions_are_packed(started_by_python: list[int]) -> None:
     add = ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
     async with group_of_ranks([True, True]) as pgs:
 
@@ -149,13 +151,13 @@ async def test_larger_calls_and_python_functions_are_packed(in_python_only: list
             assert all((each == 2).all() for each in (*tensors, *halves, small))
             assert all((each == 1).all() for each in others)
 
-        await on_all(pgs, rank)
-    assert not in_python_only
+        await run_on_all(pgs, rank)
+    assert not started_by_python
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PP", "NNN"])
 async def test_block_of_more_calls_than_slots_completes(job: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
             tensors = [ones(2, number) for number in range(300)]
@@ -164,12 +166,12 @@ async def test_block_of_more_calls_than_slots_completes(job: str) -> None:
                     pg.allreduce(tensor)
             assert [tensor[0] for tensor in tensors] == [number * len(job) for number in range(300)]
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PP"])
 async def test_block_of_list_calls_gives_their_results(job: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
             tensors = [ones(3, number) for number in range(5)]
@@ -186,7 +188,7 @@ async def test_block_of_list_calls_gives_their_results(job: str) -> None:
             assert block.seq == comm_of(pg).entered
             assert [each.tolist() for each in (*two.result(), one.result(), three.result())] == [[2.0] * 4] * 4
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 async def test_block_is_one_operation_in_records_and_counters() -> None:
@@ -205,20 +207,16 @@ async def test_block_is_one_operation_in_records_and_counters() -> None:
             assert (record.signature.op, record.seq, record.error) == ("COALESCED", block.seq, None)
             assert record.entered <= record.started <= record.ended
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 # -- works of a block
 
 
-async def waiting(work: Work[Any]) -> Any:
-    return await work
-
-
 @pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task", "wait"])
 @pytest.mark.parametrize("job", ["NN", "NP"])
 async def test_await_inside_a_block_sends_the_recorded_calls(job: str, how: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
             async with pg.coalescing() as block:
@@ -237,7 +235,7 @@ async def test_await_inside_a_block_sends_the_recorded_calls(job: str, how: str)
                 elif how == "wait":
                     await asyncio.wait([asyncio.ensure_future(first.join())])
                 else:
-                    await asyncio.create_task(waiting(first))
+                    await asyncio.create_task(await_work(first))
                 assert first.result().tolist() == (await second).tolist() == [2.0] * 4
                 sent = block.seq
                 assert sent == comm_of(pg).entered
@@ -245,7 +243,7 @@ async def test_await_inside_a_block_sends_the_recorded_calls(job: str, how: str)
             assert third.result().tolist() == [2.0] * 4
             assert block.seq == sent + 1
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 async def test_works_of_a_block_can_be_inspected_before_it_is_sent() -> None:
@@ -268,7 +266,7 @@ async def test_works_of_a_block_can_be_inspected_before_it_is_sent() -> None:
             await until(lambda: called)
             assert called == [works[2]]
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 async def test_inspected_calls_in_flight_are_handed_over_to_python() -> None:
@@ -282,12 +280,12 @@ async def test_inspected_calls_in_flight_are_handed_over_to_python() -> None:
         works: list[Work[Any]] = []
         task = asyncio.create_task(block(zero, works))
         await until(lambda: native_of(zero).count == 3)
-        assert in_python(zero) == 1, "the flush"
+        assert pending_in_python(zero) == 1, "more than the flush is pending in Python"
         assert repr(works[1]) == "<Work ALLREDUCE pending>"
         assert native_of(zero).count == 2
         assert zero.pending() == works
         assert native_of(zero).count == 0
-        waiter = asyncio.create_task(waiting(works[2]))
+        waiter = asyncio.create_task(await_work(works[2]))
         await block(one, [])
         await task
         assert (await waiter).tolist() == [4.0] * 4
@@ -304,7 +302,7 @@ async def test_await_of_a_call_in_flight_keeps_it_native() -> None:
 
         task = asyncio.create_task(block())
         await until(lambda: native_of(zero).count == 1)
-        waiter = asyncio.create_task(waiting(works[0]))
+        waiter = asyncio.create_task(await_work(works[0]))
         await asyncio.sleep(0)
         async with one.coalescing():
             one.allreduce(ones())
@@ -332,11 +330,11 @@ async def test_only_tasks_of_a_block_record_into_it() -> None:
                 works = [pg.allreduce(ones())]
                 go.set()
                 await task
-                await asyncio.create_task(waiting(works[0]))
+                await asyncio.create_task(await_work(works[0]))
             assert task.result() == before + 1
             assert block.seq == before + 2
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 async def test_calls_that_share_memory_are_refused() -> None:
@@ -352,12 +350,12 @@ async def test_calls_that_share_memory_are_refused() -> None:
             assert comm_of(pg).entered == before
             assert pg.pending() == []
             outputs = ones(20, -1), ones(20, -1)
-            async with pg.coalescing():  # reading twice is fine
+            async with pg.coalescing():  # two calls may read the same memory
                 pg.allgather_into_tensor(outputs[0], whole)
                 pg.allgather_into_tensor(outputs[1], whole)
             assert not any(each.any() for each in outputs)
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 # -- blocks that fail
@@ -382,12 +380,12 @@ async def test_exception_inside_a_block_sends_nothing() -> None:
             assert pg.pending() == []
             assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 @pytest.mark.parametrize("job", ["NN", "NP"])
 async def test_cancelled_end_of_a_block_leaves_its_calls_in_flight(job: str) -> None:
-    async with group_of_ranks(natives(job)) as (zero, one):
+    async with group_of_ranks(native_ranks(job)) as (zero, one):
         works: list[Work[Any]] = []
 
         async def block() -> None:
@@ -461,36 +459,36 @@ async def test_block_times_out_after_its_shortest_timeout() -> None:
 # -- ranks that differ
 
 
-async def differing(pgs: Sequence[ProcessGroup], record: Callable[[ProcessGroup], object], text: str) -> None:
-    """Record something in a block of each rank, and expect that all of them get an error with `text`."""
+async def check_mismatch(pgs: Sequence[ProcessGroup], record: Callable[[ProcessGroup], object], text: str) -> None:
+    """Check that all ranks get a mismatch error with `text` if each makes a block by `record`."""
 
     async def rank(pg: ProcessGroup) -> None:
         start = asyncio.get_running_loop().time()
         with pytest.raises(CollectiveMismatchError, match=text):  # noqa: PT012
             async with pg.coalescing():
                 record(pg)
-            # Complete here, perhaps: what only one rank reads is no news to its sender.
+            # The block may have completed here: the sender of a message that only the peer reads sees no mismatch.
             await pg.wait_revoked()
             raise comm_of(pg).cause  # type: ignore[misc]
         assert asyncio.get_running_loop().time() - start < 1.0
         assert pg.pending() == []
 
-    await on_all(pgs, rank)
+    await run_on_all(pgs, rank)
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN", "PP", "NNN", "NPN"])
 @pytest.mark.parametrize("name", CASES)
 async def test_blocks_with_different_calls_are_a_mismatch(name: str, job: str) -> None:
     most, one, text = CASES[name]
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         odd = len(job) % 2
-        await differing(pgs, lambda pg: (one if pg.rank() == odd else most)(pg), text)
+        await check_mismatch(pgs, lambda pg: (one if pg.rank() == odd else most)(pg), text)
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_shorter_block_that_reads_nothing_is_a_mismatch(job: str) -> None:
-    """Each rank sends what the other never reads, so only the stall report can find it."""
-    async with group_of_ranks(natives(job)) as pgs:
+    """Check that the stall report finds the mismatch: each rank sends messages that its peer never reads."""
+    async with group_of_ranks(native_ranks(job)) as pgs:
 
         def record(pg: ProcessGroup) -> None:
             for _ in range(3):
@@ -498,13 +496,13 @@ async def test_shorter_block_that_reads_nothing_is_a_mismatch(job: str) -> None:
             if pg.rank() == 0:
                 pg.allreduce(ones())
 
-        await differing(pgs, record, r"rank 0 called COALESCED\(members=\[3 x GATHER\(.*, ALLREDUCE\(")
+        await check_mismatch(pgs, record, r"rank 0 called COALESCED\(members=\[3 x GATHER\(.*, ALLREDUCE\(")
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 @pytest.mark.parametrize("which", [0, 1])
 async def test_rank_that_does_not_coalesce_is_a_mismatch(job: str, which: int) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
             tensors = [ones(4, 7) for _ in range(3)]
@@ -518,11 +516,11 @@ async def test_rank_that_does_not_coalesce_is_a_mismatch(job: str, which: int) -
                         await pg.allreduce(tensor)
             assert all((tensor == 7).all() for tensor in tensors)
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 async def test_equal_consecutive_blocks_are_not_merged() -> None:
-    """One rank makes one block of four calls, the other one two of two."""
+    """Check the case that one rank makes a block of four calls, and its peer two blocks of two."""
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -532,10 +530,10 @@ async def test_equal_consecutive_blocks_are_not_merged() -> None:
                         for _ in range(count):
                             pg.allreduce(ones())
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
-# -- what stays
+# -- references, counters and long blocks
 
 
 async def test_block_leaves_no_reference_cycles() -> None:
@@ -550,11 +548,11 @@ async def test_block_leaves_no_reference_cycles() -> None:
                 pass
             await pg.allreduce_coalesced([ones()])
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
         gc.collect()
         gc.disable()
         try:
-            await on_all(pgs, rank)
+            await run_on_all(pgs, rank)
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
             kinds = {type(each).__name__ for each in gc.garbage}
@@ -565,7 +563,7 @@ async def test_block_leaves_no_reference_cycles() -> None:
         assert not kinds & {"Work", "Block", "Recording", "Batch", "Flush", "ndarray", "DeferredCompletion"}
 
 
-async def test_recorded_calls_of_a_block_are_limited() -> None:
+async def test_block_in_a_group_without_a_timeout_completes() -> None:
     async with group_of_ranks([True, True], timeout=inf) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -573,18 +571,18 @@ async def test_recorded_calls_of_a_block_are_limited() -> None:
                 work = pg.allreduce(ones())
             assert work.result().tolist() == [2.0] * 4
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)
 
 
 async def test_hooks_are_called_once_per_block() -> None:
-    told: list[tuple[str, str]] = []
+    events: list[tuple[str, str]] = []
 
     class Recorder:
         def on_start(self, info: OperationInfo) -> None:
-            told.append(("start", info.op))
+            events.append(("start", info.op))
 
         def on_end(self, info: OperationInfo) -> None:
-            told.append(("end", info.op))
+            events.append(("end", info.op))
 
     async with group_of_ranks([True, True]) as pgs:
 
@@ -595,13 +593,13 @@ async def test_hooks_are_called_once_per_block() -> None:
                 works = [pg.allreduce(ones()) for _ in range(3)]
             assert all(map(is_native, works))
 
-        await on_all(pgs, rank)
-    assert told == [("start", "COALESCED"), ("end", "COALESCED")]
+        await run_on_all(pgs, rank)
+    assert events == [("start", "COALESCED"), ("end", "COALESCED")]
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_long_block_continues_when_its_late_peer_calls(job: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
             if pg.rank() == 1:
@@ -612,17 +610,17 @@ async def test_long_block_continues_when_its_late_peer_calls(job: str) -> None:
                     pg.allreduce(tensor)
             assert [tensor[0] for tensor in tensors] == [2 * number for number in range(400)]
 
-        async def few_are_in_flight() -> None:
+        async def check_few_in_flight() -> None:
             native = native_of(pgs[0])
             await until(lambda: native.count)
             assert native.count <= SMALL_SLOTS // 2
             assert not native.waiting
 
-        checks = [few_are_in_flight()] if job.startswith("N") else []
-        await asyncio.gather(on_all(pgs, rank), *checks)
+        checks = [check_few_in_flight()] if job.startswith("N") else []
+        await asyncio.gather(run_on_all(pgs, rank), *checks)
 
 
-async def test_long_block_ends_with_the_group() -> None:
+async def test_long_block_fails_with_its_group() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         works: list[Work[Any]] = []
 
@@ -632,7 +630,7 @@ async def test_long_block_ends_with_the_group() -> None:
 
         task = asyncio.create_task(block())
         await until(lambda: native_of(zero).count)
-        waiter = asyncio.create_task(waiting(works[-1]))  # it has not started
+        waiter = asyncio.create_task(await_work(works[-1]))  # this call has not started
         await asyncio.sleep(0)
         one.abort("enough")
         with pytest.raises(GroupError, match="enough"):
@@ -659,4 +657,4 @@ async def test_call_of_a_long_block_that_has_not_started_can_be_awaited() -> Non
             assert (await works[-1]).tolist() == [2.0] * 4
             await task
 
-        await on_all(pgs, rank)
+        await run_on_all(pgs, rank)

@@ -1,4 +1,4 @@
-"""Calls that the accelerator takes from the group's methods: it finds the plans of calls like earlier ones itself."""
+"""Repeated calls, whose plans the accelerator finds without Python."""
 
 from __future__ import annotations
 
@@ -13,92 +13,92 @@ from aiocoll import ProcessGroup
 from aiocoll.work import Work
 
 from ..internals import Limits, is_native, native_of
-from .groups import group_of_ranks, waiting
+from .groups import await_work, group_of_ranks
 
 Arrays = Sequence[np.ndarray]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_looked_at_for_its_age(limits: Limits) -> None:
+def _no_age_checks(limits: Limits) -> None:
     limits(report_after=1000.0, stray_after=1000.0)
 
 
-def rows(shape: tuple[int, ...], value: float = 0.0) -> list[np.ndarray]:
+def two_arrays(shape: tuple[int, ...], value: float = 0.0) -> list[np.ndarray]:
     return [np.full(shape, value + row) for row in range(2)]
 
 
 class Call:
-    """A call of one rank, and what it has to give.
+    """A collective on lists of arrays, with its arguments and its expected results.
 
     Args:
-        make: starts it, with the group and its own arrays.
-        mine: the arrays of a rank that it takes and gives.
-        right: what the arrays of rank 0 hold in the end.
+        make: starts the call with the group and the two arguments of a rank.
+        arguments_of: returns both arguments for a rank and a shape.
+        has_results: returns whether the arguments of rank 0 hold the expected results.
     """
 
     def __init__(
         self,
         make: Callable[[ProcessGroup, Any, Any], Work[Any]],
-        mine: Callable[[int, tuple[int, ...]], tuple[Any, Any]],
-        right: Callable[[Any, Any], bool],
+        arguments_of: Callable[[int, tuple[int, ...]], tuple[Any, Any]],
+        has_results: Callable[[Any, Any], bool],
     ) -> None:
-        self.make, self.mine, self.right = make, mine, right
+        self.make, self.arguments_of, self.has_results = make, arguments_of, has_results
 
 
-def holds(arrays: Arrays, *values: float) -> bool:
+def have_values(arrays: Arrays, *values: float) -> bool:
     return all((array == value).all() for array, value in zip(arrays, values, strict=True))
 
 
 CALLS = {
     "allgather": Call(
         lambda pg, outputs, tensor: pg.allgather(outputs, tensor),
-        lambda rank, shape: (rows(shape), np.full(shape, 5.0 + rank)),
-        lambda outputs, _: holds(outputs, 5, 6),
+        lambda rank, shape: (two_arrays(shape), np.full(shape, 5.0 + rank)),
+        lambda outputs, _: have_values(outputs, 5, 6),
     ),
     "gather": Call(
         lambda pg, outputs, tensor: pg.gather(outputs, tensor, 0),
-        lambda rank, shape: (None if rank else rows(shape), np.full(shape, 5.0 + rank)),
-        lambda outputs, _: holds(outputs, 5, 6),
+        lambda rank, shape: (None if rank else two_arrays(shape), np.full(shape, 5.0 + rank)),
+        lambda outputs, _: have_values(outputs, 5, 6),
     ),
     "scatter": Call(
         lambda pg, inputs, output: pg.scatter(output, inputs, 1),
-        lambda rank, shape: (rows(shape, 7.0) if rank else None, np.zeros(shape)),
-        lambda _, output: holds([output], 7),
+        lambda rank, shape: (two_arrays(shape, 7.0) if rank else None, np.zeros(shape)),
+        lambda _, output: have_values([output], 7),
     ),
     "reduce_scatter": Call(
         lambda pg, inputs, output: pg.reduce_scatter(output, inputs),
-        lambda rank, shape: (rows(shape, 10.0 * rank), np.zeros(shape)),
-        lambda _, output: holds([output], 10),
+        lambda rank, shape: (two_arrays(shape, 10.0 * rank), np.zeros(shape)),
+        lambda _, output: have_values([output], 10),
     ),
     "alltoall": Call(
         lambda pg, inputs, outputs: pg.alltoall(outputs, inputs),
-        lambda rank, shape: (rows(shape, 10.0 * rank), rows(shape)),
-        lambda _, outputs: holds(outputs, 0, 10),
+        lambda rank, shape: (two_arrays(shape, 10.0 * rank), two_arrays(shape)),
+        lambda _, outputs: have_values(outputs, 0, 10),
     ),
 }
 
 
-def no_plan(*_: Any, **__: Any) -> Any:
-    raise AssertionError("Python was asked for the plan of a call like an earlier one")
+def fail_on_plan(*_: Any, **__: Any) -> Any:
+    raise AssertionError("Python looked up the plan of a call that equals an earlier one")
 
 
 def forbid_plans(pgs: Sequence[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, Python finds no plan and starts no call."""
+    """Fail the test if Python plans or starts a call from now on."""
     for pg in pgs:
         dispatcher = pg._parts.collectives._dispatcher
         monkeypatch.setattr(dispatcher.plans, "known", {})
-        monkeypatch.setattr(type(dispatcher.planner), "plan", no_plan)
-        monkeypatch.setattr(type(dispatcher), "start_plan", no_plan)
+        monkeypatch.setattr(type(dispatcher.planner), "plan", fail_on_plan)
+        monkeypatch.setattr(type(dispatcher), "start_plan", fail_on_plan)
 
 
-async def call_all(pgs: Sequence[ProcessGroup], call: Call, shape: tuple[int, ...]) -> list[Work[Any]]:
-    """Make a call on both ranks, and check what it gives."""
-    given = [call.mine(pg.rank(), shape) for pg in pgs]
+async def make_checked_call(pgs: Sequence[ProcessGroup], call: Call, shape: tuple[int, ...]) -> list[Work[Any]]:
+    """Make a call on both ranks and check its results; return the works."""
+    given = [call.arguments_of(pg.rank(), shape) for pg in pgs]
     works = [call.make(pg, *arrays) for pg, arrays in zip(pgs, given, strict=True)]
     async with asyncio.timeout(20):
         for work in works:
-            await waiting(work)
-    assert call.right(*given[0])
+            await await_work(work)
+    assert call.has_results(*given[0])
     return works
 
 
@@ -108,11 +108,11 @@ async def test_repeated_call_on_lists_runs_no_python(
     kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with group_of_ranks([True, True]) as pgs:
-        works = await call_all(pgs, CALLS[kind], shape)
+        works = await make_checked_call(pgs, CALLS[kind], shape)
         assert all(map(is_native, works))
         with monkeypatch.context() as patch:
             forbid_plans(pgs, patch)
-            works = await call_all(pgs, CALLS[kind], shape)
+            works = await make_checked_call(pgs, CALLS[kind], shape)
         assert all(map(is_native, works))
 
 
@@ -135,51 +135,51 @@ async def test_repeated_call_without_a_list_runs_no_python(monkeypatch: pytest.M
 
         first = [work for pg in pgs for work in call(pg)]
         for work in first:
-            await waiting(work)
+            await await_work(work)
         with monkeypatch.context() as patch:
             forbid_plans(pgs, patch)
             again = [work for pg in pgs for work in call(pg)]
             for work in again:
-                await waiting(work)
+                await await_work(work)
         assert all(map(is_native, first + again))
 
 
 async def test_results_of_lists_are_lists() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         for make in (list, tuple):
-            outputs = make(rows((2,)))
-            work = zero.allgather(outputs, np.ones(2)), one.allgather(rows((2,)), np.ones(2))
-            result = await waiting(work[0])
+            outputs = make(two_arrays((2,)))
+            work = zero.allgather(outputs, np.ones(2)), one.allgather(two_arrays((2,)), np.ones(2))
+            result = await await_work(work[0])
             assert (result is outputs) is (make is list)
-            assert all(mine is given for mine, given in zip(result, outputs, strict=True))
+            assert all(array is output for array, output in zip(result, outputs, strict=True))
             gathers = zero.gather(outputs, np.ones(2), 0), one.gather(None, np.ones(2), 0)
-            result = await waiting(gathers[0])
+            result = await await_work(gathers[0])
             assert type(result) is list
             assert result is not outputs
-            assert await waiting(gathers[1]) is None
-            exchanges = [pg.alltoall(make(rows((2,))), make(rows((2,)))) for pg in (zero, one)]
-            assert type(await waiting(exchanges[0])) is list
-            await waiting(exchanges[1])
+            assert await await_work(gathers[1]) is None
+            exchanges = [pg.alltoall(make(two_arrays((2,))), make(two_arrays((2,)))) for pg in (zero, one)]
+            assert type(await await_work(exchanges[0])) is list
+            await await_work(exchanges[1])
 
 
 async def test_irregular_lists_go_through_python() -> None:
-    """Arrays of several shapes, or more of them than ranks, or what is no list."""
+    """Check lists with arrays of several shapes, a wrong number of arrays, or something else than arrays."""
     async with group_of_ranks([True, True]) as pgs:
         native = native_of(pgs[0])
         one = np.ones(2)
         for blocks in ([one.copy(), np.ones(3)], [one.copy()], [one.copy()] * 3, {0: one}, [one.copy(), None], None):
             assert native.lists("allgather", blocks, one, None, None, None, None) is None
-        assert native.lists("allgather", rows((2,)), np.ones(2, np.float32), None, None, None, None) is None
-        assert native.lists("allgather", rows((2,)), one, None, None, None, "key") is None
+        assert native.lists("allgather", two_arrays((2,)), np.ones(2, np.float32), None, None, None, None) is None
+        assert native.lists("allgather", two_arrays((2,)), one, None, None, None, "key") is None
         uneven = [pg.allgather([np.ones(2), np.ones(3)], np.ones(2 + pg.rank())) for pg in pgs]
-        assert [len(each) for each in await waiting(uneven[0])] == [2, 3]
-        await waiting(uneven[1])
+        assert [len(each) for each in await await_work(uneven[0])] == [2, 3]
+        await await_work(uneven[1])
 
 
 @pytest.mark.parametrize("kind", CALLS)
 async def test_overlapping_output_arrays_are_declined(kind: str) -> None:
     async with group_of_ranks([True, True]) as pgs:
-        await call_all(pgs, CALLS[kind], (4,))
+        await make_checked_call(pgs, CALLS[kind], (4,))
         memory = np.zeros(12)
         parts = [memory[:4], memory[2:6]]
         alone = np.zeros(4)
@@ -188,7 +188,7 @@ async def test_overlapping_output_arrays_are_declined(kind: str) -> None:
         op = None
         for blocks, other in (
             (parts, alone) if kind in ("gather", "allgather") else ([alone, alone.copy()], alone),
-            (rows((4,)), parts) if kind == "alltoall" else ([memory[:4], memory[4:8]], memory[6:10]),
+            (two_arrays((4,)), parts) if kind == "alltoall" else ([memory[:4], memory[4:8]], memory[6:10]),
         ):
             if kind == "alltoall" and type(other) is not list:
                 continue
@@ -200,28 +200,28 @@ async def test_overlapping_output_arrays_are_declined(kind: str) -> None:
 async def test_call_on_lists_is_handed_over_with_flat_arrays(kind: str) -> None:
     call = CALLS[kind]
     async with group_of_ranks([True, True]) as pgs:
-        await call_all(pgs, call, (2, 3))
-        given = [call.mine(pg.rank(), (2, 3)) for pg in pgs]
-        late = 0 if kind == "scatter" else 1  # the root waits for nobody
+        await make_checked_call(pgs, call, (2, 3))
+        given = [call.arguments_of(pg.rank(), (2, 3)) for pg in pgs]
+        late = 0 if kind == "scatter" else 1  # the root of a scatter waits for no rank
         first = call.make(pgs[1 - late], *given[1 - late])
         if not first.done():
             native_of(pgs[1 - late]).hand_over()
             assert not is_native(first)
         second = call.make(pgs[late], *given[late])
         for work in (first, second):
-            await waiting(work)
-        assert call.right(*given[0])
+            await await_work(work)
+        assert call.has_results(*given[0])
 
 
 async def test_lists_on_other_ranks_than_before_are_detected() -> None:
-    """What a rank that is not the root gives is refused; where the root gives no list, it gets a new one."""
+    """Check that lists are refused on ranks other than the root, and that the root without a list gets a new one."""
     async with group_of_ranks([True, True]) as pgs:
-        await call_all(pgs, CALLS["gather"], (4,))
-        await call_all(pgs, CALLS["scatter"], (4,))
+        await make_checked_call(pgs, CALLS["gather"], (4,))
+        await make_checked_call(pgs, CALLS["scatter"], (4,))
         with pytest.raises(ValueError, match="outputs"):
-            pgs[1].gather(rows((4,)), np.ones(4), 0)
+            pgs[1].gather(two_arrays((4,)), np.ones(4), 0)
         with pytest.raises(ValueError, match="inputs"):
-            pgs[0].scatter(np.ones(4), rows((4,)), 1)
+            pgs[0].scatter(np.ones(4), two_arrays((4,)), 1)
         works = [pg.gather(None, np.full(4, 5.0 + pg.rank()), 0) for pg in pgs]
-        assert holds(await waiting(works[0]), 5, 6)
-        assert await waiting(works[1]) is None
+        assert have_values(await await_work(works[0]), 5, 6)
+        assert await await_work(works[1]) is None

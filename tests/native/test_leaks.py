@@ -1,4 +1,4 @@
-"""A million native calls leave no memory and no references behind."""
+"""Memory and references after a million native calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .test_lifetime import native_of
 
 pytestmark = [pytest.mark.skipif(core is None, reason="needs the accelerator in C"), pytest.mark.soak]
 
-#: Calls of each of two ranks, and those before the first look.
+#: The number of calls per rank between two measurements, and before the first one.
 CALLS, WARM = 500_000, 20_000
 
 

@@ -1,4 +1,4 @@
-"""Works of the accelerator that outlive their group, and what calls on it do then."""
+"""Native works that outlive their group, and calls on a closed group."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from aiocoll.work import Work
 from ..engine.test_slot_program import jobs
 from ..internals import comm_of
 from ..ranks import until
-from .groups import group_of_ranks, in_python
+from .groups import group_of_ranks, pending_in_python
 
 pytestmark = pytest.mark.skipif(core is None, reason="needs the accelerator in C")
 
 
 def native_of(pg: ProcessGroup) -> Any:
-    """Return the calls that the accelerator carries out for a rank."""
+    """Return the accelerator's object that carries out the calls of a rank."""
     return comm_of(pg).in_flight.native
 
 
-async def ended_works() -> tuple[list[ProcessGroup], list[Work[Any]]]:
-    """Return the ranks of a group that is closed, and native works that had ended before."""
+async def finished_works() -> tuple[list[ProcessGroup], list[Work[Any]]]:
+    """Return the ranks of a closed group, and native works that finished before it was closed."""
     async with jobs(2) as [pgs]:
         works = [pg.allreduce(np.full(4, 1.0 + pg.rank())) for pg in pgs]
         await until(lambda: all(work.done() for work in works))
@@ -36,21 +36,21 @@ async def ended_works() -> tuple[list[ProcessGroup], list[Work[Any]]]:
         return pgs, works
 
 
-async def test_work_that_has_ended_can_be_awaited_after_its_group_is_closed() -> None:
-    _, works = await ended_works()
+async def test_finished_work_can_be_awaited_after_its_group_is_closed() -> None:
+    _, works = await finished_works()
     assert (await works[0]).tolist() == [3.0] * 4
     assert works[1].result().tolist() == [3.0] * 4
 
 
-async def test_work_that_has_ended_describes_itself_after_its_group_is_closed() -> None:
-    pgs, works = await ended_works()
+async def test_finished_work_can_be_inspected_after_its_group_is_closed() -> None:
+    pgs, works = await finished_works()
     assert "ALLREDUCE" in repr(works[0])
     assert works[0].group is pgs[0]
     assert await works[0].join() is works[0].result()
 
 
 async def test_call_on_a_closed_group_is_refused() -> None:
-    pgs, _ = await ended_works()
+    pgs, _ = await finished_works()
     with pytest.raises(GroupClosedError):
         pgs[0].allreduce(np.ones(4))
     with pytest.raises(GroupClosedError):
@@ -70,8 +70,8 @@ async def test_closed_native_calls_decline_and_list_no_calls() -> None:
     native.close()
 
 
-async def test_group_is_freed_although_a_cycle_keeps_its_work() -> None:
-    pgs, works = await ended_works()
+async def test_group_is_freed_with_a_reference_cycle_that_holds_its_work() -> None:
+    pgs, works = await finished_works()
     comm = weakref.ref(comm_of(pgs[0]))
     cycle: list[Any] = [works[0]]
     cycle.append(cycle)
@@ -110,23 +110,23 @@ async def test_waiting_thread_gets_the_result() -> None:
             assert array.tolist() == [2.0] * 4
 
 
-async def test_posts_seen_before_the_end_of_a_link_are_read_by_python() -> None:
+async def test_post_seen_before_its_link_closes_is_read_by_python() -> None:
     async with group_of_ranks([True] * 3) as pgs:
         arrays = [np.full(4, 2.0 ** pg.rank()) for pg in pgs]
         works = [pgs[1].allreduce(arrays[1]), pgs[0].allreduce(arrays[0])]
-        assert not works[1].done(), "rank 0 has seen what rank 1 has posted"
+        assert not works[1].done(), "rank 0 finished before rank 2 made its call"
         shared = comm_of(pgs[0]).channels[1].shared
         assert shared is not None
         shared.native.close()
         works.append(pgs[2].allreduce(arrays[2]))
         native_of(pgs[0]).look()
-        assert in_python(pgs[0]) == 1
+        assert pending_in_python(pgs[0]) == 1
         for work in works:
             await work
         assert all((array == 7).all() for array in arrays)
 
 
-async def test_operations_of_a_closed_group_are_not_kept_for_a_scan() -> None:
+async def test_scan_list_keeps_no_operation_of_a_closed_group() -> None:
     async with group_of_ranks([True, False]) as (zero, one):
         polling, work = comm_of(one).polling, one.allreduce(np.ones(4))
         polling._scan = list(polling.readers)

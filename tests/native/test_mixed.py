@@ -1,4 +1,4 @@
-"""Jobs of which the accelerator carries out some ranks: their results have the bits of pure ones."""
+"""Jobs with native and pure ranks: their results have the same bits as those of pure jobs."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from aiocoll.transport.shared_memory import SMALL_SLOTS
 from .. import nans
 from ..internals import Limits, is_native, make_pure, native_of, use_same_slots
 from .cases import DTYPES, Case, bits, cases, counts
-from .groups import group_of_ranks, in_python, link
+from .groups import group_of_ranks, open_links, pending_in_python
 
-#: Which ranks run natively, as the first letter tells: N, or P for pure.
+#: Jobs, one letter per rank: N for native, P for pure Python.
 JOBS = ("NN", "NP", "PN", "NPN", "PNN", "NPNP", "PPNN", "NNPNPNN")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_looked_at_for_its_age(limits: Limits) -> None:
-    """Keep slow calls from the handover to Python; on a loaded machine any call is slow."""
+def _no_age_checks(limits: Limits) -> None:
+    """Turn off the handover of slow calls to Python; on a loaded machine any call is slow."""
     limits(report_after=1000.0, stray_after=1000.0)
 
 
-def natives(job: str) -> list[bool]:
+def native_ranks(job: str) -> list[bool]:
     return [letter == "N" for letter in job]
 
 
 async def results_of(pgs: Sequence[ProcessGroup], case: Case, first: int) -> tuple[list[Any], list[bool]]:
-    """Make a call on all ranks, beginning with `first`; return the bytes of all results, and which were native."""
-    made = {rank: case.call(pgs[rank]) for rank in [*range(first, len(pgs)), *range(first)]}
-    for work, _ in made.values():
+    """Make a call on all ranks, rank `first` first; return the result bytes, and whether each rank was native."""
+    started = {rank: case.call(pgs[rank]) for rank in [*range(first, len(pgs)), *range(first)]}
+    for work, _ in started.values():
         await work
     ranks = range(len(pgs))
-    return [[array.tobytes() for array in made[rank][1]] for rank in ranks], [
-        is_native(made[rank][0]) for rank in ranks
+    return [[array.tobytes() for array in started[rank][1]] for rank in ranks], [
+        is_native(started[rank][0]) for rank in ranks
     ]
 
 
@@ -48,9 +48,9 @@ def chosen_count(number: int, size: int, dtype: str) -> int:
     return found[number % len(found)]
 
 
-async def compare(job: str, chosen: Sequence[tuple[str, int]]) -> None:
-    """Make all calls on arrays of some dtypes and counts in a job, and in a pure one."""
-    size, native, turns = len(job), natives(job), itertools.cycle(range(len(job)))
+async def compare_with_pure_job(job: str, chosen: Sequence[tuple[str, int]]) -> None:
+    """Check that a job and a pure job have the same results for all calls with the chosen dtypes and counts."""
+    size, native, turns = len(job), native_ranks(job), itertools.cycle(range(len(job)))
     async with group_of_ranks(native) as pgs, group_of_ranks([False] * size, "pure") as pure:
         for dtype, count in chosen:
             for case in cases(size, dtype, count):
@@ -62,17 +62,19 @@ async def compare(job: str, chosen: Sequence[tuple[str, int]]) -> None:
                 if case.plain:
                     assert were_native == native, where
                 else:
-                    assert not any(is_so and not may for is_so, may in zip(were_native, native, strict=True)), where
-            assert [in_python(pg) for pg in pgs] == [0] * size
+                    assert not any(
+                        is_native_rank and not may for is_native_rank, may in zip(were_native, native, strict=True)
+                    ), where
+            assert [pending_in_python(pg) for pg in pgs] == [0] * size
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("job", JOBS)
 async def test_mixed_job_has_the_bits_of_a_pure_one(job: str) -> None:
-    """Of each dtype a few counts, others in each job."""
+    """Check one count per dtype; each job takes other counts."""
     size, start = len(job), JOBS.index(job)
     chosen = [(dtype, chosen_count(start + place, size, dtype)) for place, dtype in enumerate(DTYPES)]
-    await compare(job, chosen[start % 2 :: 2] if size > 2 else chosen)
+    await compare_with_pure_job(job, chosen[start % 2 :: 2] if size > 2 else chosen)
 
 
 @pytest.mark.matrix
@@ -80,13 +82,13 @@ async def test_mixed_job_has_the_bits_of_a_pure_one(job: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("job", JOBS)
 async def test_mixed_job_has_the_bits_of_a_pure_one_for_each_count(job: str, dtype: str) -> None:
-    await compare(job, [(dtype, count) for count in counts(len(job), dtype)])
+    await compare_with_pure_job(job, [(dtype, count) for count in counts(len(job), dtype)])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("count", [1, 2, 17])
 async def test_nans_are_equal_on_all_ranks(count: int) -> None:
-    """NumPy makes other NaNs of numbers than of arrays, and of arrays of one element than of longer ones."""
+    """Check each count: NumPy computes different NaN bits for scalars, arrays of one element and longer arrays."""
     async with group_of_ranks([True, False, True]) as pgs:
         for (op, dtype), seed in itertools.product(nans.cases(), range(25)):
             arrays = [array.copy() for array in nans.inputs(dtype, count, 3, seed)]
@@ -99,7 +101,7 @@ async def test_nans_are_equal_on_all_ranks(count: int) -> None:
 @pytest.mark.parametrize("job", ["NN", "NP", "PN", "NPN"])
 @pytest.mark.parametrize("count", [1, 512, 2048])
 async def test_many_calls_in_flight_use_slots_or_frames(job: str, count: int) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         size, number = len(pgs), 3 * SMALL_SLOTS
         calls = [[np.full(count, 2.0**rank + call) for call in range(number)] for rank in range(size)]
         works = []
@@ -118,7 +120,7 @@ async def test_many_calls_in_flight_use_slots_or_frames(job: str, count: int) ->
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PNN"])
 async def test_keyed_calls_match_in_any_order(job: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         works, keys = [], [f"layer {number}" for number in range(20)]
         for pg in pgs:
             order = keys[pg.rank() :] + keys[: pg.rank()]
@@ -132,7 +134,7 @@ async def test_keyed_calls_match_in_any_order(job: str) -> None:
                 await work
             assert work.key == key
             assert (array == len(pgs) * keys.index(key)).all()
-        # Keys that were used are used again, and ordered numbers go on.
+        # A key can be reused, and calls without a key continue their own sequence numbers.
         again = [pg.allreduce(np.ones(1), key=keys[0]) for pg in pgs]
         await asyncio.gather(*again)
         assert {work.seq for work in again} == {3}
@@ -142,15 +144,15 @@ async def test_keyed_calls_match_in_any_order(job: str) -> None:
 
 @pytest.mark.parametrize("job", ["NNNN", "NPNP", "PNPN", "NPPN"])
 async def test_overlapping_groups_share_links(job: str) -> None:
-    """Each rank calls its groups in an order of its own, and their calls have the same slots."""
-    async with group_of_ranks(natives(job)) as pgs:
+    """Check ranks that call their groups in different orders, while the calls compete for the same slots."""
+    async with group_of_ranks(native_ranks(job)) as pgs:
         whole = list(pgs)
         low = await asyncio.gather(*(pg.split(0 if pg.rank() < 3 else None) for pg in pgs))
         high = await asyncio.gather(*(pg.split(0 if pg.rank() > 0 else None) for pg in pgs))
         groups = [whole, low, high]
         for group in (low, high):
-            for pg, is_so in zip(group, natives(job), strict=True):
-                if pg is not None and not is_so:
+            for pg, is_native_rank in zip(group, native_ranks(job), strict=True):
+                if pg is not None and not is_native_rank:
                     make_pure(pg)
         for pg in (pg for group in groups for pg in group if pg is not None):
             use_same_slots(pg)
@@ -172,8 +174,8 @@ async def test_overlapping_groups_share_links(job: str) -> None:
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_rank_that_runs_ahead_overwrites_no_slot(job: str) -> None:
-    """The root of broadcasts waits for no rank."""
-    async with group_of_ranks(natives(job)) as (zero, one):
+    """Check a root that makes many broadcasts before the reader calls; the root waits for no rank."""
+    async with group_of_ranks(native_ranks(job)) as (zero, one):
         sent = [bits("uint8", count, call) for call, count in enumerate([1, 32, 33, 4096, 4097] * 40)]
         got = [np.zeros_like(array) for array in sent]
 
@@ -188,19 +190,19 @@ async def test_rank_that_runs_ahead_overwrites_no_slot(job: str) -> None:
 
         async with asyncio.timeout(20):
             await asyncio.gather(root(), reader())
-        for mine, theirs in zip(sent, got, strict=True):
-            assert mine.tobytes() == theirs.tobytes()
+        for expected, received in zip(sent, got, strict=True):
+            assert expected.tobytes() == received.tobytes()
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_calls_before_links_exist_use_frames(job: str) -> None:
-    async with group_of_ranks(natives(job), linked=False) as pgs:
+    async with group_of_ranks(native_ranks(job), linked=False) as pgs:
         works = [pg.allreduce(np.full(3, 2.0 ** pg.rank())) for pg in pgs for _ in range(5)]
         assert not any(map(is_native, works))
         async with asyncio.timeout(20):
             for work in works:
                 assert (await work == 3).all()
-        await link(pgs)
+        await open_links(pgs)
         later = [pg.allreduce(np.full(3, 2.0 ** pg.rank())) for pg in pgs]
         await asyncio.gather(*later)
-        assert [is_native(work) for work in later] == natives(job)
+        assert [is_native(work) for work in later] == native_ranks(job)

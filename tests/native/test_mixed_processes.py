@@ -1,4 +1,4 @@
-"""Jobs of processes with the accelerator and of others without: large arrays go through queues of two sizes."""
+"""Jobs of processes with and without the accelerator, whose chunks have different sizes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_processes_of_both_implementations_reduce_and_move_large_arrays(job: str
         )
         for rank, each in enumerate(job)
     ]
-    said = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    outputs = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
     names = {"N": "native", "P": "pure Python"}
-    assert said == [f"{names[each]} {chunk * KIB}" for each in job]
+    assert outputs == [f"{names[each]} {chunk * KIB}" for each in job]

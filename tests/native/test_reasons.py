@@ -1,4 +1,4 @@
-"""The log says why collectives of a group run in Python although the accelerator runs."""
+"""The logged reasons why collectives of a group run in Python although the accelerator is available."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Other(Quiet):
 
 
 @pytest.fixture(autouse=True)
-def all_levels(caplog: pytest.LogCaptureFixture) -> None:
+def _debug_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "aiocoll")
 
 
 def reasons(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
-    """Return the reasons that rank 0 has logged since the last call, all with this level."""
+    """Return the reasons that rank 0 has logged since the last call; check that all have this level."""
     found = [
         record
         for record in caplog.records
@@ -103,7 +103,7 @@ async def test_short_timeout_is_named(caplog: pytest.LogCaptureFixture) -> None:
         assert reasons(caplog) == ["the timeout of the group is less than 0.25 s"]
 
 
-async def no_part_in_c(pg: ProcessGroup) -> None:
+async def check_pure_group(pg: ProcessGroup) -> None:
     assert native_of(pg) is None
     assert (await pg.allreduce(np.ones(3)) == pg.size()).all()
 
@@ -121,7 +121,7 @@ async def test_group_without_native_calls_logs_the_reason(
     group: GroupOptions, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        await no_part_in_c(pg)
+        await check_pure_group(pg)
         pg.add_hook(Quiet())
 
     await run_ranks(2, rank, options=group)
@@ -129,12 +129,12 @@ async def test_group_without_native_calls_logs_the_reason(
 
 
 async def test_group_of_one_rank_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    await run_ranks(1, no_part_in_c, options=options("shm"))
+    await run_ranks(1, check_pure_group, options=options("shm"))
     assert reasons(caplog, logging.DEBUG) == ["it has one rank"]
 
 
 def test_group_in_virtual_time_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    run_virtual(2, no_part_in_c)
+    run_virtual(2, check_pure_group)
     assert reasons(caplog, logging.DEBUG) == ["time is virtual"]
 
 
@@ -142,7 +142,7 @@ async def test_group_of_several_hosts_logs_the_reason(caplog: pytest.LogCaptureF
     async def rank(store: HashStore, number: int) -> None:
         group = GroupOptions(host_id=f"host {number}", bind="127.0.0.1", encryption="none")
         async with await new_group(store=store, rank=number, world_size=2, options=group) as pg:
-            await no_part_in_c(pg)
+            await check_pure_group(pg)
 
     async with HashStore() as store:
         await asyncio.gather(rank(store, 0), rank(store, 1))

@@ -1,4 +1,4 @@
-"""Native calls while Python code that they run makes, ends and hands over other calls."""
+"""Native calls that run Python code which makes, finishes or hands over other calls."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .test_lifetime import native_of
 
 pytestmark = pytest.mark.skipif(core is None, reason="needs the accelerator in C")
 
-#: Calls of each rank in a test.
+#: The number of calls that each rank makes in a test.
 CALLS = 300
 
 
 class Finalized:
-    """Garbage that makes a call when it is collected."""
+    """A reference cycle that runs a function when it is collected."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.itself = self
@@ -38,8 +38,8 @@ class Finalized:
 
 
 @contextmanager
-def collections() -> Iterator[None]:
-    """Collect garbage with every other object that is made."""
+def frequent_collections() -> Iterator[None]:
+    """Collect garbage after every second new object."""
     before = gc.get_threshold()
     gc.collect()
     gc.set_threshold(2, 1, 1)
@@ -49,8 +49,8 @@ def collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def start(pg: ProcessGroup, dtype: str) -> Work[Any]:
-    """Start an allreduce, which gives 2 everywhere."""
+def start_allreduce(pg: ProcessGroup, dtype: str) -> Work[Any]:
+    """Start an allreduce of ones; with two ranks, all results are 2."""
     return pg.allreduce(np.full(4, 1, dtype))
 
 
@@ -62,43 +62,43 @@ async def test_finalizer_may_make_and_hand_over_calls(dtype: str, seed: int) -> 
         works: list[list[Work[Any]]] = [[], []]
         inside = False
 
-        def act() -> None:
+        def use_calls() -> None:
             nonlocal inside
             if inside:
                 return
             inside = True
-            for pg, mine in zip(pgs, works, strict=True):
-                native, what = native_of(pg), chance.randrange(6)
-                if what == 0:
-                    mine.append(start(pg, dtype))
-                elif what == 1:
+            for pg, own_works in zip(pgs, works, strict=True):
+                native, action = native_of(pg), chance.randrange(6)
+                if action == 0:
+                    own_works.append(start_allreduce(pg, dtype))
+                elif action == 1:
                     native.hand_over()
-                elif what == 2:
+                elif action == 2:
                     native.look()
-                elif what == 3:
+                elif action == 3:
                     native.copies()
-                elif what == 4 and mine:
-                    repr(mine[-1])
-                elif what == 5:
+                elif action == 4 and own_works:
+                    repr(own_works[-1])
+                elif action == 5:
                     native.relink()
             inside = False
 
-        with collections():
+        with frequent_collections():
             for _ in range(CALLS):
-                for pg, mine in zip(pgs, works, strict=True):
-                    Finalized(act)
-                    mine.append(start(pg, dtype))
+                for pg, own_works in zip(pgs, works, strict=True):
+                    Finalized(use_calls)
+                    own_works.append(start_allreduce(pg, dtype))
                 if chance.random() < 0.2:
                     await asyncio.sleep(0)
         inside = True
         gc.collect()
         most = max(map(len, works))
-        for pg, mine in zip(pgs, works, strict=True):
-            mine += [start(pg, dtype) for _ in range(most - len(mine))]
-        for mine in works:
-            for work in mine:
+        for pg, own_works in zip(pgs, works, strict=True):
+            own_works += [start_allreduce(pg, dtype) for _ in range(most - len(own_works))]
+        for own_works in works:
+            for work in own_works:
                 assert (await work).tolist() == [2.0] * 4
-        numbers = [sorted(work._completion.seq or 0 for work in mine) for mine in works]
+        numbers = [sorted(work._completion.seq or 0 for work in own_works) for own_works in works]
         assert numbers[0] == sorted(set(numbers[0])) == numbers[1]
 
 
@@ -109,18 +109,18 @@ async def test_finalizer_may_fail_the_group(dtype: str, collected: int) -> None:
         works: list[Work[Any]] = []
         count = 0
 
-        def act() -> None:
+        def use_calls() -> None:
             nonlocal count
             count += 1
             if count == collected:
                 pgs[0].abort("by a finalizer")
 
-        with collections():
+        with frequent_collections():
             for _ in range(60):
                 for pg in pgs:
-                    Finalized(act)
+                    Finalized(use_calls)
                     with contextlib.suppress(GroupError):
-                        works.append(start(pg, dtype))
+                        works.append(start_allreduce(pg, dtype))
                 if not len(works) % 7:
                     await asyncio.sleep(0)
         for work in works:
@@ -131,27 +131,27 @@ async def test_finalizer_may_fail_the_group(dtype: str, collected: int) -> None:
 
 async def test_call_stays_native_until_the_peer_calls() -> None:
     async with jobs(2) as [pgs]:
-        work = start(pgs[0], "f8")
+        work = start_allreduce(pgs[0], "f8")
         assert native_of(pgs[0]).count == 1
-        assert start(pgs[1], "f8").done()
+        assert start_allreduce(pgs[1], "f8").done()
         assert (await work).tolist() == [2.0] * 4
 
 
 async def test_await_that_precedes_a_handover_ends() -> None:
-    class Begun:
+    class StartedAwait:
         def __init__(self, work: Work[Any]) -> None:
             self.iterator: Any = work.__await__()
 
         def __await__(self) -> Any:
             return self.iterator
 
-    async def awaited(begun: Begun) -> Any:
-        return await begun
+    async def await_started(started: StartedAwait) -> Any:
+        return await started
 
     async with jobs(2) as [pgs]:
-        begun = Begun(start(pgs[0], "f8"))
+        started = StartedAwait(start_allreduce(pgs[0], "f8"))
         native_of(pgs[0]).hand_over()
-        task = asyncio.create_task(awaited(begun))
+        task = asyncio.create_task(await_started(started))
         await asyncio.sleep(0)
-        start(pgs[1], "f8")
+        start_allreduce(pgs[1], "f8")
         assert (await task).tolist() == [2.0] * 4

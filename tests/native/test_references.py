@@ -1,8 +1,8 @@
-"""Calls, hand-overs and refusals leave no references behind.
+"""References after calls, handovers and refusals.
 
-What is counted are the references that objects have. The total of a debug interpreter lacks those that NumPy takes and
-returns by itself, so it is looked at only for calls that go from the group's method to C. Arrays are made before:
-`numpy.zeros` without a dtype keeps a reference to it (NumPy 2.4).
+The tests count the references of all reachable objects. A debug interpreter also has a total, which misses references
+that NumPy counts itself. So the tests compare this total only for calls that run no Python. The arrays are made before
+the counting, because `numpy.zeros` without a dtype leaks a reference to the dtype (NumPy 2.4).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from aiocoll.work import Work
 
 from ..internals import is_native, native_of
 from .groups import group_of_ranks
-from .test_wrong_arguments import common, steps
+from .test_wrong_arguments import make_common_lane, make_steps
 
-#: Turns that are counted, and calls before them, after which the history is full, of numbers that do not always exist.
+#: The number of counted repetitions, and of those before them, which fill the call history.
 TURNS, WARM = 400, HISTORY + 300
-#: References of objects that extension modules give so many of them to keep them.
+#: Extension modules give objects at least this reference count to keep them alive for ever.
 IMMORTAL = 10**8
 
 Arrays = dict[str, Any]
@@ -46,7 +46,7 @@ def arrays() -> Arrays:
     }
 
 
-#: Calls that run in C; those of the first table go there from the group's method.
+#: Calls that the accelerator carries out. Those of the first table run no Python in the group's method.
 STRAIGHT: dict[str, Callable[[ProcessGroup, Arrays], Work[Any]]] = {
     "allreduce": lambda pg, a: pg.allreduce(a["x"]),
     "one number": lambda pg, a: pg.allreduce(a["one"]),
@@ -74,14 +74,14 @@ PYTHON: dict[str, Callable[[ProcessGroup, Arrays], Work[Any]]] = {
 }
 
 
-async def handed_over(ranks: Ranks) -> None:
+async def hand_over_calls(ranks: Ranks) -> None:
     (zero, a), (one, b) = ranks
     works = [zero.allreduce(a["x"]), zero.allreduce(a["x"], key="key")]
     native_of(zero).hand_over()
     await asyncio.gather(one.allreduce(b["x"]), one.allreduce(b["x"], key="key"), *works)
 
 
-async def looked_into(ranks: Ranks) -> None:
+async def inspect_works(ranks: Ranks) -> None:
     (zero, a), (one, b) = ranks
     works = zero.allreduce(a["x"]), zero.allreduce(a["one"])
     repr(works[0])
@@ -89,7 +89,7 @@ async def looked_into(ranks: Ranks) -> None:
     await asyncio.wait([one.allreduce(b["x"]), one.allreduce(b["one"]), *works])
 
 
-async def copied(ranks: Ranks) -> None:
+async def copy_statistics(ranks: Ranks) -> None:
     (zero, a), (one, b) = ranks
     work = zero.allreduce(a["x"])
     zero.stats()
@@ -98,7 +98,7 @@ async def copied(ranks: Ranks) -> None:
     await work
 
 
-async def cancelled(ranks: Ranks) -> None:
+async def cancel_await(ranks: Ranks) -> None:
     (zero, a), (one, b) = ranks
     work = zero.allreduce(a["x"])
     task = asyncio.ensure_future(work.join())
@@ -109,7 +109,7 @@ async def cancelled(ranks: Ranks) -> None:
     await work
 
 
-async def hooked(ranks: Ranks) -> None:
+async def call_with_hooks(ranks: Ranks) -> None:
     handles = [pg.add_hook(Hook()) for pg, _ in ranks]
     await asyncio.gather(*(pg.allreduce(a["x"]) for pg, a in ranks))
     for handle in handles:
@@ -121,7 +121,7 @@ class Hook:
         pass
 
 
-async def coalesced(ranks: Ranks) -> None:
+async def call_in_block(ranks: Ranks) -> None:
     async def block(pg: ProcessGroup, a: Arrays) -> None:
         async with pg.coalescing():
             pg.allreduce(a["x"])
@@ -131,7 +131,7 @@ async def coalesced(ranks: Ranks) -> None:
     await asyncio.gather(*(block(pg, each) for pg, each in ranks))
 
 
-async def refused(ranks: Ranks) -> None:
+async def make_wrong_calls(ranks: Ranks) -> None:
     (zero, a), _ = ranks
     native = native_of(zero)
     for call in (
@@ -143,55 +143,65 @@ async def refused(ranks: Ranks) -> None:
         lambda: native.parts("allgather"),
         lambda: native.start(None),
         lambda: native.hand_over("all"),
-        lambda: steps(first=((7, 16, (1,), 0, 0, 1),)),
-        lambda: steps(moves=((1, 0),)),
-        lambda: common(nbytes=64),
+        lambda: make_steps(first=((7, 16, (1,), 0, 0, 1),)),
+        lambda: make_steps(moves=((1, 0),)),
+        lambda: make_common_lane(nbytes=64),
     ):
         with pytest.raises((TypeError, ValueError)):
             call()
-    steps()
-    common().close()
+    make_steps()
+    make_common_lane().close()
 
 
 OTHERS: dict[str, Callable[[Ranks], Awaitable[None]]] = {
     each.__name__.replace("_", " "): each
-    for each in (handed_over, looked_into, copied, cancelled, hooked, coalesced, refused)
+    for each in (
+        hand_over_calls,
+        inspect_works,
+        copy_statistics,
+        cancel_await,
+        call_with_hooks,
+        call_in_block,
+        make_wrong_calls,
+    )
 }
 
 
-def count() -> tuple[int, int]:
-    """Return the references of all objects that can be reached, and the blocks of memory."""
+def count_references() -> tuple[int, int]:
+    """Return the number of references to all reachable objects, and the number of allocated memory blocks."""
     gc.collect()
     objects = gc.get_objects()
     reachable = {id(each): each for each in objects} | {id(each): each for each in gc.get_referents(*objects)}
     return sum(n for n in map(sys.getrefcount, reachable.values()) if n < IMMORTAL), sys.getallocatedblocks()
 
 
-async def check(turn: Callable[[], Awaitable[None]], turns: int = TURNS, warm: int = WARM, allowed: float = 0.5) -> int:
-    """Check that turns leave nothing behind; return by how much a debug interpreter's total has grown.
+async def check_no_growth(
+    turn: Callable[[], Awaitable[None]], turns: int = TURNS, warm: int = WARM, allowed: float = 0.5
+) -> int:
+    """Check that turns leave no references and no memory; return the growth of a debug interpreter's total.
 
-    A leak grows in each of several looks; caches and free lists, which fill, do not.
+    A leak grows in each of several rounds. Caches and free lists stop growing when they are full.
     """
 
-    async def take(times: int) -> tuple[int, int, int]:
+    async def run_turns(times: int) -> tuple[int, int, int]:
         for _ in range(times):
             await turn()
-        return *count(), getattr(sys, "gettotalrefcount", int)()
+        return *count_references(), getattr(sys, "gettotalrefcount", int)()
 
-    await take(warm)
-    before = await take(10)
+    await run_turns(warm)
+    before = await run_turns(10)
     for _ in range(5):
-        after = await take(turns)
+        after = await run_turns(turns)
         references, blocks, total = (now - then for now, then in zip(after, before, strict=True))
         if max(references, blocks) < turns * allowed:
             break
         before = after
     else:
-        pytest.fail(f"in {turns} turns, there are {references} more references and {blocks} more blocks")
+        pytest.fail(f"{turns} turns left {references} references and {blocks} memory blocks")
     return total
 
 
-def one_call(call: Callable[[ProcessGroup, Arrays], Work[Any]], ranks: Ranks) -> Callable[[], Awaitable[None]]:
+def turn_of(call: Callable[[ProcessGroup, Arrays], Work[Any]], ranks: Ranks) -> Callable[[], Awaitable[None]]:
     async def turn() -> None:
         first, second = (call(pg, each) for pg, each in ranks)
         await first
@@ -209,7 +219,7 @@ async def test_calls_leave_no_references(name: str) -> None:
         assert all(map(is_native, works)) is (name in NATIVE)
         await asyncio.gather(*works)
         del works
-        grown = await check(one_call(call, ranks))
+        grown = await check_no_growth(turn_of(call, ranks))
         assert name not in STRAIGHT or abs(grown) < TURNS / 2
 
 
@@ -217,15 +227,15 @@ async def test_calls_leave_no_references(name: str) -> None:
 async def test_handed_over_and_refused_calls_leave_no_references(name: str) -> None:
     async with group_of_ranks([True, True]) as pgs:
         ranks = [(pg, arrays()) for pg in pgs]
-        await check(lambda: OTHERS[name](ranks), turns=100)
+        await check_no_growth(lambda: OTHERS[name](ranks), turns=100)
 
 
 async def test_groups_leave_no_references() -> None:
-    """A group has thousands of references; free lists may take a few of each."""
+    """Check groups with a wider limit: a group has thousands of references, and free lists keep a few of them."""
     made = arrays()["list"]
 
     async def turn() -> None:
         async with group_of_ranks([True, True], "closed") as pgs:
             await asyncio.gather(*(pg.allreduce(array) for pg, array in zip(pgs, made, strict=True)))
 
-    await check(turn, turns=10, warm=10, allowed=50)
+    await check_no_growth(turn, turns=10, warm=10, allowed=50)

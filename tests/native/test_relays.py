@@ -1,4 +1,4 @@
-"""Large allreduces that the accelerator carries out through chunk queues, alone and together with Python."""
+"""Collectives on large arrays through chunk queues, on native ranks alone and together with pure ranks."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from aiocoll.work import Work
 from ..internals import Limits, comm_of, is_native, native_of
 from ..reductions import DTYPES, OPS, allowed, numpy_dtype, reduce_op
 from .cases import bits
-from .groups import group_of_ranks, in_python, link
+from .groups import group_of_ranks, open_links, pending_in_python
 
-#: Which ranks run natively, as the first letter tells: N, or P for pure.
+#: Jobs, one letter per rank: N for native, P for pure Python.
 JOBS = ("NN", "NP", "PN", "NPN", "NNNN", "PNNP")
-#: Elements of float64 in a chunk.
+#: The number of float64 elements in a chunk.
 CHUNK = 16384
-#: Dtypes and ops for which NumPy has loops.
+#: Dtypes and ops that NumPy reduces, so that the accelerator can call its loops.
 WITH_LOOPS = ("int8", "int16", "int32", "uint64", "float32", "float64", "complex64", "complex128")
 UFUNCS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_looked_at_for_its_age(limits: Limits) -> None:
-    """Keep slow calls from the handover to Python; on a loaded machine any call is slow."""
+def _no_age_checks(limits: Limits) -> None:
+    """Turn off the handover of slow calls to Python; on a loaded machine any call is slow."""
     limits(report_after=1000.0, stray_after=1000.0)
 
 
-def natives(job: str) -> list[bool]:
+def native_ranks(job: str) -> list[bool]:
     return [letter == "N" for letter in job]
 
 
-def call(pg: ProcessGroup, count: int, key: str | None = None) -> tuple[Work[Any], np.ndarray]:
+def start_allreduce(pg: ProcessGroup, count: int, key: str | None = None) -> tuple[Work[Any], np.ndarray]:
     array = np.full(count, 2.0 ** pg.rank())
     return pg.allreduce(array, key=key), array
 
 
-async def check(calls: Sequence[tuple[Work[Any], np.ndarray]], size: int) -> None:
+async def check_sums(calls: Sequence[tuple[Work[Any], np.ndarray]], size: int) -> None:
     async with asyncio.timeout(20):
         for work, array in calls:
             await work
             assert (array == 2.0**size - 1).all()
 
 
-def queue(pg: ProcessGroup) -> Any:
-    """Return the queue to the right."""
+def queue_writer(pg: ProcessGroup) -> Any:
+    """Return the writer of the chunk queue to the right neighbour."""
     shared = comm_of(pg).channels[(pg.rank() + 1) % pg.size()].shared
     assert shared is not None
     return shared.chunks.writer
 
 
 def counts(size: int, chunk: int) -> list[int]:
-    """Return counts around those at which another chunk is needed; and one of whose chunks one has one element."""
+    """Return counts around those that need another chunk, and one count whose last chunk may have one element."""
     return [chunk * size + extra for extra in (-size - 1, -1, 0, 2 * size, size)] + [5 * chunk + 7]
 
 
@@ -66,7 +66,7 @@ def counts(size: int, chunk: int) -> list[int]:
 @pytest.mark.parametrize("job", JOBS)
 async def test_relay_has_the_bits_of_pure_ranks(job: str) -> None:
     size = len(job)
-    async with group_of_ranks(natives(job)) as pgs, group_of_ranks([False] * size, "pure") as pure:
+    async with group_of_ranks(native_ranks(job)) as pgs, group_of_ranks([False] * size, "pure") as pure:
         for number, (dtype, op) in enumerate((dtype, op) for dtype in DTYPES for op in OPS if allowed(op, dtype)):
             if size > 2 and (number + JOBS.index(job)) % 3:
                 continue
@@ -82,13 +82,15 @@ async def test_relay_has_the_bits_of_pure_ranks(job: str) -> None:
                 found.append([array.tobytes() for array in arrays])
                 ends = {(count * (part + 1) // size - count * part // size) % chunk for part in range(size)}
                 if group is pgs and op in UFUNCS and dtype in WITH_LOOPS:
-                    assert [is_native(work) for work in works] == [each and 1 not in ends for each in natives(job)]
+                    assert [is_native(work) for work in works] == [each and 1 not in ends for each in native_ranks(job)]
             assert found[0] == found[1], f"{op} of {count} {dtype}"
-        assert [in_python(pg) for pg in pgs] == [0] * size
+        assert [pending_in_python(pg) for pg in pgs] == [0] * size
 
 
-def between_two(pg: ProcessGroup, kind: str, dtype: str, count: int, op: str) -> tuple[Work[Any], list[np.ndarray]]:
-    """Start a collective; return its work, and the arrays of this rank."""
+def start_between_two(
+    pg: ProcessGroup, kind: str, dtype: str, count: int, op: str
+) -> tuple[Work[Any], list[np.ndarray]]:
+    """Start a collective between two ranks; return its work, and the arrays of this rank."""
     rank = pg.rank()
     mine, other = bits(dtype, count, kind, rank), np.zeros(2 * count, numpy_dtype(dtype))
     reduce = reduce_op(op, rank)
@@ -108,7 +110,7 @@ def between_two(pg: ProcessGroup, kind: str, dtype: str, count: int, op: str) ->
     if kind == "alltoall_base":
         return pg.alltoall_base(other, bits(dtype, 2 * count, rank)), [other]
     if kind == "alltoall":
-        counts = [[9, count], [count - 7, 0]]  # of what each rank sends, by rank
+        counts = [[9, count], [count - 7, 0]]  # elements that each rank sends to each rank
         outputs = [np.zeros(counts[peer][rank], numpy_dtype(dtype)) for peer in range(2)]
         return pg.alltoall(outputs, [bits(dtype, counts[rank][peer], rank, peer) for peer in range(2)]), outputs
     if kind.startswith("gather"):
@@ -141,18 +143,18 @@ async def test_collectives_between_two_ranks_have_the_bits_of_pure_ones(job: str
         "reduce_scatter_tensor",
         "reduce_scatter",
     ]
-    async with group_of_ranks(natives(job)) as pgs, group_of_ranks([False] * 2, "pure") as pure:
+    async with group_of_ranks(native_ranks(job)) as pgs, group_of_ranks([False] * 2, "pure") as pure:
         for kind in kinds:
             for count in (2 * CHUNK, 30 * CHUNK + 14):
                 found = []
                 for group in (pgs, pure):
-                    made = [between_two(pg, kind, dtype, count, "SUM") for pg in group]
+                    started = [start_between_two(pg, kind, dtype, count, "SUM") for pg in group]
                     async with asyncio.timeout(20):
-                        for work, _ in made:
+                        for work, _ in started:
                             await work
-                    found.append([[array.tobytes() for array in arrays] for _, arrays in made])
+                    found.append([[array.tobytes() for array in arrays] for _, arrays in started])
                     if group is pgs and dtype in WITH_LOOPS:
-                        assert [is_native(work) for work, _ in made] == natives(job), kind
+                        assert [is_native(work) for work, _ in started] == native_ranks(job), kind
                 assert found[0] == found[1], f"{kind} of {count} {dtype}"
 
 
@@ -161,10 +163,10 @@ async def test_collectives_between_two_ranks_give_the_closed_form() -> None:
         count = 30 * CHUNK + 14
         kinds = ("broadcast from 0", "reduce from 1", "allgather_into_tensor", "reduce_scatter_tensor")
         for kind in (*kinds, "scan", "exscan", "alltoall_base", "alltoall", "scatter from 0", "gather from 1"):
-            made = [between_two(pg, kind, "int64", count, "SUM") for pg in pgs]
-            for work, _ in made:
+            started = [start_between_two(pg, kind, "int64", count, "SUM") for pg in pgs]
+            for work, _ in started:
                 await work
-            (first, *_), (second, *_) = (arrays for _, arrays in made)
+            (first, *_), (second, *_) = (arrays for _, arrays in started)
             given = [bits("int64", count, kind, rank) for rank in range(2)]
             if kind.startswith("broadcast"):
                 assert (second == given[0]).all()
@@ -181,7 +183,7 @@ async def test_collectives_between_two_ranks_give_the_closed_form() -> None:
                 sent = np.stack([bits("int64", 2 * count, rank).reshape(2, count) for rank in range(2)])
                 assert (np.stack([first, second]).reshape(2, 2, count) == sent.swapaxes(0, 1)).all()
             elif kind == "alltoall":
-                for rank, (_, outputs) in enumerate(made):
+                for rank, (_, outputs) in enumerate(started):
                     for peer, output in enumerate(outputs):
                         assert (output == bits("int64", len(output), peer, rank)).all()
             elif kind == "gather from 1":
@@ -205,51 +207,51 @@ async def test_collectives_between_two_ranks_can_be_handed_over(kind: str, turns
     async with group_of_ranks([True, True]) as pgs, group_of_ranks([True, True], "other") as others:
         results = []
         for group in (pgs, others):
-            made = []
+            started = []
             for pg in group:
-                made.append(between_two(pg, kind, "int64", count, "SUM"))
+                started.append(start_between_two(pg, kind, "int64", count, "SUM"))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                     if group is pgs:
                         native_of(pg).hand_over()
-            for work, _ in made:
+            for work, _ in started:
                 async with asyncio.timeout(20):
                     await work
-            results.append([[array.tobytes() for array in arrays] for _, arrays in made])
+            results.append([[array.tobytes() for array in arrays] for _, arrays in started])
         assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "NNN"])
 async def test_calls_in_flight_wait_for_the_chunk_queue_in_order(job: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
-        calls = [call(pg, (9 - number) * CHUNK) for pg in pgs for number in range(6)]
-        calls += [call(pg, 3) for pg in pgs]
-        await check(calls, len(job))
+    async with group_of_ranks(native_ranks(job)) as pgs:
+        calls = [start_allreduce(pg, (9 - number) * CHUNK) for pg in pgs for number in range(6)]
+        calls += [start_allreduce(pg, 3) for pg in pgs]
+        await check_sums(calls, len(job))
         if "P" not in job:
             assert all(is_native(work) for work, _ in calls)
-        assert [in_python(pg) for pg in pgs] == [0] * len(job)
+        assert [pending_in_python(pg) for pg in pgs] == [0] * len(job)
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "NNN"])
 async def test_keyed_calls_match_in_any_order(job: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         calls, keys = [], list("abcde")
         for pg in pgs:
             for number, key in enumerate(keys[pg.rank() :] + keys[: pg.rank()]):
-                calls.append(call(pg, 5 * CHUNK, key))
+                calls.append(start_allreduce(pg, 5 * CHUNK, key))
                 if number == 1:
-                    calls.append(call(pg, 4 * CHUNK))
-        await check(calls, len(job))
+                    calls.append(start_allreduce(pg, 4 * CHUNK))
+        await check_sums(calls, len(job))
 
 
-#: Bytes of a chunk, and bytes around those at which a message goes another way, or in another number of chunks.
+#: Bytes of a chunk, and message lengths around those that change the path or the number of chunks.
 BYTES = CHUNK * 8
 LENGTHS = [0, 1, *(limit + extra for limit in (BYTES // 2, BYTES, 2 * BYTES, 11 * BYTES) for extra in (-1, 0, 1))]
 LENGTHS += [3_000_017]
 
 
-def gather(pg: ProcessGroup, root: int, lengths: Sequence[int], sized: bool, key: str | None = None) -> Work[Any]:
-    """Start a gather of bytes; `sized`: the root gives outputs."""
+def start_gather(pg: ProcessGroup, root: int, lengths: Sequence[int], sized: bool, key: str | None = None) -> Work[Any]:
+    """Start a gather of bytes; with `sized`, the root passes outputs."""
     rank = pg.rank()
     outputs = [np.zeros(length, np.uint8) for length in lengths] if sized and rank == root else None
     return pg.gather(outputs, bits("uint8", lengths[rank], rank, lengths), root, key=key)
@@ -271,40 +273,40 @@ async def check_gather(works: Sequence[Work[Any]], root: int, lengths: Sequence[
 @pytest.mark.parametrize("root", [0, 1])
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
 async def test_gather_of_two_ranks_has_both_blocks(job: str, root: int, sized: bool) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         for number, length in enumerate(LENGTHS):
             lengths = [LENGTHS[number - 3]] * 2
             lengths[1 - root] = length
-            before = queue(pgs[1 - root]).number
-            works = [gather(pg, root, lengths, sized) for pg in pgs]
+            before = queue_writer(pgs[1 - root]).number
+            works = [start_gather(pg, root, lengths, sized) for pg in pgs]
             await check_gather(works, root, lengths)
-            expected = [native and (rank != root or sized) for rank, native in enumerate(natives(job))]
+            expected = [native and (rank != root or sized) for rank, native in enumerate(native_ranks(job))]
             if length > BYTES // 2:
                 assert [is_native(work) for work in works] == expected
-                assert queue(pgs[1 - root]).number - before == -(-length // BYTES)
+                assert queue_writer(pgs[1 - root]).number - before == -(-length // BYTES)
             else:
-                assert queue(pgs[1 - root]).number == before
-        assert [in_python(pg) for pg in pgs] == [0, 0]
+                assert queue_writer(pgs[1 - root]).number == before
+        assert [pending_in_python(pg) for pg in pgs] == [0, 0]
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["root last", "root first"])
 @pytest.mark.parametrize("job", ["NN", "PN", "NP"])
 async def test_gathers_of_all_kinds_complete_concurrently(job: str, first: int) -> None:
     lengths = [(number * 70_001 % 900_000, number * 90_001 % 1_000_000) for number in range(12)]
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         for root in range(2):
             works: dict[int, list[Work[Any]]] = {0: [], 1: []}
             for rank in (1 - root, root) if first == 0 else (root, 1 - root):
                 order = range(12) if rank else range(11, -1, -1)
                 keyed = {
-                    number: gather(pgs[rank], root, lengths[number], number % 4 == 1, f"{number}")
+                    number: start_gather(pgs[rank], root, lengths[number], number % 4 == 1, f"{number}")
                     for number in order
                     if number % 2
                 }
                 for number in range(12):
                     plain = number % 2 == 0
                     works[rank].append(
-                        gather(pgs[rank], root, lengths[number], number % 4 == 0) if plain else keyed[number]
+                        start_gather(pgs[rank], root, lengths[number], number % 4 == 0) if plain else keyed[number]
                     )
                 await asyncio.sleep(0)
             for number in range(12):
@@ -314,9 +316,9 @@ async def test_gathers_of_all_kinds_complete_concurrently(job: str, first: int) 
 @pytest.mark.parametrize("job", ["NN", "PN", "NP"])
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
 async def test_gather_uses_frames_while_the_chunk_queue_is_taken(job: str, sized: bool) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         for root in range(2):
-            sender = queue(pgs[1 - root])
+            sender = queue_writer(pgs[1 - root])
             assert sender.take(1, 99)
             before = sender.number
             for length in LENGTHS[2:]:
@@ -324,7 +326,7 @@ async def test_gather_uses_frames_while_the_chunk_queue_is_taken(job: str, sized
                     lengths = (length, length)
                     works = {}
                     for rank in (root, 1 - root) if late else (1 - root, root):
-                        works[rank] = gather(pgs[rank], root, lengths, sized)
+                        works[rank] = start_gather(pgs[rank], root, lengths, sized)
                         for _ in range(3):
                             await asyncio.sleep(0)
                     await check_gather([works[0], works[1]], root, lengths)
@@ -336,7 +338,7 @@ async def test_gather_uses_frames_while_the_chunk_queue_is_taken(job: str, sized
 async def test_gather_that_opens_the_link_completes(sized: bool) -> None:
     for root in range(2):
         async with group_of_ranks([True, True], linked=False) as pgs:
-            works = [gather(pg, root, (3 * BYTES + 1, 5 * BYTES), sized) for pg in pgs]
+            works = [start_gather(pg, root, (3 * BYTES + 1, 5 * BYTES), sized) for pg in pgs]
             await check_gather(works, root, (3 * BYTES + 1, 5 * BYTES))
 
 
@@ -348,7 +350,7 @@ async def test_gather_can_be_handed_over_at_any_chunk(sized: bool, turns: int) -
             lengths = (40 * BYTES + 3, 40 * BYTES + 3)
             works = {}
             for rank in (1 - root, root):
-                works[rank] = gather(pgs[rank], root, lengths, sized)
+                works[rank] = start_gather(pgs[rank], root, lengths, sized)
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 native_of(pgs[rank]).hand_over()
@@ -362,13 +364,13 @@ async def test_chunks_of_a_failed_groups_gather_block_no_other(sized: bool) -> N
         for aborted in range(2):
             for entered in ([0], [1], [0, 1]):
                 others = await asyncio.gather(*(pg.split(0) for pg in pgs))
-                await link(others)
-                lost = [gather(others[rank], 0, lengths, sized) for rank in entered]
+                await open_links(others)
+                lost = [start_gather(others[rank], 0, lengths, sized) for rank in entered]
                 others[aborted].abort("a test")
                 for work in lost:
                     with pytest.raises(GroupError, match="a test"):
                         await work
-                works = [gather(pg, 0, lengths, sized) for pg in pgs]
+                works = [start_gather(pg, 0, lengths, sized) for pg in pgs]
                 await check_gather(works, 0, lengths)
                 await asyncio.gather(*(pg.shutdown() for pg in others))
 
@@ -377,7 +379,7 @@ async def test_chunks_of_a_failed_groups_gather_block_no_other(sized: bool) -> N
 async def test_mismatched_gathers_are_named(job: str) -> None:
     dtypes = [np.float32, np.float64]
     for sized in (True, False):
-        async with group_of_ranks(natives(job)) as pgs:
+        async with group_of_ranks(native_ranks(job)) as pgs:
             outputs = [np.zeros(3 * CHUNK, np.float32) for _ in pgs] if sized else None
             works = [
                 pg.gather(None if pg.rank() else outputs, np.zeros(3 * CHUNK, dtype), 0)
@@ -391,9 +393,9 @@ async def test_mismatched_gathers_are_named(job: str) -> None:
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 @pytest.mark.parametrize("kind", ["gather", "broadcast"])
 async def test_mismatch_of_finished_calls_is_reported(job: str, kind: str, limits: Limits) -> None:
-    """Each rank has put what the other one does not ask for."""
+    """Check calls that both finish although no rank reads the chunks of its peer."""
     limits(stray_after=0.01)
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         zero, one = pgs
         array = np.ones(CHUNK)
         works = [
@@ -409,8 +411,8 @@ async def test_mismatch_of_finished_calls_is_reported(job: str, kind: str, limit
                 assert re.search(rf"rank 0 called SCATTER.*; rank 1 called {kind.upper()}", str(cause))
 
 
-async def scattered(pg: ProcessGroup, count: int, value: float, key: str | None = None) -> None:
-    """Scatter from rank 0, which is done when its chunks are in the queue."""
+async def scatter_and_check(pg: ProcessGroup, count: int, value: float, key: str | None = None) -> None:
+    """Scatter from rank 0 and check the result; rank 0 finishes as soon as its chunks are in the queue."""
     target = np.zeros(count)
     async with asyncio.timeout(20):
         await pg.scatter(target, [np.full(count, float(value))] * 2 if pg.rank() == 0 else None, 0, key=key)
@@ -419,38 +421,40 @@ async def scattered(pg: ProcessGroup, count: int, value: float, key: str | None 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_unread_chunks_of_a_keyed_call_delay_no_other_call(job: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         for _ in range(3):
-            sent = [asyncio.create_task(scattered(pgs[0], 2 * CHUNK, ord(key), key)) for key in "abc"]
-            sent.append(asyncio.create_task(scattered(pgs[0], 2 * CHUNK, 7)))
+            sent = [asyncio.create_task(scatter_and_check(pgs[0], 2 * CHUNK, ord(key), key)) for key in "abc"]
+            sent.append(asyncio.create_task(scatter_and_check(pgs[0], 2 * CHUNK, 7)))
             await asyncio.gather(*sent)
-            await scattered(pgs[1], 2 * CHUNK, 7)
+            await scatter_and_check(pgs[1], 2 * CHUNK, 7)
             for key in "cba":
-                await scattered(pgs[1], 2 * CHUNK, ord(key), key)
+                await scatter_and_check(pgs[1], 2 * CHUNK, ord(key), key)
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_unread_chunks_of_a_group_delay_no_other_group(job: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         others = await asyncio.gather(*(pg.split(0) for pg in pgs))
-        await link(others)
+        await open_links(others)
         for _ in range(3):
             for group in (pgs, others):
-                await scattered(group[0], 2 * CHUNK, 1.5)
+                await scatter_and_check(group[0], 2 * CHUNK, 1.5)
             for group in (others, pgs):
-                await scattered(group[1], 2 * CHUNK, 1.5)
+                await scatter_and_check(group[1], 2 * CHUNK, 1.5)
         await asyncio.gather(*(pg.shutdown() for pg in others))
 
 
 async def test_groups_that_share_a_queue_do_not_wait_for_each_other() -> None:
-    """Each rank has made the call first that the other one makes last."""
+    """Check two ranks that make their calls in two groups in opposite orders."""
     async with group_of_ranks([True, True]) as pgs:
         others = await asyncio.gather(*(pg.split(0) for pg in pgs))
-        await link(others)
+        await open_links(others)
 
-        first = [call(pg, 6 * CHUNK) for pg in (pgs[0], others[1])]
-        await asyncio.gather(check([call(others[0], 6 * CHUNK)], 2), check([call(pgs[1], 6 * CHUNK)], 2))
-        await check(first, 2)
+        first = [start_allreduce(pg, 6 * CHUNK) for pg in (pgs[0], others[1])]
+        await asyncio.gather(
+            check_sums([start_allreduce(others[0], 6 * CHUNK)], 2), check_sums([start_allreduce(pgs[1], 6 * CHUNK)], 2)
+        )
+        await check_sums(first, 2)
         await asyncio.gather(*(pg.shutdown() for pg in others))
 
 
@@ -458,65 +462,65 @@ async def test_groups_that_share_a_queue_do_not_wait_for_each_other() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 async def test_call_can_be_handed_over_at_any_chunk(size: int, turns: int) -> None:
     async with group_of_ranks([True] * size) as pgs:
-        calls = [call(pg, 40 * CHUNK) for pg in pgs[1:]]
+        calls = [start_allreduce(pg, 40 * CHUNK) for pg in pgs[1:]]
         for _ in range(turns):
             await asyncio.sleep(0)
-        calls.append(call(pgs[0], 40 * CHUNK))
+        calls.append(start_allreduce(pgs[0], 40 * CHUNK))
         for pg in pgs:
             native_of(pg).hand_over()
         (operation,) = comm_of(pgs[1]).in_flight.pending
         assert isinstance(operation, ShmRing)
         assert operation._put >= LAG
         assert operation._holds
-        await check(calls, size)
+        await check_sums(calls, size)
         assert not any(is_native(work) for work, _ in calls)
-        later = [call(pg, 4 * CHUNK) for pg in pgs]
-        await check(later, size)
+        later = [start_allreduce(pg, 4 * CHUNK) for pg in pgs]
+        await check_sums(later, size)
         assert all(is_native(work) for work, _ in later)
 
 
 async def test_waiting_call_is_handed_over_without_the_chunk_queue() -> None:
     async with group_of_ranks([True, True]) as pgs:
-        calls = [call(pgs[0], 4 * CHUNK), call(pgs[0], 4 * CHUNK)]
+        calls = [start_allreduce(pgs[0], 4 * CHUNK), start_allreduce(pgs[0], 4 * CHUNK)]
         assert native_of(pgs[0]).count == 2
         native_of(pgs[0]).hand_over()
         held = [operation._holds for operation in comm_of(pgs[0]).in_flight.pending]
         assert held == [True, False]
-        await check([*calls, call(pgs[1], 4 * CHUNK), call(pgs[1], 4 * CHUNK)], 2)
+        await check_sums([*calls, start_allreduce(pgs[1], 4 * CHUNK), start_allreduce(pgs[1], 4 * CHUNK)], 2)
 
 
 async def test_call_goes_to_python_while_the_chunk_queue_is_taken() -> None:
     async with group_of_ranks([True, True]) as pgs:
-        assert queue(pgs[0]).take(1, 99)
-        calls = [call(pg, 4 * CHUNK) for pg in pgs]
+        assert queue_writer(pgs[0]).take(1, 99)
+        calls = [start_allreduce(pg, 4 * CHUNK) for pg in pgs]
         assert [is_native(work) for work, _ in calls] == [False, True]
-        await check(calls, 2)
-        queue(pgs[0]).leave(failed=False)
-        calls = [call(pg, 4 * CHUNK) for pg in pgs]
-        await check(calls, 2)
+        await check_sums(calls, 2)
+        queue_writer(pgs[0]).leave(failed=False)
+        calls = [start_allreduce(pg, 4 * CHUNK) for pg in pgs]
+        await check_sums(calls, 2)
         assert all(is_native(work) for work, _ in calls)
 
 
 async def test_chunks_of_a_failed_group_block_no_other() -> None:
     async with group_of_ranks([True, True]) as pgs:
         others = await asyncio.gather(*(pg.split(0) for pg in pgs))
-        await link(others)
-        lost, _ = call(others[0], 8 * CHUNK)
+        await open_links(others)
+        lost, _ = start_allreduce(others[0], 8 * CHUNK)
         assert is_native(lost)
         others[0].abort("a test")
         with pytest.raises(GroupError, match="a test"):
             await lost
-        calls = [call(pg, 8 * CHUNK) for pg in pgs for _ in range(3)]
-        await check(calls, 2)
-        later = [call(pg, 8 * CHUNK) for pg in pgs]
-        await check(later, 2)
+        calls = [start_allreduce(pg, 8 * CHUNK) for pg in pgs for _ in range(3)]
+        await check_sums(calls, 2)
+        later = [start_allreduce(pg, 8 * CHUNK) for pg in pgs]
+        await check_sums(later, 2)
         assert all(is_native(work) for work, _ in later)
         await asyncio.gather(*(pg.shutdown() for pg in others))
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_mismatched_calls_are_named(job: str) -> None:
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         arrays = [np.ones(8 * CHUNK) for _ in pgs]
         works = [pg.allreduce(x, op) for pg, x, op in zip(pgs, arrays, (ReduceOp.SUM, ReduceOp.MAX), strict=True)]
         for work in works:
@@ -528,7 +532,7 @@ async def test_mismatched_calls_are_named(job: str) -> None:
 async def test_counters_and_records_are_those_of_python() -> None:
     async with group_of_ranks([True, True]) as pgs, group_of_ranks([False, False], "pure") as pure:
         for group in (pgs, pure):
-            await check([call(pg, 8 * CHUNK) for pg in group], 2)
+            await check_sums([start_allreduce(pg, 8 * CHUNK) for pg in group], 2)
         counted = [
             [line.split()[:7] for line in str(pg.stats()).splitlines() if line.startswith("ALLREDUCE ")]
             for pg in (*pgs, *pure)
@@ -540,7 +544,7 @@ async def test_counters_and_records_are_those_of_python() -> None:
 
 async def test_registered_arrays_are_reduced() -> None:
     for job in ("NN", "NP"):
-        async with group_of_ranks(natives(job)) as pgs:
+        async with group_of_ranks(native_ranks(job)) as pgs:
             arrays = [await pg.empty(9 * CHUNK, np.float64) for pg in pgs]
             for _ in range(4):
                 for pg, array in zip(pgs, arrays, strict=True):
@@ -551,7 +555,7 @@ async def test_registered_arrays_are_reduced() -> None:
 
 @pytest.mark.parametrize("shift", [0, 1, 15])
 async def test_non_temporal_stores_write_results_at_any_address(shift: int) -> None:
-    """From 16 MiB on; the bytes before and behind stay as they were."""
+    """Check messages above 16 MiB, where such stores are used; the bytes around the target stay unchanged."""
     count = (17 << 20) + 13
     async with group_of_ranks([True, True]) as pgs:
         given = [np.arange(count + rank, dtype=np.uint32).view(np.uint8)[: count + 40] for rank in range(2)]
@@ -590,7 +594,7 @@ async def test_non_temporal_stores_write_results_at_any_address(shift: int) -> N
 async def test_broadcast_and_allgather_of_several_ranks_are_relayed(job: str, dtype: str) -> None:
     size, itemsize = len(job), numpy_dtype(dtype).itemsize
     chunk = CHUNK * 8 // itemsize
-    async with group_of_ranks(natives(job)) as pgs:
+    async with group_of_ranks(native_ranks(job)) as pgs:
         for count in (chunk // 2 + 1, chunk, chunk + 1, 9 * chunk - 1):
             for root in range(size):
                 arrays = [bits(dtype, count, rank) for rank in range(size)]
@@ -599,7 +603,7 @@ async def test_broadcast_and_allgather_of_several_ranks_are_relayed(job: str, dt
                 async with asyncio.timeout(20):
                     for work in works:
                         await work
-                assert [is_native(work) for work in works] == natives(job)
+                assert [is_native(work) for work in works] == native_ranks(job)
                 assert [array.tobytes() for array in arrays] == [expected] * size
             arrays = [bits(dtype, count, rank) for rank in range(size)]
             wholes = [np.zeros(size * count, numpy_dtype(dtype)) for _ in range(size)]
@@ -608,13 +612,13 @@ async def test_broadcast_and_allgather_of_several_ranks_are_relayed(job: str, dt
             async with asyncio.timeout(20):
                 for work in gathers:
                     await work
-            assert [is_native(work) for work in gathers] == natives(job)
+            assert [is_native(work) for work in gathers] == native_ranks(job)
             assert [whole.tobytes() for whole in wholes] == [b"".join(each.tobytes() for each in arrays)] * size
-        assert [in_python(pg) for pg in pgs] == [0] * size
+        assert [pending_in_python(pg) for pg in pgs] == [0] * size
 
 
 async def test_allgather_of_uneven_blocks_is_not_relayed() -> None:
-    """Ranks would count chunks differently."""
+    """Check that blocks of different lengths take another path: ranks would not agree on the number of chunks."""
     async with group_of_ranks([True] * 3) as pgs:
         lengths = [2 * CHUNK, 2 * CHUNK + 1, 5 * CHUNK]
         outputs = [[np.zeros(length) for length in lengths] for _ in pgs]

@@ -1,4 +1,4 @@
-"""The type stub of the accelerator has the names and arguments of the module."""
+"""The names and arguments in the type stub of the accelerator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiocoll.native import core
 
 STUB = ast.parse(Path(native.__file__).with_name("_core.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
-#: Special methods that the stub has if a class defines them; type checkers take others from `object`.
+#: Special methods that the stub must declare; type checkers know the others from `object`.
 SPECIAL = {"__init__", "__await__"}
 
 
@@ -25,36 +25,39 @@ def names_of(body: list[ast.stmt]) -> set[str]:
     return named | {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield the functions of the stub, by their dotted names, but those that are attributes."""
+def stub_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the dotted names and nodes of the functions in the stub, without properties."""
     for name, body in {"": STUB.body, **{name: node.body for name, node in CLASSES.items()}}.items():
         for node in body:
             if isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name != "__await__":
                 yield f"{name}.{node.name}".strip("."), node
 
 
-FUNCTIONS = dict(functions())
+FUNCTIONS = dict(stub_functions())
 
 
-def found(name: str) -> Callable[..., Any]:
-    """Return what the module has under a dotted name; in place of `__init__`, the class."""
+def object_named(name: str) -> Callable[..., Any]:
+    """Return the object of the module with a dotted name; for `__init__`, the class."""
     made: Any = core
     for part in name.removesuffix(".__init__").split("."):
         made = getattr(made, part)
     return made
 
 
-def bound(name: str) -> Callable[..., Any]:
-    """Return what a caller calls: a method of an object that was not initialized, or a function."""
+def callable_named(name: str) -> Callable[..., Any]:
+    """Return a callable without `self`: a function, a class, or a method of an uninitialized object."""
     kind, _, method = name.rpartition(".")
     if not kind or method == "__init__":
-        return found(name)
+        return object_named(name)
     made: Any = getattr(core, kind)
     return getattr(made.__new__(made), method)
 
 
-def takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function takes so many arguments; None is a wrong one of most."""
+def accepts_count(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function accepts `count` arguments.
+
+    All arguments are None. Most functions refuse None, but with another error than a wrong number of arguments.
+    """
     try:
         function(*[None] * count)
     except Exception as error:
@@ -87,7 +90,7 @@ def test_stub_marks_final_classes(name: str) -> None:
 def test_stub_arguments_match_the_docstring(name: str) -> None:
     arguments = FUNCTIONS[name].args
     named = [each.arg for each in (*arguments.posonlyargs, *arguments.args) if each.arg != "self"]
-    shown = inspect.signature(found(name)).parameters.values()
+    shown = inspect.signature(object_named(name)).parameters.values()
     assert named == [each.name for each in shown if each.name != "self"]
     assert len(arguments.defaults) == sum(each.default is not each.empty for each in shown)
     assert {each.kind for each in shown} <= {inspect.Parameter.POSITIONAL_ONLY}
@@ -98,9 +101,9 @@ def test_number_of_arguments_matches_the_stub(name: str) -> None:
     arguments = FUNCTIONS[name].args
     most = sum(each.arg != "self" for each in (*arguments.posonlyargs, *arguments.args))
     least = most - len(arguments.defaults)
-    function = bound(name)
-    # Functions that are configured stay so.
+    function = callable_named(name)
+    # A complete call of `configure` would change the module for later tests.
     tried = [least - 1, most + 1] if name == "configure" else range(most + 2)
-    assert [count for count in tried if count >= 0 and takes(function, count)] == [
+    assert [count for count in tried if count >= 0 and accepts_count(function, count)] == [
         count for count in tried if least <= count <= most
     ]

@@ -1,4 +1,4 @@
-"""Calls that wait in the accelerator for slots which earlier calls of their group still have."""
+"""Calls that wait in the accelerator for slots that earlier calls of their group still use."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ from aiocoll.work import Work
 
 from ..internals import Limits, comm_of, is_native, native_of, use_same_slots
 from ..ranks import until
-from .groups import group_of_ranks, in_python, waiting
+from .groups import await_work, group_of_ranks, pending_in_python
 
-#: Calls: as many wait as there are slots.
+#: The number of calls: twice the number of slots, so that half of them wait.
 CALLS = 2 * SMALL_SLOTS
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
-    """Nothing is handed over because it takes long on a loaded machine."""
+def no_handover(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+    """Turn off the handover of slow and waiting calls, since any call may be slow on a loaded machine."""
     limits(report_after=1000.0, stray_after=1000.0)
     monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 1000.0)
 
 
 @pytest.fixture
-def impatience(monkeypatch: pytest.MonkeyPatch, patience: None) -> None:
+def immediate_handover(monkeypatch: pytest.MonkeyPatch, no_handover: None) -> None:
     """Hand waiting calls over to Python in the next loop iteration."""
     monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 0.0)
 
 
-def call_all(pg: ProcessGroup, count: int = CALLS) -> list[tuple[np.ndarray, Work[Any]]]:
-    """Start allreduces: of rank r, the number n is filled with n + r."""
+def start_allreduces(pg: ProcessGroup, count: int = CALLS) -> list[tuple[np.ndarray, Work[Any]]]:
+    """Start allreduces; rank r fills the array of call n with n + r."""
     arrays = [np.full(3, float(number + pg.rank())) for number in range(count)]
     return [(array, pg.allreduce(array)) for array in arrays]
 
 
-def counted(pg: ProcessGroup) -> int:
+def counted_calls(pg: ProcessGroup) -> int:
     return sum(each.calls for each in pg.stats().operations)
 
 
-async def check(pgs: list[ProcessGroup], started: list[list[tuple[np.ndarray, Work[Any]]]]) -> None:
+async def check_sums(pgs: list[ProcessGroup], started: list[list[tuple[np.ndarray, Work[Any]]]]) -> None:
     size = len(pgs)
     async with asyncio.timeout(20):
         for calls in started:
             for number, (array, work) in enumerate(calls):
-                await waiting(work)
+                await await_work(work)
                 assert (array == size * number + size * (size - 1) / 2).all()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 async def test_waiting_calls_stay_native(size: int) -> None:
     async with group_of_ranks([True] * size) as pgs:
-        started = [call_all(pg) for pg in pgs]
+        started = [start_allreduces(pg) for pg in pgs]
         assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS
-        await check(pgs, started)
+        await check_sums(pgs, started)
         assert all(is_native(work) for calls in started for _, work in calls)
         assert [native_of(pg).waiting for pg in pgs] == [0] * size
 
 
 async def test_last_call_ends_after_earlier_ones() -> None:
     async with group_of_ranks([True, True]) as pgs:
-        zero, one = [call_all(pg) for pg in pgs]
-        await waiting(zero[-1][1])
+        zero, one = [start_allreduces(pg) for pg in pgs]
+        await await_work(zero[-1][1])
         assert all(work.done() for _, work in zero)
-        await check(pgs, [zero, one])
+        await check_sums(pgs, [zero, one])
 
 
 async def test_root_that_runs_ahead_waits_for_its_reader() -> None:
@@ -79,41 +79,44 @@ async def test_root_that_runs_ahead_waits_for_its_reader() -> None:
         works += [one.broadcast(array, 0) for array in got]
         async with asyncio.timeout(20):
             for work in works:
-                await waiting(work)
+                await await_work(work)
         assert all(map(is_native, works))
         assert np.array_equal(sent, got)
 
 
 @pytest.mark.parametrize("peer", [True, False], ids=["native peer", "pure peer"])
-async def test_frames_are_used_where_no_slot_becomes_free(impatience: None, peer: bool) -> None:
+async def test_frames_are_used_where_no_slot_becomes_free(immediate_handover: None, peer: bool) -> None:
     async with group_of_ranks([True, peer]) as pgs:
-        zero = call_all(pgs[0])
+        zero = start_allreduces(pgs[0])
         await until(lambda: not native_of(pgs[0]).waiting)
         assert [is_native(work) for _, work in zero] == [True] * SMALL_SLOTS + [False] * (CALLS - SMALL_SLOTS)
-        # None waits again until one has found a slot.
+        # Later calls do not wait until a call has found a free slot again.
         array = np.full(3, float(CALLS))
         work = pgs[0].allreduce(array)
         assert not is_native(work)
         zero.append((array, work))
-        await check(pgs, [zero, call_all(pgs[1], CALLS + 1)])
-        again = [call_all(pg, 1) for pg in pgs]
+        await check_sums(pgs, [zero, start_allreduces(pgs[1], CALLS + 1)])
+        again = [start_allreduces(pg, 1) for pg in pgs]
         assert is_native(again[0][0][1])
-        await check(pgs, again)
+        await check_sums(pgs, again)
 
 
 async def test_inspected_call_stops_waiting() -> None:
     async with group_of_ranks([True, True]) as pgs:
-        zero = call_all(pgs[0])
+        zero = start_allreduces(pgs[0])
         for _, work in (zero[-1], zero[SMALL_SLOTS], zero[SMALL_SLOTS + 5]):
             assert "ALLREDUCE" in repr(work)
             assert not is_native(work)
         assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS - 3
-        assert in_python(pgs[0]) == 3
-        await check(pgs, [zero, call_all(pgs[1])])
+        assert pending_in_python(pgs[0]) == 3
+        await check_sums(pgs, [zero, start_allreduces(pgs[1])])
 
 
 async def test_inspected_waiting_call_is_in_flight() -> None:
-    """It could end as soon as it has posted; who asks would take it for a call that was not made."""
+    """Check that a waiting call is found in flight.
+
+    A broadcast finishes on its root as soon as it is posted. Without a record, it would count as never made.
+    """
     async with group_of_ranks([True, True]) as (zero, one):
         works = [zero.broadcast(np.full(5, float(number)), 0) for number in range(CALLS)]
         last = works[-1].seq
@@ -124,50 +127,50 @@ async def test_inspected_waiting_call_is_in_flight() -> None:
         works += [one.broadcast(np.zeros(5), 0) for _ in range(CALLS)]
         async with asyncio.timeout(20):
             for work in works:
-                await waiting(work)
+                await await_work(work)
 
 
 async def test_keyed_call_does_not_wait_for_other_calls() -> None:
     async with group_of_ranks([True, True]) as pgs:
-        zero = call_all(pgs[0])
+        zero = start_allreduces(pgs[0])
         keyed = [pg.allreduce(np.ones(3), key="step") for pg in pgs]
-        assert (await waiting(keyed[0]) == 2).all()
+        assert (await await_work(keyed[0]) == 2).all()
         assert native_of(pgs[0]).waiting > 0
-        await check(pgs, [zero, call_all(pgs[1])])
-        await waiting(keyed[1])
+        await check_sums(pgs, [zero, start_allreduces(pgs[1])])
+        await await_work(keyed[1])
 
 
 async def test_call_of_another_group_does_not_wait() -> None:
-    """Its slots are in use by a group whose ranks are late: frames go, and nobody waits for them."""
+    """Check that a call uses frames if a group with late ranks occupies its slot."""
     async with group_of_ranks([True, True]) as pgs:
         others = [pg for pg in await asyncio.gather(*(pg.split(0) for pg in pgs)) if pg is not None]
         for pg in (*pgs, *others):
             use_same_slots(pg)
-        zero = call_all(pgs[0])
-        calls = [call_all(pg, 1) for pg in others]
+        zero = start_allreduces(pgs[0])
+        calls = [start_allreduces(pg, 1) for pg in others]
         assert native_of(others[0]).waiting == 0
-        await check(others, calls)
+        await check_sums(others, calls)
         assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS
-        await check(pgs, [zero, call_all(pgs[1])])
+        await check_sums(pgs, [zero, start_allreduces(pgs[1])])
         await asyncio.gather(*(pg.shutdown() for pg in others))
 
 
 async def test_mismatch_names_the_waiting_call() -> None:
     async with group_of_ranks([True, True]) as pgs:
-        zero = call_all(pgs[0])
+        zero = start_allreduces(pgs[0])
         one = [pgs[1].allreduce(np.ones(4 if number == CALLS - 1 else 3)) for number in range(CALLS)]
         for work in (zero[-1][1], one[-1]):
             with pytest.raises(CollectiveMismatchError, match=f"shape.*SequenceNumber={1 + CALLS}"):
                 await work
         for _, work in zero[:-1]:
-            await waiting(work)
+            await await_work(work)
         for work in one[:-1]:
             await work
 
 
 async def test_waiting_calls_fail_with_their_group() -> None:
     async with group_of_ranks([True, True]) as pgs:
-        zero = call_all(pgs[0])
+        zero = start_allreduces(pgs[0])
         pgs[1].abort()
         for _, work in zero:
             with pytest.raises(GroupError):
@@ -178,7 +181,7 @@ async def test_waiting_calls_fail_with_their_group() -> None:
 async def test_waiting_calls_time_out(limits: Limits) -> None:
     limits(report_after=0.05)
     async with group_of_ranks([True, True], timeout=0.3) as pgs:
-        zero = call_all(pgs[0])
+        zero = start_allreduces(pgs[0])
         assert native_of(pgs[0]).waiting > 0
         with pytest.raises(CollectiveTimeoutError, match="rank 1"):
             await zero[-1][1]
@@ -189,7 +192,7 @@ async def test_waiting_calls_time_out(limits: Limits) -> None:
 
 async def test_waiting_calls_end_when_their_group_is_closed() -> None:
     async with group_of_ranks([True, True]) as pgs:
-        zero = call_all(pgs[0])
+        zero = start_allreduces(pgs[0])
         pgs[0].abort()
         assert all(work.done() for _, work in zero)
         assert all(isinstance(work.exception(), GroupError) for _, work in zero)
@@ -197,20 +200,20 @@ async def test_waiting_calls_end_when_their_group_is_closed() -> None:
 
 async def test_waiting_calls_are_recorded_and_counted() -> None:
     async with group_of_ranks([True, True]) as pgs:
-        before = counted(pgs[0])
-        started = [call_all(pg) for pg in pgs]
+        before = counted_calls(pgs[0])
+        started = [start_allreduces(pg) for pg in pgs]
         assert len(comm_of(pgs[0]).in_flight.snapshot()) == CALLS
-        assert native_of(pgs[0]).count == CALLS, "nothing was handed over"
-        await check(pgs, started)
-        assert counted(pgs[0]) == before + CALLS
+        assert native_of(pgs[0]).count == CALLS, "a call was handed over to Python"
+        await check_sums(pgs, started)
+        assert counted_calls(pgs[0]) == before + CALLS
 
 
-@pytest.mark.parametrize("patient", [True, False])
+@pytest.mark.parametrize("stays_native", [True, False])
 async def test_calls_with_a_python_reduction_may_wait(
-    patient: bool, monkeypatch: pytest.MonkeyPatch, patience: None
+    stays_native: bool, monkeypatch: pytest.MonkeyPatch, no_handover: None
 ) -> None:
-    """They end where the engine runs in its own context, which cannot be entered twice."""
-    if not patient:
+    """Check that waiting calls can finish inside the engine's context, which cannot be entered twice."""
+    if not stays_native:
         monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 0.0)
     async with group_of_ranks([True, True]) as (zero, one):
         arrays = [np.full(3, float(number)) for number in range(CALLS)]

@@ -1,4 +1,4 @@
-"""One contract of works, whatever carries them out: awaited, waited for and looked at in every way."""
+"""The contract of works: awaits, waits and inspection, for works of the accelerator and of Python."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from aiocoll.work import Work
 
 from ..internals import comm_of, is_native, native_of
 from ..ranks import in_a_fork, until
-from .groups import WORKS, group_of_ranks, in_python, start, waiting
+from .groups import WORKS, await_work, group_of_ranks, pending_in_python, start_allreduce
 
 Ranks = tuple[ProcessGroup, ProcessGroup]
 
 
 @pytest.fixture(params=WORKS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Of the works that a test starts on rank 0."""
+    """Return the kind of the works that a test starts on rank 0."""
     return str(request.param)
 
 
 @pytest.fixture
 async def ranks(kind: str) -> AsyncIterator[Ranks]:
-    """Two ranks; all calls of rank 0 have works of one kind."""
+    """Yield two ranks; the works of rank 0 are of one kind."""
     async with group_of_ranks([kind != "completion", True]) as (zero, one):
         yield zero, one
 
@@ -44,15 +44,15 @@ def ones() -> np.ndarray:
     return np.ones(3)
 
 
-async def end(ranks: Ranks, **named: Any) -> None:
-    """Make the call of rank 1 that all others wait for, and let that of rank 0 end."""
+async def finish_calls(ranks: Ranks, **named: Any) -> None:
+    """Make the call on rank 1, and wait until all calls of rank 0 have finished."""
     await ranks[1].allreduce(ones(), **named)
     await until(lambda: not len(comm_of(ranks[0]).in_flight))
 
 
 async def test_work_is_of_the_public_type_and_may_be_subscripted(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
+    work = start_allreduce(kind, zero, ones())
     assert type(work) is Work is aiocoll.Work
     assert isinstance(work, aiocoll.Work)
     assert aiocoll.Work[int].__origin__ is aiocoll.Work  # type: ignore[attr-defined]
@@ -63,19 +63,19 @@ async def test_work_is_of_the_public_type_and_may_be_subscripted(kind: str, rank
         work.other = 1  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
         pickle.dumps(work)
-    await end(ranks)
+    await finish_calls(ranks)
     await work
 
 
 async def test_work_attributes_are_the_same_before_and_after_the_end(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
-    seq = work.seq if kind != "native" else None  # asking a native work for it lets Python take it over
+    work = start_allreduce(kind, zero, ones())
+    seq = work.seq if kind != "native" else None  # reading `seq` of a native work hands the call over to Python
     assert not work.done()
     assert not work.is_completed()
     assert not work.is_success()
     assert is_native(work) is (kind == "native")
-    await end(ranks)
+    await finish_calls(ranks)
     assert work.done()
     assert work.is_completed()
     assert work.is_success()
@@ -88,30 +88,30 @@ async def test_work_attributes_are_the_same_before_and_after_the_end(kind: str, 
     keyed = zero.allreduce(ones(), key="step")
     assert repr(keyed) == "<Work ALLREDUCE seq=1 key='step' pending>"
     assert (keyed.op, keyed.seq, keyed.key, keyed.group) == ("ALLREDUCE", 1, "step", zero)
-    await end(ranks, key="step")
+    await finish_calls(ranks, key="step")
     await keyed
     assert repr(keyed) == "<Work ALLREDUCE seq=1 key='step' done>"
 
 
 async def test_work_attributes_can_be_read_in_flight(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
+    work = start_allreduce(kind, zero, ones())
     assert repr(work) == f"<Work ALLREDUCE seq={work.seq} pending>"
     assert (work.op, work.key, work.group) == ("ALLREDUCE", None, zero)
-    await end(ranks)
+    await finish_calls(ranks)
     assert (await work == 2).all()
 
 
 async def test_work_has_a_result_after_its_end_only(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
-    work = start(kind, zero, array)
+    work = start_allreduce(kind, zero, array)
     for early in (work.result, work.exception):
         with pytest.raises(
             asyncio.InvalidStateError, match=r"<Work ALLREDUCE seq=\d+ pending> has not ended; await it"
         ):
             early()
-    await end(ranks)
+    await finish_calls(ranks)
     assert work.result() is array
     assert work.exception() is None
     assert (array == 2).all()
@@ -120,15 +120,15 @@ async def test_work_has_a_result_after_its_end_only(kind: str, ranks: Ranks) -> 
 async def test_work_is_awaited_any_number_of_times_by_any_task(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
-    work = start(kind, zero, array)
+    work = start_allreduce(kind, zero, array)
 
-    tasks = [asyncio.create_task(waiting(work)) for _ in range(20)]
+    tasks = [asyncio.create_task(await_work(work)) for _ in range(20)]
     await asyncio.sleep(0)
-    assert is_native(work) is (kind == "native"), "awaits leave the call where it is"
+    assert is_native(work) is (kind == "native"), "an await handed the call over to Python"
     for task in tasks[::3]:
         task.cancel()
     await asyncio.sleep(0)
-    await end(ranks)
+    await finish_calls(ranks)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     for number, result in enumerate(results):
         assert isinstance(result, asyncio.CancelledError) if number % 3 == 0 else result is array
@@ -138,50 +138,50 @@ async def test_work_is_awaited_any_number_of_times_by_any_task(kind: str, ranks:
 async def test_cancelled_await_does_not_stop_the_operation(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
-    work = start(kind, zero, array)
+    work = start_allreduce(kind, zero, array)
     for _ in range(3):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.001):
                 await work
     assert not work.done()
     assert not work.cancelled()
-    await end(ranks)
+    await finish_calls(ranks)
     assert await work is array
     assert (array == 2).all()
 
 
 async def test_work_can_be_awaited_after_all_awaiters_were_cancelled(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
-    tasks = [asyncio.create_task(waiting(work)) for _ in range(3)]
+    work = start_allreduce(kind, zero, ones())
+    tasks = [asyncio.create_task(await_work(work)) for _ in range(3)]
     await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
-    late = asyncio.create_task(waiting(work))
+    late = asyncio.create_task(await_work(work))
     await asyncio.sleep(0)
-    await end(ranks)
+    await finish_calls(ranks)
     assert (await late == 2).all()
 
 
 async def test_cancelled_await_leaves_no_future_behind(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
+    work = start_allreduce(kind, zero, ones())
     for _ in range(50):
-        task = asyncio.create_task(waiting(work))
+        task = asyncio.create_task(await_work(work))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
     del task
     futures = [each for each in reachable(work, 3) if isinstance(each, asyncio.Future)]
     assert len(futures) < 5
-    await end(ranks)
+    await finish_calls(ranks)
     await work
 
 
 def reachable(start_at: Any, depth: int) -> list[Any]:
-    """Return the objects within so many references of a work that belong to it alone."""
+    """Return the lists, futures and completions that a work refers to, over at most `depth` references."""
     found, level = [], [start_at]
     for _ in range(depth):
         level = [
@@ -199,7 +199,7 @@ async def test_asyncio_takes_works_as_futures(kind: str, ranks: Ranks) -> None:
     loop = asyncio.get_running_loop()
     for way in (gather, wait, wait_first, wait_for, shield, as_completed, task_group, get_future, ensure_future):
         array = ones()
-        work = start(kind, zero, array)
+        work = start_allreduce(kind, zero, array)
         task = asyncio.create_task(way(work))
         await asyncio.sleep(0)
         assert not task.done()
@@ -244,7 +244,7 @@ async def as_completed(work: Any) -> Any:
 
 async def task_group(work: Any) -> Any:
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(waiting(work))
+        task = group.create_task(await_work(work))
     return task.result()
 
 
@@ -261,7 +261,7 @@ async def ensure_future(work: Any) -> Any:
 async def test_wait_for_that_expires_cancels_the_await_only(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
-    work = start(kind, zero, array)
+    work = start_allreduce(kind, zero, array)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(work, 0.01)
     done, pending = await asyncio.wait([work], timeout=0.01)
@@ -272,7 +272,7 @@ async def test_wait_for_that_expires_cancels_the_await_only(kind: str, ranks: Ra
     outer.cancel()
     await asyncio.sleep(0)
     assert not work.done()
-    await end(ranks)
+    await finish_calls(ranks)
     assert await work is array
 
 
@@ -283,19 +283,19 @@ async def test_callbacks_are_called_once_in_a_separate_iteration(kind: str, rank
     def removed(_: object) -> None:
         called.append("removed")
 
-    work = start(kind, zero, ones())
+    work = start_allreduce(kind, zero, ones())
     work.add_done_callback(called.append)
     work.add_done_callback(removed)
     work.add_done_callback(removed)
     assert work.remove_done_callback(removed) == 2
     assert work.remove_done_callback(removed) == 0
     assert called == []
-    await end(ranks)
+    await finish_calls(ranks)
     await work
     await asyncio.sleep(0)
     assert called == [work]
     work.add_done_callback(called.append)
-    assert called == [work], "callbacks run in a turn of their own"
+    assert called == [work], "the callback ran in the iteration that added it"
     await asyncio.sleep(0)
     assert called == [work, work]
 
@@ -303,14 +303,14 @@ async def test_callbacks_are_called_once_in_a_separate_iteration(kind: str, rank
 async def test_other_thread_can_wait_for_a_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
-    work = start(kind, zero, array)
+    work = start_allreduce(kind, zero, array)
     with pytest.raises(RuntimeError, match=r"would block the event loop .*: use `await work`"):
         work.wait()
     with pytest.raises(TimeoutError, match=r"has not ended within 0.01 s"):
         await asyncio.to_thread(work.wait, 0.01)
     threads = [asyncio.create_task(asyncio.to_thread(work.wait, 10)) for _ in range(3)]
     await asyncio.sleep(0.02)
-    await end(ranks)
+    await finish_calls(ranks)
     for each in await asyncio.gather(*threads):
         assert each is array
     assert await asyncio.to_thread(work.wait) is array
@@ -319,17 +319,17 @@ async def test_other_thread_can_wait_for_a_work(kind: str, ranks: Ranks) -> None
 async def test_other_thread_can_inspect_a_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
-    work = start(kind, zero, array)
+    work = start_allreduce(kind, zero, array)
 
-    def look() -> tuple[Any, ...]:
+    def inspect() -> tuple[Any, ...]:
         with pytest.raises(asyncio.InvalidStateError):
             work.result()
         with pytest.raises(asyncio.InvalidStateError):
             work.exception()
         return work.done(), work.is_success(), work.op, repr(work).endswith(" pending>"), work.group is zero
 
-    assert await asyncio.to_thread(look) == (False, False, "ALLREDUCE", True, True)
-    await end(ranks)
+    assert await asyncio.to_thread(inspect) == (False, False, "ALLREDUCE", True, True)
+    await finish_calls(ranks)
     assert await asyncio.to_thread(lambda: (work.done(), work.result() is array, work.exception())) == (
         True,
         True,
@@ -338,41 +338,41 @@ async def test_other_thread_can_inspect_a_work(kind: str, ranks: Ranks) -> None:
 
 
 async def test_inspection_by_another_thread_hands_over_no_call(ranks: Ranks, kind: str) -> None:
-    """The engine belongs to the thread of the loop, which may be at the call just now."""
+    """Check that another thread hands no call over: only the thread of the loop may use the engine."""
     zero, _one = ranks
-    work = start(kind, zero, ones())
+    work = start_allreduce(kind, zero, ones())
 
-    def look() -> None:
+    def inspect() -> None:
         repr(work)
         assert work.seq is not None
         with pytest.raises(asyncio.InvalidStateError):
             work.result()
 
-    await asyncio.to_thread(look)
+    await asyncio.to_thread(inspect)
     assert is_native(work) is (kind == "native")
-    assert in_python(zero) == (kind != "native")
-    await end(ranks)
+    assert pending_in_python(zero) == (kind != "native")
+    await finish_calls(ranks)
     assert (await work == 2).all()
 
 
 async def test_forked_child_can_inspect_a_work_without_a_handover(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
+    work = start_allreduce(kind, zero, ones())
 
-    def look() -> None:
+    def inspect() -> None:
         assert repr(work).endswith(" pending>")
         assert is_native(work) is (kind == "native")
         work.wait(1)
 
-    assert "forked" in in_a_fork(look) or "would block the event loop" in in_a_fork(look)
+    assert "forked" in in_a_fork(inspect) or "would block the event loop" in in_a_fork(inspect)
     assert is_native(work) is (kind == "native")
-    await end(ranks)
+    await finish_calls(ranks)
     assert (await work == 2).all()
 
 
 async def test_await_in_another_loop_is_refused(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
+    work = start_allreduce(kind, zero, ones())
 
     async def other() -> None:
         with pytest.raises(RuntimeError, match="belongs to another event loop"):
@@ -381,7 +381,7 @@ async def test_await_in_another_loop_is_refused(kind: str, ranks: Ranks) -> None
             work.add_done_callback(print)
 
     await asyncio.to_thread(asyncio.run, other())
-    await end(ranks)
+    await finish_calls(ranks)
     assert (await work == 2).all()
 
 
@@ -389,25 +389,25 @@ async def test_weak_references_end_with_the_work(kind: str, ranks: Ranks) -> Non
     zero, _one = ranks
     ended: list[str] = []
     array = ones()
-    work = start(kind, zero, array)
+    work = start_allreduce(kind, zero, array)
     reference = weakref.ref(work, lambda _: ended.append("work"))
     weakref.finalize(array, ended.append, "array")
     del array
     assert reference() is work
     del work
-    assert ended == [], "the operation keeps both"
+    assert ended == [], "the operation in flight lost its work or array"
     gc.disable()
     try:
-        await end(ranks)
+        await finish_calls(ranks)
         await asyncio.sleep(0)
-        assert sorted(ended) == ["array", "work"], "no cycle keeps them"
+        assert sorted(ended) == ["array", "work"], "a reference cycle keeps the work or array"
     finally:
         gc.enable()
 
 
 async def test_ended_work_keeps_nothing_but_its_result(kind: str, ranks: Ranks) -> None:
     zero, one = ranks
-    for _ in range(3):  # plans and views are kept of the first
+    for _ in range(3):  # plans and views of the first call are cached
         whole, part = np.ones(6), np.ones(3)
         work = zero.allgather_into_tensor(whole, part)
         if kind == "taken over":
@@ -417,7 +417,7 @@ async def test_ended_work_keeps_nothing_but_its_result(kind: str, ranks: Ranks) 
         await asyncio.sleep(0)
         reference = weakref.ref(part)
         del part
-        assert reference() is None, "the work still keeps its input"
+        assert reference() is None, "the finished work still keeps its input"
         assert work.result() is whole
 
 
@@ -427,8 +427,8 @@ async def test_work_references_are_balanced(kind: str, ranks: Ranks) -> None:
     sizes, counts = [], []
     for _ in range(6):
         for _ in range(50):
-            work = start(kind, zero, array)
-            task = asyncio.create_task(waiting(work))
+            work = start_allreduce(kind, zero, array)
+            task = asyncio.create_task(await_work(work))
             await asyncio.sleep(0)
             await one.allreduce(mine)
             await task
@@ -451,12 +451,12 @@ async def test_works_leave_no_reference_cycles(kind: str, ranks: Ranks) -> None:
         gc.set_debug(flags)
         try:
             for _ in range(20):
-                work = start(kind, zero, ones())
-                task = asyncio.create_task(waiting(work))
-                cancelled = asyncio.create_task(waiting(work))
+                work = start_allreduce(kind, zero, ones())
+                task = asyncio.create_task(await_work(work))
+                cancelled = asyncio.create_task(await_work(work))
                 await asyncio.sleep(0)
                 cancelled.cancel()
-                await end(ranks)
+                await finish_calls(ranks)
                 await task
             del work, task, cancelled
             await asyncio.sleep(0)
@@ -470,12 +470,12 @@ async def test_works_leave_no_reference_cycles(kind: str, ranks: Ranks) -> None:
 
 async def test_await_is_an_iterator_that_refuses_to_start_over(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
+    work = start_allreduce(kind, zero, ones())
     iterator = work.__await__()
     future = next(iterator)
     assert asyncio.isfuture(future)
-    future._asyncio_future_blocking = False  # as a task does that takes it
-    await end(ranks)
+    future._asyncio_future_blocking = False  # a task does this with a future that it waits for
+    await finish_calls(ranks)
     with pytest.raises(StopIteration) as ended:
         next(iterator)
     assert (ended.value.value == 2).all()
@@ -485,39 +485,39 @@ async def test_await_is_an_iterator_that_refuses_to_start_over(kind: str, ranks:
 
 async def test_dropped_await_does_not_stop_the_operation(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
+    work = start_allreduce(kind, zero, ones())
     iterator = work.__await__()
     next(iterator)._asyncio_future_blocking = False
     del iterator
-    await end(ranks)
+    await finish_calls(ranks)
     assert (await work == 2).all()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks come with Python 3.12")
 async def test_eager_tasks_await_works(kind: str, ranks: Ranks) -> None:
     loop = asyncio.get_running_loop()
-    eager: Any = partial(asyncio.Task, loop=loop, eager_start=True)  # uvloop takes no factory of them
-    work = start(kind, ranks[0], ones())
-    tasks = [eager(waiting(work)) for _ in range(3)]
+    eager: Any = partial(asyncio.Task, loop=loop, eager_start=True)  # uvloop does not accept an eager task factory
+    work = start_allreduce(kind, ranks[0], ones())
+    tasks = [eager(await_work(work)) for _ in range(3)]
     assert not any(task.done() for task in tasks)
-    await end(ranks)
+    await finish_calls(ranks)
     for each in await asyncio.gather(*tasks):
         assert (each == 2).all()
-    late = eager(waiting(work))
+    late = eager(await_work(work))
     assert (await late == 2).all()
 
 
 async def test_work_that_is_never_awaited_leads_to_a_warning_in_debug_mode(kind: str) -> None:
-    uses = (None, await_it, ask_whether_done, ask_for_result, call_back, abandon)
+    uses = (None, await_use, call_done, call_result, add_callback, inspect_too_early)
     for use in uses:
         texts = await warnings_of(kind, use)
-        assert len(texts) == (use in (None, abandon)), (use, texts)
+        assert len(texts) == (use in (None, inspect_too_early)), (use, texts)
         assert not texts or "rank 0: ALLREDUCE (sequence 2) called at " in texts[0]
         assert not texts or "native/groups.py:" in texts[0]
 
 
 async def warnings_of(kind: str, use: Callable[[Any], Awaitable[object]] | None) -> list[str]:
-    """Return what is said of a work that a program uses so, and drops."""
+    """Return the warnings about a work that is used by `use` and then dropped."""
     loop = asyncio.get_running_loop()
     before = loop.get_debug()
     loop.set_debug(True)
@@ -525,11 +525,11 @@ async def warnings_of(kind: str, use: Callable[[Any], Awaitable[object]] | None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             async with group_of_ranks([kind != "completion", True], "debug") as ranks:
-                work = start(kind, ranks[0], ones())
-                if use is abandon:
+                work = start_allreduce(kind, ranks[0], ones())
+                if use is inspect_too_early:
                     await use(work)
-                await end(ranks)
-                if use is not None and use is not abandon:
+                await finish_calls(ranks)
+                if use is not None and use is not inspect_too_early:
                     await use(work)
                 del work
                 await asyncio.sleep(0)
@@ -539,38 +539,38 @@ async def warnings_of(kind: str, use: Callable[[Any], Awaitable[object]] | None)
     return [str(each.message) for each in caught if "ALLREDUCE" in str(each.message)]
 
 
-async def abandon(work: Any) -> None:
-    """Look at it too early."""
+async def inspect_too_early(work: Any) -> None:
+    """Read the result too early, which does not count as a use."""
     assert not work.done()
     with pytest.raises(asyncio.InvalidStateError):
         work.result()
 
 
-async def await_it(work: Any) -> None:
+async def await_use(work: Any) -> None:
     await work
 
 
-async def ask_whether_done(work: Any) -> None:
+async def call_done(work: Any) -> None:
     assert work.done()
 
 
-async def ask_for_result(work: Any) -> None:
+async def call_result(work: Any) -> None:
     work.result()
 
 
-async def call_back(work: Any) -> None:
+async def add_callback(work: Any) -> None:
     work.add_done_callback(lambda _: None)
 
 
 async def test_threads_can_inspect_works_during_calls(kind: str, ranks: Ranks) -> None:
-    """Whatever other threads ask of works in flight, each call ends, once and well."""
+    """Check that each call finishes correctly while two threads inspect works in flight."""
     zero, one = ranks
     shown: list[Any] = []
     stop = threading.Event()
     failures: list[BaseException] = []
 
-    def look() -> None:
-        asks: list[Callable[[Any], Any]] = [
+    def inspect() -> None:
+        queries: list[Callable[[Any], Any]] = [
             repr,
             lambda work: work.seq,
             lambda work: work.done(),
@@ -579,12 +579,12 @@ async def test_threads_can_inspect_works_during_calls(kind: str, ranks: Ranks) -
         try:
             while not stop.is_set():
                 for work in shown[-3:]:
-                    for ask in asks:
-                        ask(work)
+                    for query in queries:
+                        query(work)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=look) for _ in range(2)]
+    threads = [threading.Thread(target=inspect) for _ in range(2)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     for thread in threads:
@@ -607,18 +607,18 @@ async def test_threads_can_inspect_works_during_calls(kind: str, ranks: Ranks) -
 
 
 class Named(Work):  # type: ignore[type-arg]
-    """A subclass of a program's own."""
+    """A subclass of `Work` that a program defines."""
 
     __slots__ = ("name",)
 
 
 async def test_subclasses_work_over_completions(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
-    work = start(kind, zero, ones())
-    named = Named(work._completion)  # a program can reach a completion only so
+    work = start_allreduce(kind, zero, ones())
+    named = Named(work._completion)  # the only way for a program to get a completion
     named.name = "mine"
     assert isinstance(named, Work)
-    await end(ranks)
+    await finish_calls(ranks)
     assert await named is await work
     assert named.result() is work.result()
 
@@ -627,17 +627,17 @@ def test_work_cannot_be_made_without_a_completion() -> None:
     with pytest.raises(TypeError):
         Work()  # type: ignore[call-arg]
     empty = Work.__new__(Work)
-    for ask in (lambda: empty.result(), lambda: repr(empty), lambda: empty.op, lambda: next(empty.__await__())):
+    for query in (lambda: empty.result(), lambda: repr(empty), lambda: empty.op, lambda: next(empty.__await__())):
         with pytest.raises((RuntimeError, AttributeError)):
-            ask()
+            query()
 
 
-async def test_works_can_be_used_after_their_group(kind: str) -> None:
+async def test_works_can_be_used_after_their_group_is_closed(kind: str) -> None:
     async with group_of_ranks([kind != "completion", True]) as ranks:
-        works = [start(kind, ranks[0], ones())]
-        await end(ranks)
-        works += [start(kind, ranks[0], ones())]
-        await end(ranks)
+        works = [start_allreduce(kind, ranks[0], ones())]
+        await finish_calls(ranks)
+        works += [start_allreduce(kind, ranks[0], ones())]
+        await finish_calls(ranks)
         zero = ranks[0]
     for work in works:
         assert (await work == 2).all()

@@ -1,4 +1,4 @@
-"""One contract of works that fail, whatever carries them out: every awaiter gets the error, unseen ones are logged."""
+"""The contract of failed works: every awaiter gets the error, and an error that no program code saw is logged."""
 
 from __future__ import annotations
 
@@ -25,56 +25,56 @@ from aiocoll import (
 
 from ..internals import comm_of
 from ..ranks import until
-from .groups import WORKS, group_of_ranks, start, waiting
+from .groups import WORKS, await_work, group_of_ranks, start_allreduce
 
-#: Seconds: the shortest timeout with which calls are plain.
+#: Seconds: about the shortest timeout with which calls are still native.
 TIMEOUT = 0.3
 
 
 @pytest.fixture(params=WORKS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Of the works that a test starts on rank 0."""
+    """Return the kind of the works that a test starts on rank 0."""
     return str(request.param)
 
 
-async def mismatch(zero: ProcessGroup, one: ProcessGroup) -> None:
-    """Rank 1 makes another call."""
+async def make_mismatch(zero: ProcessGroup, one: ProcessGroup) -> None:
+    """Make another call on rank 1."""
     with pytest.raises(CollectiveMismatchError):
         await one.broadcast(np.ones(3), 0)
 
 
-async def expire(zero: ProcessGroup, one: ProcessGroup) -> None:
-    """Rank 1 makes none."""
+async def make_no_call(zero: ProcessGroup, one: ProcessGroup) -> None:
+    """Make no call on rank 1, so that the timeout expires."""
 
 
-async def leave(zero: ProcessGroup, one: ProcessGroup) -> None:
-    """Rank 1 closes the group."""
+async def close_on_peer(zero: ProcessGroup, one: ProcessGroup) -> None:
+    """Close the group on rank 1."""
     await one.shutdown()
 
 
-async def abort(zero: ProcessGroup, one: ProcessGroup) -> None:
-    """Rank 0 gives up."""
+async def abort_group(zero: ProcessGroup, one: ProcessGroup) -> None:
+    """Abort the group on rank 0."""
     zero.abort("out of patience")
 
 
-async def abort_there(zero: ProcessGroup, one: ProcessGroup) -> None:
-    """Rank 1 gives up."""
+async def abort_on_peer(zero: ProcessGroup, one: ProcessGroup) -> None:
+    """Abort the group on rank 1."""
     one.abort("out of patience")
 
 
-async def close(zero: ProcessGroup, one: ProcessGroup) -> None:
-    """Rank 0 closes the group itself."""
+async def close_group(zero: ProcessGroup, one: ProcessGroup) -> None:
+    """Close the group on rank 0."""
     await zero.shutdown()
 
 
-#: What makes a call fail, the error, and its text.
+#: Functions that make a call of rank 0 fail, with the class and the text of the error.
 FAILURES = [
-    (mismatch, CollectiveMismatchError, r"ALLREDUCE[\s\S]*BROADCAST|BROADCAST[\s\S]*ALLREDUCE"),
-    (expire, CollectiveTimeoutError, r"ALLREDUCE[\s\S]* rank 1|rank 1[\s\S]*ALLREDUCE"),
-    (leave, PeerLostError, r"ALLREDUCE[\s\S]*rank 1"),
-    (abort, GroupError, "out of patience"),
-    (abort_there, GroupError, "out of patience"),
-    (close, GroupClosedError, "closed"),
+    (make_mismatch, CollectiveMismatchError, r"ALLREDUCE[\s\S]*BROADCAST|BROADCAST[\s\S]*ALLREDUCE"),
+    (make_no_call, CollectiveTimeoutError, r"ALLREDUCE[\s\S]* rank 1|rank 1[\s\S]*ALLREDUCE"),
+    (close_on_peer, PeerLostError, r"ALLREDUCE[\s\S]*rank 1"),
+    (abort_group, GroupError, "out of patience"),
+    (abort_on_peer, GroupError, "out of patience"),
+    (close_group, GroupClosedError, "closed"),
 ]
 Fail = Callable[[ProcessGroup, ProcessGroup], Awaitable[None]]
 each_failure = pytest.mark.parametrize(("fail", "error", "text"), FAILURES, ids=[each[0].__name__ for each in FAILURES])
@@ -84,8 +84,8 @@ each_failure = pytest.mark.parametrize(("fail", "error", "text"), FAILURES, ids=
 async def test_failure_is_raised_in_every_awaiter(kind: str, fail: Fail, error: type[Exception], text: str) -> None:
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         called: list[Any] = []
-        work = start(kind, zero, np.ones(3))
-        tasks = [asyncio.create_task(waiting(work)) for _ in range(5)]
+        work = start_allreduce(kind, zero, np.ones(3))
+        tasks = [asyncio.create_task(await_work(work)) for _ in range(5)]
         await asyncio.sleep(0)
         if kind == "taken over":
             work.add_done_callback(called.append)
@@ -96,7 +96,7 @@ async def test_failure_is_raised_in_every_awaiter(kind: str, fail: Fail, error: 
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results.pop(2), asyncio.CancelledError)
         assert {type(each) for each in results} <= {error, *error.__subclasses__()}
-        assert len(set(map(id, results))) == 1, "all get the same exception"
+        assert len(set(map(id, results))) == 1, "awaiters got different exceptions"
         assert re.search(text, str(results[0])), results[0]
         check_failed(work, results[0])
         with pytest.raises(type(results[0])):
@@ -107,7 +107,7 @@ async def test_failure_is_raised_in_every_awaiter(kind: str, fail: Fail, error: 
 
 
 def check_failed(work: Work[Any], error: BaseException) -> None:
-    """Check what a failed work shows."""
+    """Check the state, the exception and the repr of a failed work."""
     assert work.done()
     assert not work.is_success()
     assert not work.cancelled()
@@ -121,14 +121,14 @@ def check_failed(work: Work[Any], error: BaseException) -> None:
 @each_failure
 async def test_group_is_revoked_by_the_first_failure(kind: str, fail: Fail, error: type[Exception], text: str) -> None:
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
-        works = [start(kind, zero, np.ones(3))]
+        works = [start_allreduce(kind, zero, np.ones(3))]
         works += [zero.allreduce(np.ones(3)) for _ in range(4)]
         await fail(zero, one)
         async with asyncio.timeout(5):
             found = await asyncio.gather(*works, return_exceptions=True)
         assert all(isinstance(each, GroupError) for each in found), found
         assert zero.pending() == []
-        with pytest.raises(GroupClosedError if fail is close else (GroupRevokedError, GroupError)):
+        with pytest.raises(GroupClosedError if fail is close_group else (GroupRevokedError, GroupError)):
             await zero.allreduce(np.ones(3))
 
 
@@ -138,14 +138,14 @@ async def test_unseen_failure_is_logged_with_the_line_of_the_call(
 ) -> None:
     caplog.set_level(logging.ERROR, "aiocoll")
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
-        work = start(kind, zero, np.ones(3))
+        work = start_allreduce(kind, zero, np.ones(3))
         await fail(zero, one)
         await until(work.done)
         del work
         await until(lambda: not len(comm_of(zero).in_flight))
     gc.collect()
     logged = [each.getMessage() for each in caplog.records if "rank 0: exception of ALLREDUCE" in each.getMessage()]
-    expected = fail is not abort  # the program of this rank knows of that
+    expected = fail is not abort_group  # the program on rank 0 aborted the group itself
     assert len(logged) == expected, logged
     if expected:
         assert re.search(r"ALLREDUCE \(sequence 2\) called at \S*native/groups.py:\d+ was never retrieved", logged[0])
@@ -155,8 +155,8 @@ async def test_unseen_failure_is_logged_with_the_line_of_the_call(
 async def test_seen_failure_is_not_logged(kind: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "aiocoll")
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
-        work = start(kind, zero, np.ones(3))
-        task = asyncio.create_task(waiting(work)) if when == "in flight" else None
+        work = start_allreduce(kind, zero, np.ones(3))
+        task = asyncio.create_task(await_work(work)) if when == "in flight" else None
         await asyncio.sleep(0)
         one.abort("a test")
         await until(work.done)
@@ -169,7 +169,7 @@ async def test_seen_failure_is_not_logged(kind: str, when: str, caplog: pytest.L
 
 async def test_failed_works_leave_no_reference_cycles(kind: str) -> None:
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
-        work = start(kind, zero, np.ones(3))
+        work = start_allreduce(kind, zero, np.ones(3))
         one.abort("a test")
         await until(work.done)
         assert isinstance(work.exception(), GroupError)
@@ -188,10 +188,10 @@ async def test_works_of_a_closed_loop_can_be_inspected(kind: str) -> None:
 
     async def program() -> None:
         async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
-            kept.append(start(kind, zero, np.ones(3)))
+            kept.append(start_allreduce(kind, zero, np.ones(3)))
             await one.allreduce(np.ones(3))
             await kept[0]
-            kept.append(start(kind, zero, np.ones(3)))
+            kept.append(start_allreduce(kind, zero, np.ones(3)))
             kept.append(start_second(zero))
             one.abort("a test")
             await until(kept[1].done)

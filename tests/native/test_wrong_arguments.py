@@ -1,4 +1,4 @@
-"""What the accelerator refuses of its own Python side, so that no mistake there becomes a wrong access."""
+"""Arguments from the Python package that the accelerator refuses, so that a mistake there accesses no wrong memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(core is None, reason="needs the accelerator in C
 SMALL, MIDDLE = 4096, 65536
 
 
-def memory(nbytes: int) -> memoryview:
-    """Return memory that begins with a cache line."""
+def aligned_memory(nbytes: int) -> memoryview:
+    """Return memory that begins at a cache line."""
     whole = np.zeros(nbytes + LINE, np.uint8)
     start = -whole.ctypes.data % LINE
     return memoryview(whole)[start : start + nbytes]
@@ -29,15 +29,15 @@ LAYOUT = (LINES, BYTES, SMALL, BYTES + SMALL_SLOTS * SMALL, MIDDLE, 0)
 NBYTES = BYTES + SMALL_SLOTS * SMALL + (SLOTS - SMALL_SLOTS) * MIDDLE
 
 
-def common(layout: tuple[int, ...] = LAYOUT, nbytes: int = NBYTES, **others: Any) -> Any:
+def make_common_lane(layout: tuple[int, ...] = LAYOUT, nbytes: int = NBYTES, **others: Any) -> Any:
     assert core is not None
     posted = others.get("posted", array("Q", bytes(8 * SLOTS)))
     readers = others.get("readers", [()] * SLOTS)
-    return core.CommonLane(memory(nbytes), layout, posted, bytearray(SLOTS), readers, lambda *_: True)
+    return core.CommonLane(aligned_memory(nbytes), layout, posted, bytearray(SLOTS), readers, lambda *_: True)
 
 
 def test_lane_that_fits_is_accepted() -> None:
-    common().close()
+    make_common_lane().close()
 
 
 @pytest.mark.parametrize(
@@ -56,24 +56,26 @@ def test_lane_that_fits_is_accepted() -> None:
 )
 def test_layout_that_is_longer_than_its_memory_is_refused(layout: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        common(layout)
+        make_common_lane(layout)
 
 
 def test_lane_whose_arrays_are_short_is_refused() -> None:
     with pytest.raises(ValueError, match="one number"):
-        common(posted=array("Q", bytes(8)))
+        make_common_lane(posted=array("Q", bytes(8)))
     with pytest.raises(ValueError, match="one list"):
-        common(readers=[()])
+        make_common_lane(readers=[()])
 
 
 def test_second_initialization_is_refused() -> None:
-    lane = common()
+    lane = make_common_lane()
     with pytest.raises(TypeError, match="already initialized"):
-        lane.__init__(memory(NBYTES), LAYOUT, array("Q", bytes(8 * SLOTS)), bytearray(SLOTS), [()] * SLOTS, None)
+        lane.__init__(
+            aligned_memory(NBYTES), LAYOUT, array("Q", bytes(8 * SLOTS)), bytearray(SLOTS), [()] * SLOTS, None
+        )
 
 
-def steps(size: int = 2, buffers: int = 2, dtype: str = "f8", **parts: Any) -> Any:
-    """Make the steps of an allreduce of two elements, with some parts replaced."""
+def make_steps(size: int = 2, buffers: int = 2, dtype: str = "f8", **parts: Any) -> Any:
+    """Return the steps of an allreduce of two elements; `parts` replace some of them."""
     assert core is not None
     given = {
         "copies": (),
@@ -92,8 +94,8 @@ def steps(size: int = 2, buffers: int = 2, dtype: str = "f8", **parts: Any) -> A
 
 
 def test_consistent_steps_are_accepted() -> None:
-    steps()
-    steps(dtype=">f8")
+    make_steps()
+    make_steps(dtype=">f8")
 
 
 @pytest.mark.parametrize(
@@ -132,11 +134,11 @@ def test_inconsistent_steps_are_refused(parts: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match=r"does not exist|out of range|inconsistent|not a rank|have a reader|is invalid"
     ):
-        steps(**parts)
+        make_steps(**parts)
 
 
-def relay(**parts: Any) -> Any:
-    """Make the steps of a reduction from one rank to the other, with some parts replaced."""
+def make_relay(**parts: Any) -> Any:
+    """Return the steps of a reduction from one rank to its peer; `parts` replace some of them."""
     assert core is not None
     size = parts.pop("size", 2)
     given = {"chunk": 4, "behind": 1, "puts": (), "takes": ((0, 0, 9),), "sources": ((0, 0, 9),), "copy": ()} | parts
@@ -145,10 +147,10 @@ def relay(**parts: Any) -> Any:
 
 
 def test_consistent_relay_is_accepted() -> None:
-    relay()
-    relay(copy=((0, 0, 5), (1, 4, 9)))
-    relay(puts=((0, 0, 4), (0, 4, 9)), takes=((0, 4, 9), (0, 0, 4)), sources=((0, 4, 9),))
-    relay(behind=0, puts=((0, 0, 9),), sources=())
+    make_relay()
+    make_relay(copy=((0, 0, 5), (1, 4, 9)))
+    make_relay(puts=((0, 0, 4), (0, 4, 9)), takes=((0, 4, 9), (0, 0, 4)), sources=((0, 4, 9),))
+    make_relay(behind=0, puts=((0, 0, 9),), sources=())
 
 
 @pytest.mark.parametrize(
@@ -175,4 +177,4 @@ def test_consistent_relay_is_accepted() -> None:
 )
 def test_inconsistent_relay_is_refused(parts: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"does not exist|out of range|inconsistent"):
-        relay(**parts)
+        make_relay(**parts)

@@ -1,4 +1,4 @@
-"""`python -m tests.planted`; see `tests.planted.run`."""
+"""The command `python -m tests.planted`; see `tests.planted.run`."""
 
 import sys
 

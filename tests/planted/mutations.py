@@ -1,4 +1,4 @@
-"""Small faults that a programmer could make: each turns one place into another one that is still Python."""
+"""Mutants: small faults that a programmer could make, each at one place, as valid Python code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ __all__ = ["Mutant", "draw", "mutants"]
 
 
 class Mutant(NamedTuple):
-    """A fault: what stands at a place, and what is put there."""
+    """A fault: the code at a place, and its replacement.
+
+    Attributes:
+        subject: the part of the package, one of `SUBJECTS`.
+        kind: the kind of mutation, one of `KINDS`, or "by hand".
+        where: the qualified name of the function.
+        old: the statements at the place, or one condition.
+        new: their replacement.
+    """
 
     subject: str
     kind: str
@@ -27,11 +35,11 @@ class Mutant(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Where it is."""
+        """The place of the fault in the package."""
         return Place(self.where, self.old)
 
 
-#: Operators that are easily taken for each other.
+#: Operators that programmers confuse.
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt),
     ast.LtE: (ast.Lt, ast.GtE),
@@ -64,22 +72,22 @@ def _comparison(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Compare(node.left, [*node.ops[:-1], other()], node.comparators)
 
 
-def _by_one(node: ast.expr, step: int) -> ast.expr:
+def _shifted(node: ast.expr, step: int) -> ast.expr:
     return ast.BinOp(node, ast.Add() if step > 0 else ast.Sub(), ast.Constant(1))
 
 
 def _bound(node: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.Compare(left, ops, [*others, last]) if isinstance(ops[-1], ORDERS):
-            yield ast.Compare(left, ops, [*others, _by_one(last, 1)])
-            yield ast.Compare(left, ops, [*others, _by_one(last, -1)])
+            yield ast.Compare(left, ops, [*others, _shifted(last, 1)])
+            yield ast.Compare(left, ops, [*others, _shifted(last, -1)])
         case ast.Slice(lower, upper, None):
             if upper is not None:
-                yield ast.Slice(lower, _by_one(upper, -1), None)
+                yield ast.Slice(lower, _shifted(upper, -1), None)
             if lower is not None:
-                yield ast.Slice(_by_one(lower, 1), upper, None)
+                yield ast.Slice(_shifted(lower, 1), upper, None)
         case ast.Call(ast.Name("range") as name, [*others, last], []):
-            yield ast.Call(name, [*others, _by_one(last, -1)], [])
+            yield ast.Call(name, [*others, _shifted(last, -1)], [])
         case ast.Call(ast.Name("min" | "max" as name), arguments, keywords):
             yield ast.Call(ast.Name("max" if name == "min" else "min"), arguments, keywords)
 
@@ -114,13 +122,13 @@ def _constant(node: ast.AST) -> Iterator[ast.AST]:
 
 def _arguments(node: ast.AST) -> Iterator[ast.AST]:
     match node:
-        # Of one kind, so that it is not the first line of the function called that complains.
+        # Arguments of one syntactic kind: the called function would refuse others at once.
         case ast.Call(func, [first, second, *others], keywords) if type(first) is type(second) is not ast.Starred:
             if text(func) not in ("isinstance", "min", "max"):
                 yield ast.Call(func, [second, first, *others], keywords)
 
 
-#: What makes other nodes of a node that is anywhere in a place.
+#: By kind, the function that yields the mutations of a node inside a place.
 INSIDE: dict[str, Callable[[ast.AST], Iterator[ast.AST]]] = {
     "comparison": _comparison,
     "bound": _bound,
@@ -139,8 +147,8 @@ class _Replace(ast.NodeTransformer):
         return self._new if node is self._old else super().visit(node)
 
 
-def _is_told(node: ast.AST) -> bool:
-    """Whether a place is there for people to read: what it says is compared word by word elsewhere, or by nobody."""
+def _is_for_people(node: ast.AST) -> bool:
+    """Return whether a place only produces text for people, such as a docstring, a message or a log record."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
     return any(
@@ -154,12 +162,12 @@ def _is_call(node: ast.AST) -> bool:
     return isinstance(value.value if isinstance(value, ast.Await) else value, ast.Call)
 
 
-def _of_place(node: ast.AST, is_condition: bool) -> Iterator[tuple[str, str]]:
-    """Return kind and text of what may be put in the place of one statement or condition."""
+def _mutations_of_place(node: ast.AST, is_condition: bool) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the text of each replacement for a statement or condition."""
     if isinstance(node, ast.Raise):
         yield "dropped", "pass"
         return
-    if _is_told(node):
+    if _is_for_people(node):
         return
     if _is_call(node):
         yield "dropped", "pass"
@@ -170,24 +178,24 @@ def _of_place(node: ast.AST, is_condition: bool) -> Iterator[tuple[str, str]]:
         for kind, operator in INSIDE.items():
             for count, _ in enumerate(operator(inside)):
                 whole = copy.deepcopy(node)
-                again = whole.value if isinstance(whole, ast.AnnAssign) else whole
-                assert again is not None
-                old = list(ast.walk(again))[number]
+                body_copy = whole.value if isinstance(whole, ast.AnnAssign) else whole
+                assert body_copy is not None
+                old = list(ast.walk(body_copy))[number]
                 new = list(operator(old))[count]
                 yield kind, text(ast.fix_missing_locations(_Replace(old, new).visit(whole)))
 
 
-def _of_function(function: Function) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+def _mutations_of_function(function: Function) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     for block in sequences(function):
         for node in block:
             place = node if isinstance(node, SIMPLE) else header(node)
             if place is not None:
                 yield from (
                     (kind, (text(place),), (new,))
-                    for kind, new in _of_place(place, isinstance(node, ast.If | ast.While))
+                    for kind, new in _mutations_of_place(place, isinstance(node, ast.If | ast.While))
                 )
         for one, other in itertools.pairwise(block):
-            if _may_change_places(one, other):
+            if _can_be_swapped(one, other):
                 both = text(one), text(other)
                 yield "order", both, both[::-1]
 
@@ -201,10 +209,10 @@ def _targets(node: ast.stmt) -> list[ast.expr]:
     return []
 
 
-def _may_change_places(one: ast.stmt, other: ast.stmt) -> bool:
-    """Whether two statements in the wrong order are a fault, and not one that nobody could overlook."""
+def _can_be_swapped(one: ast.stmt, other: ast.stmt) -> bool:
+    """Return whether two statements in the wrong order are a fault that a programmer could overlook."""
     for each in (one, other):
-        if not isinstance(each, SIMPLE) or _is_told(each) or isinstance(each, ast.Return | ast.Raise | ast.Break):
+        if not isinstance(each, SIMPLE) or _is_for_people(each) or isinstance(each, ast.Return | ast.Raise | ast.Break):
             return False
     before, after = text(one), text(other)
     local = {name.id for target in _targets(one) for name in ast.walk(target) if isinstance(name, ast.Name)} - {"self"}
@@ -219,19 +227,26 @@ def _may_change_places(one: ast.stmt, other: ast.stmt) -> bool:
 
 
 def mutants(package: Package, subject: str, files: Collection[Path]) -> list[Mutant]:
-    """Return all that can be planted in some files at places that no other place can be taken for."""
+    """Return all mutants in some files whose place is unique in the package."""
     found: dict[Mutant, None] = {}
     for where, functions in package.functions.items():
         for path, function in functions:
             if path in files:
-                for kind, old, new in _of_function(function):
+                for kind, old, new in _mutations_of_function(function):
                     if old != new and len(package.find(Place(where, old))) == 1:
                         found[Mutant(subject, kind, where, old, new)] = None
     return list(found)
 
 
 def draw(candidates: list[Mutant], count: int, seed: str, taken: Collection[Mutant] = ()) -> list[Mutant]:
-    """Return `count` of the candidates: of all kinds alike, and not two at a place."""
+    """Return `count` random candidates, evenly over all kinds, and at most one per place.
+
+    Args:
+        candidates: the mutants to choose from.
+        count: how many to return.
+        seed: of the random choice.
+        taken: mutants whose places are not used again.
+    """
     chance = random.Random(seed)
     by_kind: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in candidates:

@@ -1,7 +1,7 @@
-"""Places in the package, named so that code which moves keeps them: by function and by what is written there.
+"""Places in the package, which are found again after code has moved.
 
-A place is a statement, or the condition of a compound one, in the function with a certain qualified name; what is
-written there is compared as `ast.unparse` writes it. Neither the file nor the line is part of the name.
+A place is a statement, or the condition of a compound statement. It is identified by the qualified name of its function
+and by its text from `ast.unparse`. The file and the line are not part of the identity.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = ["Package", "Place", "Spot", "header", "sequences", "spots", "text"]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-#: Statements that hold no others.
+#: Statements that contain no other statements.
 SIMPLE = (
     ast.Assign,
     ast.AugAssign,
@@ -30,20 +30,25 @@ SIMPLE = (
 
 
 class Place(NamedTuple):
-    """Where something is planted: `old` are the statements there, or one condition, in the function `where`."""
+    """A place for a fault.
+
+    Attributes:
+        where: the qualified name of the function.
+        old: the texts of consecutive statements, or of one condition.
+    """
 
     where: str
     old: tuple[str, ...]
 
 
 class Spot(NamedTuple):
-    """What a place is in a file: the nodes that stand there, one after another."""
+    """The nodes of a place in a file, in order."""
 
     path: Path
     nodes: tuple[ast.AST, ...]
 
     def replaced(self, source: bytes, new: tuple[str, ...]) -> bytes:
-        """Return `source` with `new` there; all else stays as it is, byte by byte."""
+        """Return `source` with `new` in place of the nodes; all other bytes stay the same."""
         lines = source.splitlines(keepends=True)
         starts = [0]
         for line in lines:
@@ -56,12 +61,12 @@ class Spot(NamedTuple):
 
 
 def text(node: ast.AST) -> str:
-    """Return a statement or an expression as it is compared."""
+    """Return the text by which a statement or an expression is compared."""
     return ast.unparse(node)
 
 
 def header(node: ast.AST) -> ast.expr | None:
-    """Return the expression that decides what a compound statement does; None of others."""
+    """Return the condition or the iterable of a compound statement; None for other statements."""
     match node:
         case ast.If() | ast.While():
             return node.test
@@ -71,7 +76,7 @@ def header(node: ast.AST) -> ast.expr | None:
 
 
 def sequences(function: Function) -> Iterator[list[ast.stmt]]:
-    """Return the blocks of a function, without those of functions inside it."""
+    """Yield the blocks of a function, without the blocks of nested functions."""
     waiting: list[ast.AST] = [function]
     while waiting:
         node = waiting.pop()
@@ -85,7 +90,7 @@ def sequences(function: Function) -> Iterator[list[ast.stmt]]:
 
 
 def spots(path: Path, function: Function) -> Iterator[Spot]:
-    """Return all places of one statement or one condition."""
+    """Yield the places of a function that have one statement or one condition."""
     for block in sequences(function):
         for node in block:
             if isinstance(node, SIMPLE):
@@ -95,10 +100,10 @@ def spots(path: Path, function: Function) -> Iterator[Spot]:
 
 
 class Package:
-    """All functions of a package.
+    """The functions of a package, by qualified name.
 
     Args:
-        root: its folder.
+        root: the folder of the package.
     """
 
     def __init__(self, root: Path) -> None:
@@ -117,7 +122,7 @@ class Package:
                 self._collect(path, node, prefix)
 
     def find(self, place: Place) -> list[Spot]:
-        """Return where a place is: once, if all is well."""
+        """Return the spots of a place: exactly one if the place is unique and still exists."""
         found = []
         for path, function in self.functions.get(place.where, ()):
             if len(place.old) == 1:

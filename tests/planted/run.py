@@ -1,8 +1,8 @@
-"""Plant faults in a copy of the tree, one at a time, and see which ones the tests do not notice.
+"""A test of the tests: plant faults in a copy of the tree, one at a time, and report those that no test catches.
 
-python -m tests.planted                     all faults: those by hand, and those that were drawn
-python -m tests.planted --only relay        those of a subject, or of a function
-python -m tests.planted --draw              draw again those whose place is not there any more
+python -m tests.planted                     all faults: written by hand, and drawn at random
+python -m tests.planted --only relay        the faults of a subject, or of a function
+python -m tests.planted --draw              replace drawn faults whose place no longer exists
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from .mutations import Mutant, draw, mutants
 from .places import Package
-from .subjects import SUBJECTS, files, found, quota
+from .subjects import SUBJECTS, files, pytest_arguments, quota
 
 __all__ = ["BY_HAND", "FAULTS", "ROOT", "Tree", "key", "main", "read", "reasons"]
 
@@ -32,18 +32,25 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAULTS = HERE / "faults.json"
 EQUIVALENT = HERE / "equivalent.json"
-#: Whoever draws with another one gets other faults.
+#: The seed of the random choice. Another seed draws other faults.
 SEED = "planted"
 BY_HAND = "by hand"
-#: Seconds that a run of tests may take: some times what one without a fault takes, and a floor for a busy machine. Who
-#: takes longer hangs.
+#: The time limit of a test run: a base in seconds, for a busy machine, plus this multiple of the time without a fault.
+#: A longer run counts as hung.
 FLOOR, TIMES = 40.0, 4.0
-#: What of the tree tests need.
+#: Files and folders that the tests need.
 PARTS = ("aiocoll", "tests", "docs", "examples", "bench", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md")
 
 
 class Verdict(NamedTuple):
-    """What became of one fault: "caught", by which test, or "survived"; "equivalent", and why."""
+    """The outcome for one fault.
+
+    Attributes:
+        mutant: the fault.
+        outcome: "caught", "survived" or "equivalent".
+        detail: the test that caught it, or the reason why it is equivalent.
+        seconds: the duration of the test run.
+    """
 
     mutant: Mutant
     outcome: str
@@ -60,13 +67,13 @@ def read(path: Path = FAULTS) -> list[Mutant]:
 
 
 def write(faults: Sequence[Mutant], path: Path = FAULTS) -> None:
-    """Write faults, one per line."""
+    """Write faults to a file, one per line."""
     lines = ",\n".join(json.dumps(each._asdict(), ensure_ascii=False) for each in faults)
     path.write_text(f"[\n{lines}\n]\n")
 
 
 def reasons(path: Path = EQUIVALENT) -> dict[tuple[str, str, str], str]:
-    """Return why some faults change nothing that anybody could notice, by place and by what is put there."""
+    """Return the reasons why some faults have no observable effect, by function, old and new code."""
     return {(each["where"], each["old"], each["new"]): each["why"] for each in json.loads(path.read_text())}
 
 
@@ -75,11 +82,11 @@ def key(mutant: Mutant) -> tuple[str, str, str]:
 
 
 class Tree:
-    """A copy of the tree, in which one fault at a time is planted.
+    """A copy of the tree that has at most one fault at a time.
 
     Args:
-        root: the tree.
-        parts: files and folders of it to copy; the first one is the package.
+        root: the original tree.
+        parts: files and folders to copy; the first one is the package.
     """
 
     def __init__(self, root: Path = ROOT, parts: Sequence[str] = PARTS) -> None:
@@ -89,7 +96,7 @@ class Tree:
                 shutil.copytree(root / part, self.root / part, ignore=shutil.ignore_patterns("__pycache__", ".venvs"))
             elif (root / part).exists():
                 shutil.copy(root / part, self.root / part)
-        # By hash: a file that is changed and changed back within a second is not taken for the one that was compiled.
+        # By hash: by time, a file that changes twice within a second would keep its old bytecode.
         compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", parts[0]]
         subprocess.run(compiled, cwd=self.root, check=True)
         self._package = Package(self.root / parts[0])
@@ -102,17 +109,17 @@ class Tree:
         """Run tests, with or without the accelerator.
 
         Returns:
-            The first one that fails, or "no end within ... s"; None if all pass.
+            The first test that fails, or "no end within ... s"; None if all pass.
         """
         for run, limit in zip(runs, limits, strict=True):
-            arguments = found(self.root / "tests", run)
+            arguments = pytest_arguments(self.root / "tests", run)
             failed = self._pytest(arguments, limit, native)
             if (
                 failed is not None
                 and "::" in failed
                 and self._pytest([failed.partition(" ")[2]], limit, native) is None
             ):
-                # It may have been the machine, which was busy.
+                # The test passes alone, so the failure may be due to a busy machine.
                 failed = self._pytest(arguments, limit, native)
             if failed is not None:
                 return failed
@@ -133,26 +140,26 @@ class Tree:
             start_new_session=True,
         )
         try:
-            said, _ = process.communicate(timeout=limit)
+            output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             return f"no end within {limit:.0f} s"
         finally:
             if process.poll() is None:
-                # With the processes that tests have started, which are of its session.
+                # The whole session, since tests start processes.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
         if process.returncode == 0:
             return None
-        failed = [line for line in said.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
+        failed = [line for line in output.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
         return failed[0].split(" - ")[0] if failed else f"pytest ended with {process.returncode}"
 
     def judge(
         self, mutant: Mutant, runs: Sequence[tuple[str, ...]], limits: Sequence[float], *, native: bool = False
     ) -> str | None:
-        """Plant a fault, run its tests as `tests` does, and take it back."""
+        """Plant a fault, run its tests as `tests` does, and restore the file."""
         spots = self._package.find(mutant.place)
         if len(spots) != 1:
-            raise LookupError(f"{mutant.where}: {len(spots)} places with {'; '.join(mutant.old)}; use --draw")
+            raise LookupError(f"{mutant.where}: {len(spots)} places with {'; '.join(mutant.old)}; run with --draw")
         source = spots[0].path.read_bytes()
         try:
             spots[0].path.write_bytes(spots[0].replaced(source, mutant.new))
@@ -161,8 +168,8 @@ class Tree:
             spots[0].path.write_bytes(source)
 
 
-def drawn_again(faults: Sequence[Mutant]) -> list[Mutant]:
-    """Return the faults that are there, and new ones instead of those whose place is not there any more."""
+def redraw_lost(faults: Sequence[Mutant]) -> list[Mutant]:
+    """Return the faults with an existing place, and new faults for drawn ones whose place no longer exists."""
     package = Package(ROOT / "aiocoll")
     kept = [mutant for mutant in faults if len(package.find(mutant.place)) == 1]
     for subject, count in quota().items():
@@ -170,33 +177,33 @@ def drawn_again(faults: Sequence[Mutant]) -> list[Mutant]:
         candidates = mutants(package, subject, files(package, subject))
         kept += draw(candidates, count - len(mine), f"{SEED} {subject}", kept)
     subjects = list(SUBJECTS)
-    # A fault by hand whose place has changed has to be planted anew by hand: it stays, and a test says so.
+    # Faults by hand must be updated by hand. They stay in the list, and `test_fault_places_exist` reports them.
     lost = [mutant for mutant in faults if mutant.kind == BY_HAND and mutant not in kept]
     return sorted([*kept, *lost], key=lambda mutant: (mutant.kind != BY_HAND, subjects.index(mutant.subject)))
 
 
 class Limits:
-    """How long a run of tests may take: found out when it is first needed, without any fault."""
+    """Time limits for test runs, measured once per run without a fault."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, ...], float] = {}
         self._lock = threading.Lock()
 
     def of(self, subject: str, tree: Tree) -> list[float]:
-        """Return seconds for each run of a subject's tests; `tree` has no fault in it."""
+        """Return the limit in seconds for each run of a subject's tests; `tree` must have no fault."""
         found = SUBJECTS[subject]
         with self._lock:
             for run in found.tests:
                 if run not in self._found:
                     start = time.monotonic()
                     if (failed := tree.tests([run], [600.0], native=found.native)) is not None:
-                        raise RuntimeError(f"{subject}: the tests fail without any fault: {failed}")
+                        raise RuntimeError(f"{subject}: tests fail without a fault: {failed}")
                     self._found[run] = FLOOR + TIMES * (time.monotonic() - start)
             return [self._found[run] for run in found.tests]
 
 
-def judge_all(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:
-    """Judge faults, `jobs` at a time, each in a copy of its own."""
+def judge_faults(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:
+    """Return the verdicts on faults; `jobs` threads test them, each in its own copy of the tree."""
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     equivalent, limits = reasons(), Limits()
     verdicts = [Verdict(each, "equivalent", equivalent[key(each)], 0.0) for each in faults if key(each) in equivalent]
@@ -212,7 +219,7 @@ def judge_all(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:
         test = tree.judge(mutant, subject.tests, allowed, native=subject.native)
         outcome = "survived" if test is None else "caught"
         verdicts.append(Verdict(mutant, outcome, test or "", time.monotonic() - start))
-        print(f"{len(verdicts)}/{len(faults)} {told(verdicts[-1])}", flush=True)
+        print(f"{len(verdicts)}/{len(faults)} {describe_verdict(verdicts[-1])}", flush=True)
 
     def work() -> None:
         tree = Tree()
@@ -237,15 +244,15 @@ def judge_all(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:
     return verdicts
 
 
-def told(verdict: Verdict) -> str:
-    """Return a verdict in one line."""
+def describe_verdict(verdict: Verdict) -> str:
+    """Return a verdict as one line of text."""
     mutant = verdict.mutant
     fault = f"{'; '.join(mutant.old)}  ->  {'; '.join(mutant.new)}"
     return f"{verdict.outcome}: {mutant.subject}, {mutant.where}: {fault}  [{verdict.detail}] {verdict.seconds:.0f} s"
 
 
 def report(verdicts: Sequence[Verdict], out: Path) -> None:
-    """Write what is known so far: `planted.json`, and `planted.md`, which begins with the survivors."""
+    """Write the verdicts to `planted.json` and `planted.md`, survivors first."""
     out.mkdir(parents=True, exist_ok=True)
     ordered = sorted(verdicts, key=lambda each: (each.outcome != "survived", each.outcome, each.mutant))
     rows: list[dict[str, Any]] = [
@@ -268,24 +275,28 @@ def report(verdicts: Sequence[Verdict], out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out what the command line says; 1 if a fault has survived."""
+    """Run the command.
+
+    Returns:
+        1 if a fault has survived, else 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--draw", action="store_true", help="draw again those whose place is not there any more")
-    parser.add_argument("--only", nargs="*", default=[], help="subjects, or functions by their qualified names")
-    parser.add_argument("--jobs", type=int, default=2, help="faults at a time (2)")
-    parser.add_argument("--out", type=Path, default=ROOT / "planted-figures", help="folder of the results")
+    parser.add_argument("--draw", action="store_true", help="replace drawn faults whose place no longer exists")
+    parser.add_argument("--only", nargs="*", default=[], help="subjects, or qualified names of functions")
+    parser.add_argument("--jobs", type=int, default=2, help="number of faults tested at a time (2)")
+    parser.add_argument("--out", type=Path, default=ROOT / "planted-figures", help="folder for the results")
     options = parser.parse_args(arguments)
     faults = read()
     if options.draw:
-        faults = drawn_again(faults)
+        faults = redraw_lost(faults)
         write(faults)
         return 0
     if options.only:
         faults = [each for each in faults if any(only in (each.subject, each.where) for only in options.only)]
-    verdicts = judge_all(faults, options.jobs, options.out)
+    verdicts = judge_faults(faults, options.jobs, options.out)
     report(verdicts, options.out)
     survivors = [verdict for verdict in verdicts if verdict.outcome == "survived"]
     print(f"{len(verdicts)} faults, {len(survivors)} survived; all of them in {options.out}")
     for verdict in survivors:
-        print(told(verdict))
+        print(describe_verdict(verdict))
     return bool(survivors)

@@ -1,4 +1,4 @@
-"""What is planted where, and which tests concern it."""
+"""The parts of the package that get planted faults, and the tests that must catch them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import NamedTuple
 
 from .places import Package
 
-__all__ = ["COUNT", "SUBJECTS", "Subject", "files", "found", "quota"]
+__all__ = ["COUNT", "SUBJECTS", "Subject", "files", "pytest_arguments", "quota"]
 
-#: Mutants that are drawn.
+#: The number of drawn mutants.
 COUNT = 150
 
 
 class Subject(NamedTuple):
-    """A part of the package.
+    """A part of the package, and its tests.
 
     Attributes:
-        names: functions, by their qualified names, of the modules that belong to it, one of each.
-        tests: runs of pytest, one after the other until one fails: files and folders by their names, wherever in
-            `tests/` they are, and options.
-        native: whether these run the accelerator, which would keep most calls away from other subjects.
+        names: one function of each module that belongs to the subject, by qualified name.
+        tests: runs of pytest, made in order until one fails. Each has options, and files by name, anywhere in `tests/`.
+        native: whether the tests run with the accelerator, which would bypass the code of most other subjects.
     """
 
     names: tuple[str, ...]
@@ -267,7 +266,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "unclosed groups": Subject(("LoopEnd.add",), (("test_unclosed.py",), ("test_user_code.py", "-k", "exit"))),
     }
 )
-#: Of the last ones there are faults by hand only.
+#: Subjects that have faults by hand only.
 BY_HAND = (
     "session",
     "control",
@@ -307,21 +306,23 @@ BY_HAND = (
 
 
 def quota() -> dict[str, int]:
-    """Return how many mutants of each subject are drawn."""
+    """Return the number of drawn mutants for each subject."""
     drawn = [name for name in SUBJECTS if name not in BY_HAND]
     return {name: COUNT // len(drawn) + (place < COUNT % len(drawn)) for place, name in enumerate(drawn)}
 
 
 def files(package: Package, subject: str) -> set[Path]:
-    """Return the modules of a subject."""
+    """Return the paths of a subject's modules."""
     found = {path for name in SUBJECTS[subject].names for path, _ in package.functions.get(name, ())}
     if len(found) < len(SUBJECTS[subject].names):
-        raise LookupError(f"{subject}: there is no {' or no '.join(SUBJECTS[subject].names)}; see `SUBJECTS`")
+        raise LookupError(
+            f"{subject}: not every function exists: {', '.join(SUBJECTS[subject].names)}; update `SUBJECTS`"
+        )
     return found
 
 
-def found(tests: Path, run: tuple[str, ...]) -> list[str]:
-    """Return the arguments of a run of pytest, with files and folders found by name."""
+def pytest_arguments(tests: Path, run: tuple[str, ...]) -> list[str]:
+    """Return the arguments of a pytest run, with file names replaced by paths."""
     arguments = []
     for each in run:
         if not each.endswith(".py"):
@@ -329,6 +330,6 @@ def found(tests: Path, run: tuple[str, ...]) -> list[str]:
             continue
         paths = sorted(path for path in tests.rglob(each.rpartition("/")[2]) if path.match(each))
         if len(paths) != 1:
-            raise LookupError(f"{each}: {len(paths)} files of that name in {tests}; see `SUBJECTS`")
+            raise LookupError(f"{each}: {len(paths)} files of that name in {tests}; update `SUBJECTS`")
         arguments.append(str(paths[0]))
     return arguments

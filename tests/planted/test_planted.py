@@ -1,4 +1,4 @@
-"""Planting faults: what is drawn, that it is found where code has moved, and what is told of what became of it."""
+"""Planted faults: random choice, places that move with the code, and verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..each import each
 from .mutations import KINDS, Mutant, draw, mutants
 from .places import Package, Place
 from .run import BY_HAND, ROOT, Tree, key, read, reasons
-from .subjects import COUNT, SUBJECTS, files, found, quota
+from .subjects import COUNT, SUBJECTS, files, pytest_arguments, quota
 
 package = cache(partial(Package, ROOT / "aiocoll"))
 FAULTS = read()
@@ -79,7 +79,7 @@ def test_planted_fault_is_caught_or_survives(planted: Mutant, test: str | None, 
     tree = Tree(toy, ("toy", "tests"))
     try:
         failed = tree.judge(planted, [("test_sums.py",)], [3.0 if planted == HANGS else 60.0])
-        assert (tree.root / "toy/sums.py").read_text() == TOY, "the next one finds something else"
+        assert (tree.root / "toy/sums.py").read_text() == TOY, "the fault is still in the tree"
     finally:
         tree.close()
     assert not tree.root.exists()
@@ -126,8 +126,8 @@ def test_drawing_depends_on_the_seed_and_covers_all_kinds(toy: Path) -> None:
 @each("mutant", FAULTS)
 def test_fault_places_exist(mutant: Mutant) -> None:
     spots = package().find(mutant.place)
-    what_to_do = "change it in faults.json" if mutant.kind == BY_HAND else "run `python -m tests.planted --draw`"
-    assert len(spots) == 1, f"{mutant.where} has no {'; '.join(mutant.old)!r} any more: {what_to_do}"
+    remedy = "update faults.json" if mutant.kind == BY_HAND else "run `python -m tests.planted --draw`"
+    assert len(spots) == 1, f"{mutant.where} has no {'; '.join(mutant.old)!r}: {remedy}"
     source = spots[0].path.read_bytes()
     changed = spots[0].replaced(source, mutant.new)
     assert changed != source
@@ -141,13 +141,13 @@ def test_number_of_drawn_faults_is_as_configured() -> None:
     assert len(set(FAULTS)) == len(FAULTS)
 
 
-def test_equivalence_reason_belongs_to_a_fault() -> None:
+def test_every_equivalence_reason_belongs_to_a_fault() -> None:
     strange = reasons().keys() - {key(mutant) for mutant in FAULTS}
-    assert not strange, f"take them out of equivalent.json: {strange}"
+    assert not strange, f"equivalent.json has entries without a fault: {strange}"
 
 
 @each("subject", SUBJECTS)
 def test_modules_and_tests_of_a_subject_exist(subject: str) -> None:
     assert files(package(), subject)
     for run in SUBJECTS[subject].tests:
-        assert found(ROOT / "tests", run)
+        assert pytest_arguments(ROOT / "tests", run)

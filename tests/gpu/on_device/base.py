@@ -1,4 +1,4 @@
-"""What tests need of devices, whatever their arrays are of."""
+"""The interface of devices for tests, and measurements of the event loop."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from numpy.typing import NDArray
 
 from aiocoll import ProcessGroup
 
-#: Where figures are written, one JSON object a line.
+#: The environment variable with the file for figures, one JSON object per line.
 FIGURES = "GPU_FIGURES"
-#: Seconds that a task sleeps, again and again, to see how late it wakes.
+#: Seconds of each sleep of the task that measures how late it wakes.
 NAP = 0.001
 
 
 class Gate(Protocol):
-    """A kernel that runs until it is opened."""
+    """A kernel that runs until `open` is called."""
 
     def open(self) -> None: ...
 
 
 class World:
-    """Devices, and arrays on them. All arrays have one dimension.
+    """Devices, and one-dimensional arrays on them.
 
     Attributes:
-        kind: what arrays are made of.
-        devices: how many there are.
-        dtypes: of which there are arrays.
-        slow: seconds that a long kernel takes: on the fake, where time is real as well, fewer.
+        kind: the kind of devices and arrays; see `worlds.py`.
+        devices: the number of devices.
+        dtypes: names of the supported dtypes.
+        slow: seconds that a long kernel takes; fewer on the fake.
     """
 
     kind: str
@@ -44,15 +44,15 @@ class World:
     slow: float
 
     def tensor(self, values: Any, device: int = 0) -> Any:
-        """Return an array that has these values now."""
+        """Return a new array with these values."""
         raise NotImplementedError
 
     def part(self, tensor: Any, start: int, stop: int) -> Any:
-        """Return consecutive elements, which share the memory."""
+        """Return a view of consecutive elements."""
         raise NotImplementedError
 
     def host(self, tensor: Any) -> NDArray[Any]:
-        """Return a copy of what is there when the current stream of the device has done all that is on it now."""
+        """Wait for the current stream of the device; return a copy of the values in host memory."""
         raise NotImplementedError
 
     def stream(self, device: int) -> Any:
@@ -64,37 +64,37 @@ class World:
         raise NotImplementedError
 
     def default_stream(self, device: int, per_thread: bool) -> None:
-        """Make the default stream of the device, or that of the calling thread, current on it."""
+        """Make the default stream of the device, or the one of the calling thread, current."""
         raise NotImplementedError
 
     def add(self, tensor: Any, number: float) -> None:
-        """Add to float64s, in the order of the current stream."""
+        """Add a number to float64 values, in the order of the current stream."""
         raise NotImplementedError
 
     def delay(self, seconds: float, device: int) -> None:
-        """Let what comes on the current stream of a device begin so much later."""
+        """Hold up later work on the current stream of a device for some seconds."""
         raise NotImplementedError
 
     def gate(self, device: int) -> Gate:
-        """Let nothing begin that comes on the current stream of a device until the gate is opened."""
+        """Return a gate that holds up later work on the current stream of a device until it is opened."""
         raise NotImplementedError
 
     def capturing(self, device: int) -> AbstractContextManager[None]:
-        """Capture what comes on the current stream of a device into a graph, in this block, in CUDA's default mode."""
+        """Capture the current stream of a device into a graph in a ``with`` block, in CUDA's default mode."""
         raise NotImplementedError
 
     def poke(self, device: int) -> None:
-        """Make calls of the runtime such as those of another thread of the user's."""
+        """Make runtime calls as another thread of a program would."""
         raise NotImplementedError
 
     def figure(self, name: str, value: Any) -> None:
-        """Write down what was measured."""
-        figure(self.kind, name, value)
+        """Record a measured figure of these devices."""
+        record_figure(self.kind, name, value)
 
 
 @asynccontextmanager
-async def naps() -> AsyncIterator[list[float]]:
-    """Yield the seconds by which a task has woken late, while this block lasts."""
+async def late_wakeups() -> AsyncIterator[list[float]]:
+    """Yield a list of the seconds by which a sleeping task wakes late, extended during the block."""
     late: list[float] = []
 
     async def nap() -> None:
@@ -112,17 +112,17 @@ async def naps() -> AsyncIterator[list[float]]:
         await asyncio.wait([napping])
 
 
-def lag(late: Sequence[float]) -> list[float]:
-    """Return the median of these seconds, their 99th percentile and the most, in ms."""
+def lag_percentiles(late: Sequence[float]) -> list[float]:
+    """Return the median, the 99th percentile and the maximum, in ms."""
     found: list[float] = (np.percentile(late, (50, 99, 100)) * 1e3).round(3).tolist()
     return found
 
 
-async def held(pg: ProcessGroup, made: World, value: float = 1.0) -> tuple[int, Any, Gate]:
-    """Return this rank's device, a tensor there that was reduced, and a gate behind which all waits that comes now.
+async def reduced_and_gated(pg: ProcessGroup, made: World, value: float = 1.0) -> tuple[int, Any, Gate]:
+    """Return this rank's device, a tensor that was reduced there, and a closed gate on its current stream.
 
-    The first call of a group makes its communicator, or takes the memory that a staged call needs, for which CUDA may
-    wait for the device.
+    The first call of a group creates its communicator or locks memory, for which CUDA may wait for the device. So this
+    first call comes before the gate.
     """
     device = pg.rank() % made.devices
     tensor = made.tensor(np.full(1000, value), device)
@@ -130,8 +130,8 @@ async def held(pg: ProcessGroup, made: World, value: float = 1.0) -> tuple[int, 
     return device, tensor, made.gate(device)
 
 
-def figure(kind: str, name: str, value: Any) -> None:
-    """Write down what was measured on devices of a kind."""
+def record_figure(kind: str, name: str, value: Any) -> None:
+    """Append a measured figure to the file in `FIGURES`, if it is set."""
     if path := os.environ.get(FIGURES):
         with Path(path).open("a") as file:
             file.write(json.dumps({"world": kind, "name": name, "value": value}) + "\n")

@@ -1,18 +1,18 @@
-"""NCCL that knows when it was called last: whether a call has been launched, and when."""
+"""An NCCL wrapper that records when each rank last launched an allreduce."""
 
 from __future__ import annotations
 
 from time import perf_counter
 from typing import Any
 
-from .through import Through
+from .delegate import Delegate
 
 
-class Clocked(Through):
-    """NCCL, whichever it is.
+class Clocked(Delegate):
+    """A wrapper of any NCCL library.
 
     Attributes:
-        last: by rank, when it has last called for an allreduce, in seconds of `perf_counter`.
+        last: by rank, the time of its last allreduce, in seconds of `perf_counter`.
     """
 
     def __init__(self, nccl: Any) -> None:
@@ -23,8 +23,8 @@ class Clocked(Through):
         return ClockedEnd(self._other.init(world_size, unique_id, rank), self.last, rank)
 
 
-class ClockedEnd(Through):
-    """One rank's end of a communicator."""
+class ClockedEnd(Delegate):
+    """A wrapper of one rank's communicator."""
 
     def __init__(self, end: Any, last: dict[int, float], rank: int) -> None:
         super().__init__(end)

@@ -1,4 +1,4 @@
-"""The same tests on devices that are played and, where there are any, on real ones."""
+"""A fixture that runs each test on simulated devices and on real ones, if available."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MARKS = {"played": pytest.mark.slow, **dict.fromkeys(REAL, pytest.mark.gpu)}
 
 @pytest.fixture(params=[pytest.param(kind, marks=_MARKS.get(kind, ())) for kind in (*PLAYED, *REAL)])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return what arrays are made of; where there is no such device the test is skipped."""
+    """Return the kind of devices and arrays; skip the test if this machine does not have it."""
     if reason := missing(request.param):
         pytest.skip(reason)
     return str(request.param)

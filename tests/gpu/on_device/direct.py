@@ -1,7 +1,7 @@
-"""What tests do on a real device, by the driver alone: they fill and read memory, and launch kernels.
+"""Memory access and kernels on real devices, by the CUDA driver alone.
 
-So arrays of any library will do. The kernels are written in PTX, which each driver compiles for its device, so no
-compiler is needed either.
+It works with the arrays of any library. The kernels are written in PTX, which the driver compiles, so that no compiler
+is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KERNELS = rb"""
 .target sm_60
 .address_size 64
 
-// until(flag, nanoseconds): wait until the int32 at `flag` is not 0, or for so long.
+// until(flag, nanoseconds): wait until the int32 at `flag` is not 0, at most this time.
 .visible .entry until(.param .u64 flag, .param .u64 nanoseconds)
 {
     .reg .pred %is_open, %is_early;
@@ -76,13 +76,13 @@ done:
 }
 """
 
-#: Bytes that are copied at a time.
+#: Bytes of each piece of a copy.
 NBYTES = 1 << 20
 
 _INT, _UINT, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
-#: How CUDA captures if nothing else is said: what any thread does that is not safe then makes the capture invalid.
+#: CUDA's default capture mode: an unsafe call of any thread makes the capture invalid.
 _GLOBAL = 0
-#: Functions of cuda.h that tests call besides those of the library.
+#: Functions of cuda.h that only tests call.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamBeginCapture_v2": (_POINTER, _INT),
     "cuStreamEndCapture": (_POINTER, _POINTER),
@@ -94,10 +94,10 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Direct:
-    """What is done on devices; the current device of the thread stays.
+    """Access to devices by the driver; the thread's current device does not change.
 
     Args:
-        library: libcuda, as `ctypes.CDLL` has loaded it.
+        library: libcuda, loaded by `ctypes.CDLL`.
 
     Attributes:
         cuda: the driver.
@@ -111,11 +111,11 @@ class Direct:
         self._kernels: dict[tuple[int, str], ctypes.c_void_p] = {}
         self._copying = threading.Lock()
         with self.on(0):
-            self._block = self.cuda.pinned(NBYTES)  # none may be locked while kernels of NCCL run
+            self._block = self.cuda.pinned(NBYTES)  # no memory can be locked while NCCL kernels run
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Make a device the thread's current one in this block."""
+        """Make a device current for the thread in a ``with`` block."""
         before = self.cuda.current()
         self.cuda.use(device)
         try:
@@ -125,23 +125,23 @@ class Direct:
                 self.cuda.use(before)
 
     def write(self, address: int, values: NDArray[Any], device: int, stream: int) -> None:
-        """Let memory of a device have these values, when `stream` has done all that is on it now."""
-        for piece, held, place in self._pieces(address, values, device):
-            held[:] = piece
-            self.cuda.copy_to_device(place, held.ctypes.data, held.nbytes, stream)
+        """Write values to device memory, behind the current work on `stream`."""
+        for piece, locked, place in self._pieces(address, values, device):
+            locked[:] = piece
+            self.cuda.copy_to_device(place, locked.ctypes.data, locked.nbytes, stream)
             self.finish(device, stream)
 
     def read(self, address: int, values: NDArray[Any], device: int, stream: int) -> None:
-        """Read what is there when `stream` has done all that is on it now."""
-        for piece, held, place in self._pieces(address, values, device):
-            self.cuda.copy_to_host(held.ctypes.data, place, held.nbytes, stream)
+        """Read values from device memory, behind the current work on `stream`."""
+        for piece, locked, place in self._pieces(address, values, device):
+            self.cuda.copy_to_host(locked.ctypes.data, place, locked.nbytes, stream)
             self.finish(device, stream)
-            piece[:] = held
+            piece[:] = locked
 
     def _pieces(
         self, address: int, values: NDArray[Any], device: int
     ) -> Iterator[tuple[NDArray[Any], NDArray[Any], int]]:
-        """Yield the bytes of an array piece by piece: page-locked memory for each, and its address on the device."""
+        """Yield an array in pieces: the bytes, page-locked memory for them, and their address on the device."""
         flat = values.reshape(-1).view(np.uint8)
         with self.on(device), self._copying:
             for start in range(0, flat.size, NBYTES):
@@ -149,7 +149,7 @@ class Direct:
                 yield piece, self._block[: piece.size], address + start
 
     def finish(self, device: int, stream: int) -> None:
-        """Wait for all that is on a stream."""
+        """Wait until the work on a stream is done."""
         with self.on(device):
             event = self.cuda.event_create(sleeps=True)
             try:
@@ -159,7 +159,7 @@ class Direct:
                 self.cuda.event_destroy(event)
 
     def launch(self, name: str, blocks: int, threads: int, device: int, stream: int, *arguments: Any) -> None:
-        """Put a kernel on a stream; its arguments are of ctypes."""
+        """Launch a kernel on a stream; its arguments are ctypes objects."""
         with self.on(device):
             kernel = self._kernel(name, device)
             given = (_POINTER * len(arguments))(*map(ctypes.addressof, arguments))
@@ -167,7 +167,7 @@ class Direct:
 
     @contextmanager
     def capturing(self, device: int, stream: int) -> Iterator[None]:
-        """Capture what comes on a stream into a graph in this block; fails if the capture was made invalid."""
+        """Capture a stream into a graph in a ``with`` block; raise an error if the capture became invalid."""
         graph = ctypes.c_void_p()
         with self.on(device):
             self._call("cuStreamBeginCapture_v2", stream, _GLOBAL)
@@ -187,4 +187,4 @@ class Direct:
 
     def _call(self, name: str, *args: Any) -> None:
         if status := self._calls[name](*args):
-            raise OSError(f"{name}: the driver says {status}")
+            raise OSError(f"{name}: libcuda returned status {status}")

@@ -1,8 +1,8 @@
-"""A process that must end by itself: ``python -m tests.gpu.on_device.exits HOW KIND``. It prints what it has heard.
+"""A process that must end by itself: ``python -m tests.gpu.on_device.exits HOW KIND``. It prints results and errors.
 
-aborting    it ends while a thread aborts its communicator
-lonely      its communicator waits for a rank that never comes
-unclosed    it does not shut its group down
+aborting    the process ends while a thread aborts its communicator
+lonely      its communicator waits for a rank that does not exist
+unclosed    the process does not shut its group down
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from aiocoll.gpu.calls import device_state as side_module
 from aiocoll.gpu.provider import provide, runtime
 from aiocoll.store import HashStore
 
-from .through import Through
+from .delegate import Delegate
 from .worlds import PLAYED, World, world
 
-#: Seconds after which a call has hung: on a real device, and on one that is played.
+#: Timeouts for a call that hangs, in seconds: on a real device and on a simulated one.
 LIMIT = (5.0, 0.3)
-#: What the process ends without: that would wait for the thread that aborts.
+#: Contexts that stay open at exit, because their end would wait for the aborting thread.
 _left: list[object] = []
-#: Seconds that an abort takes: longer than the process to its end.
+#: Seconds that an abort takes, longer than the rest of the process.
 SLOW = 1.0
 
 
-class Slow(Through):
-    """NCCL that takes its time to abort."""
+class Slow(Delegate):
+    """A wrapper of NCCL with slow aborts."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> Any:
         made = self._other.init(world_size, unique_id, rank)
@@ -55,8 +55,8 @@ async def aborting(made: World) -> None:
         pg.abort("enough")
 
 
-class Lonely(Through):
-    """NCCL whose communicators have a rank more than anybody knows of."""
+class Lonely(Delegate):
+    """A wrapper of NCCL whose communicators expect one more rank than exists."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> Any:
         return self._other.init(world_size + 1, unique_id, rank)
@@ -79,7 +79,7 @@ async def unclosed(made: World) -> None:
 
 def main(how: str, kind: str) -> None:
     if kind in PLAYED:
-        side_module.RELEASE = 0.1  # it is known what hangs, and that it does so for ever
+        side_module.RELEASE = 0.1  # the simulated communicator hangs for ever, so a short wait is enough
     with ExitStack() as stack:
         made = stack.enter_context(world(kind, stuck=how == "lonely"))
         asyncio.run({"aborting": aborting, "lonely": lonely, "unclosed": unclosed}[how](made))

@@ -1,4 +1,4 @@
-"""The fake device, called by no library in between."""
+"""The fake device, which aiocoll calls without an adapter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..groups import Gpus, host
 from .base import Gate, World
 
 
-class Fake(World):
-    """The fake device, whose arrays look like torch's."""
+class FakeWorld(World):
+    """Fake devices with the arrays of a torch lookalike."""
 
     kind, dtypes, slow = "fake", frozenset(DTYPES), 0.3
 

@@ -1,6 +1,6 @@
-"""An NCCL without devices whose two ranks are processes, for `run.py --fake`; those of `FakeNccl` share a process.
+"""A simulated NCCL whose two ranks are processes, for `run.py --fake`; the ranks of `FakeNccl` share a process.
 
-As in the real one, a kernel of a rank whose peer is gone, or does not come, goes on until it is aborted.
+As in real NCCL, the kernel of a rank runs until it is aborted if its peer has ended or makes no call.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _names = count()
 
 
 class FarNccl:
-    """NCCL of one of two processes, as `aiocoll.gpu.api.Nccl` wants it; who names a communicator is rank 0.
+    """NCCL in one of two processes, with the interface `aiocoll.gpu.api.Nccl`; rank 0 creates the id.
 
     Attributes:
-        complaints: of `FakeNccl`, which sees all ranks; this one sees nothing wrong.
-        crashes: likewise.
+        complaints: always empty; `FakeNccl` has such a list.
+        crashes: always empty, too.
     """
 
     def __init__(self, cuda: FakeCuda) -> None:
@@ -52,7 +52,7 @@ class FarNccl:
         return found
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> FarCommunicator:
-        assert world_size == 2, "it plays two ranks"
+        assert world_size == 2, f"{world_size} ranks; this fake supports 2"
         if rank == 0:
             with self._listening.pop(unique_id) as listening:
                 end, _ = listening.accept()
@@ -62,14 +62,14 @@ class FarNccl:
         return FarCommunicator(self.cuda, end, rank)
 
     def group_start(self) -> None:
-        raise NotImplementedError("it plays allreduces")
+        raise NotImplementedError("this fake supports allreduce only")
 
     def group_end(self) -> None:
-        raise NotImplementedError("it plays allreduces")
+        raise NotImplementedError("this fake supports allreduce only")
 
 
 class FarCommunicator:
-    """One rank's end."""
+    """The communicator of one rank, over a socket to its peer."""
 
     def __init__(self, cuda: FakeCuda, end: socket.socket, rank: int) -> None:
         self._cuda, self._end, self._rank = cuda, end, rank
@@ -77,17 +77,17 @@ class FarCommunicator:
         self._aborted = threading.Event()
 
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        assert op == 0, "it plays sums"
+        assert op == 0, f"op {op}; this fake supports sums only"
         kind = np.dtype(_TYPES[dtype])
         nbytes = count * kind.itemsize
 
         def kernel() -> None:
-            mine = self._cuda.memory.at(source, nbytes, self._device).view(kind)
-            theirs = self._exchanged(mine.tobytes())
-            if theirs is None or len(theirs) != nbytes:  # the peer is gone, or its kernel is not this one
+            sent = self._cuda.memory.at(source, nbytes, self._device).view(kind)
+            received = self._exchange(sent.tobytes())
+            if received is None or len(received) != nbytes:  # the peer has ended, or runs another kernel
                 self._cuda.blocked.wait(self._aborted)
             else:
-                self._cuda.memory.at(target, nbytes, self._device).view(kind)[:] = mine + np.frombuffer(theirs, kind)
+                self._cuda.memory.at(target, nbytes, self._device).view(kind)[:] = sent + np.frombuffer(received, kind)
 
         self._cuda.kernel(stream, kernel, self._device)
 
@@ -99,28 +99,31 @@ class FarCommunicator:
         self.destroy()
 
     def destroy(self) -> None:
-        with _closed():
+        with _ignored_socket_errors():
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 
     def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(f"{name}: it plays allreduces")
+        raise NotImplementedError(f"{name}: this fake supports allreduce only")
 
-    def _exchanged(self, mine: bytes) -> bytes | None:
-        """Return what the other rank has sent, None if it is gone; rank 0 sends first, so both never send at once."""
-        with _closed():
+    def _exchange(self, sent: bytes) -> bytes | None:
+        """Exchange data with the peer; return its data, or None if it has ended.
+
+        Rank 0 sends first, because two simultaneous sends could block each other.
+        """
+        with _ignored_socket_errors():
             if self._rank == 0:
-                self._send(mine)
-            theirs = self._received()
+                self._send(sent)
+            received = self._receive()
             if self._rank:
-                self._send(mine)
-            return theirs
+                self._send(sent)
+            return received
         return None
 
     def _send(self, data: bytes) -> None:
         self._end.sendall(_LENGTH.pack(len(data)) + data)
 
-    def _received(self) -> bytes:
+    def _receive(self) -> bytes:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return self._read(length)
 
@@ -135,8 +138,8 @@ class FarCommunicator:
 
 
 @contextmanager
-def _closed() -> Iterator[None]:
-    """Take no notice of a peer that is gone, or of an end that is closed."""
+def _ignored_socket_errors() -> Iterator[None]:
+    """Ignore errors from a closed socket or an ended peer."""
     try:
         yield
     except OSError:

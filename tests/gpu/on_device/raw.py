@@ -1,10 +1,10 @@
-"""One of two ranks that call NCCL with nothing of ours in between: whether that works decides what else can.
+"""A rank of two that call NCCL without aiocoll; the other steps with two ranks depend on this.
 
 ``python -m tests.gpu.on_device.two raw HOW KIND FOLDER`` starts both.
 
 cupy       by CuPy
 library    by the functions of libnccl
-fake       by those of the fake
+fake       by the functions of the fake
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from aiocoll.gpu.ctypes_nccl import library
 
 from ...fakes.arrays import FakeArray
 from ...fakes.cuda import FakeCuda
-from .base import figure
+from .base import record_figure
 from .far_nccl import FarNccl
 from .worlds import world
 
-#: Elements, of float32.
+#: The numbers of float32 elements.
 COUNTS = (1, 1000, 1 << 20)
 ROUNDS = 20
 FLOAT32, SUM = 7, 0
 
 
-def name_of(rank: int, meeting: Path, unique_id: Callable[[], bytes]) -> bytes:
-    """Return what rank 0 calls the communicator, by a pipe in the folder where both meet."""
+def exchange_id(rank: int, meeting: Path, unique_id: Callable[[], bytes]) -> bytes:
+    """Return the id of the communicator, which rank 0 creates and sends through a pipe in the folder `meeting`."""
     pipe = meeting / "name"
     with suppress(FileExistsError):
         os.mkfifo(pipe)
@@ -49,19 +49,19 @@ def name_of(rank: int, meeting: Path, unique_id: Callable[[], bytes]) -> bytes:
 
 
 def by_cupy(rank: int, meeting: Path) -> None:
-    """Reduce by CuPy's NCCL."""
+    """Make allreduces by CuPy."""
     import cupy
     from cupy.cuda import nccl
 
-    say(rank, f"CuPy {cupy.__version__}, NCCL {nccl.get_version()}")
-    name = name_of(rank, meeting, nccl.get_unique_id)
+    print_line(rank, f"CuPy {cupy.__version__}, NCCL {nccl.get_version()}")
+    name = exchange_id(rank, meeting, nccl.get_unique_id)
     cupy.cuda.Device(0).use()
     start = perf_counter()
     communicator = nccl.NcclCommunicator(2, name, rank)
-    say(rank, f"the communicator is made, in {perf_counter() - start:.1f} s")
+    print_line(rank, f"the communicator was created in {perf_counter() - start:.1f} s")
     stream = cupy.cuda.Stream(non_blocking=True)
 
-    def reduced(count: int) -> Any:
+    def time_allreduce(count: int) -> Any:
         array = cupy.asarray(np.full(count, rank + 1, np.float32))
         cupy.cuda.runtime.deviceSynchronize()
         start = perf_counter()
@@ -69,19 +69,19 @@ def by_cupy(rank: int, meeting: Path) -> None:
         stream.synchronize()
         return perf_counter() - start, cupy.asnumpy(array)
 
-    compare(rank, "cupy", reduced)
+    check_sums(rank, "cupy", time_allreduce)
     communicator.destroy()
-    say(rank, "the communicator is destroyed")
+    print_line(rank, "the communicator was destroyed")
 
 
 class UniqueId(ctypes.Structure):
-    """What names a communicator; it is passed by value."""
+    """The id of a communicator, passed by value."""
 
     _fields_ = (("bytes", ctypes.c_char * 128),)
 
 
 def by_library(rank: int, meeting: Path, kind: str) -> None:
-    """Reduce arrays of a kind by libnccl."""
+    """Make allreduces on arrays of a kind by libnccl."""
     with world(kind, processes=True) as made:
         nccl = library()
         address, number = ctypes.c_void_p, ctypes.c_int
@@ -91,66 +91,68 @@ def by_library(rank: int, meeting: Path, kind: str) -> None:
 
         def call(name: str, *args: Any) -> None:
             status = getattr(nccl, name)(*args)
-            assert status == 0, f"{name}: NCCL says {status}"
+            assert status == 0, f"{name}: NCCL returned status {status}"
 
-        def named() -> bytes:
+        def new_id() -> bytes:
             identity = UniqueId()
             call("ncclGetUniqueId", ctypes.byref(identity))
             return bytes(memoryview(identity))
 
         version, end = ctypes.c_int(), ctypes.c_void_p()
         call("ncclGetVersion", ctypes.byref(version))
-        say(rank, f"NCCL {version.value}")
-        identity = UniqueId.from_buffer_copy(name_of(rank, meeting, named))
+        print_line(rank, f"NCCL {version.value}")
+        identity = UniqueId.from_buffer_copy(exchange_id(rank, meeting, new_id))
         made.direct.cuda.use(0)
         start = perf_counter()
         call("ncclCommInitRank", ctypes.byref(end), 2, identity, rank)
-        say(rank, f"the communicator is made, in {perf_counter() - start:.1f} s")
+        print_line(rank, f"the communicator was created in {perf_counter() - start:.1f} s")
         made.stream(0)
 
-        def reduced(count: int) -> Any:
+        def time_allreduce(count: int) -> Any:
             array = made.tensor(np.full(count, rank + 1, np.float32))
             start = perf_counter()
             call("ncclAllReduce", *[made.address(array)] * 2, count, FLOAT32, SUM, end, made.current(0))
             made.finish(0)
             return perf_counter() - start, made.host(array)
 
-        compare(rank, kind, reduced)
+        check_sums(rank, kind, time_allreduce)
         call("ncclCommDestroy", end)
-        say(rank, "the communicator is destroyed")
+        print_line(rank, "the communicator was destroyed")
 
 
 def by_fake(rank: int, meeting: Path) -> None:
-    """Reduce by the fake."""
+    """Make allreduces by the fake NCCL."""
     with FakeCuda() as cuda:
         nccl = FarNccl(cuda)
-        communicator = nccl.init(2, name_of(rank, meeting, nccl.unique_id), rank)
+        communicator = nccl.init(2, exchange_id(rank, meeting, nccl.unique_id), rank)
         stream = cuda.stream_create()
 
-        def reduced(count: int) -> Any:
+        def time_allreduce(count: int) -> Any:
             array = FakeArray(cuda, np.full(count, rank + 1, np.float32))
             start = perf_counter()
             communicator.all_reduce(array.ptr, array.ptr, count, FLOAT32, SUM, stream)
             cuda.stream_synchronize(stream)
             return perf_counter() - start, array.numpy()
 
-        compare(rank, "fake", reduced)
+        check_sums(rank, "fake", time_allreduce)
         communicator.destroy()
 
 
-def compare(rank: int, kind: str, reduced: Callable[[int], Any]) -> None:
-    """Reduce arrays of several lengths, and look at the sums."""
+def check_sums(rank: int, kind: str, time_allreduce: Callable[[int], Any]) -> None:
+    """Make allreduces on arrays of several lengths, and check the sums."""
     for count in COUNTS:
         times = []
         for _ in range(ROUNDS):
-            seconds, array = reduced(count)
+            seconds, array = time_allreduce(count)
             assert (array == 3).all(), f"rank {rank}: {array} instead of 3"
             times.append(seconds)
         if rank == 0:
-            figure(kind, f"raw allreduce of {4 * count} B, 2 ranks on 1 device: us p50", round(median(times) * 1e6, 1))
+            record_figure(
+                kind, f"raw allreduce of {4 * count} B, 2 ranks on 1 device: us p50", round(median(times) * 1e6, 1)
+            )
 
 
-def say(rank: int, what: str) -> None:
+def print_line(rank: int, what: str) -> None:
     print(f"rank {rank}: {what}", flush=True)
 
 

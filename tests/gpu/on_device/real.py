@@ -1,4 +1,4 @@
-"""Real devices, with arrays of CuPy or of torch: these make arrays and streams, and the driver does the rest."""
+"""Real devices with arrays of CuPy or torch. The library makes arrays and streams; the driver does the rest."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ...reductions import DTYPES, numpy_dtype
 from .base import Gate, World
 from .direct import Direct
 
-#: Dtypes that CuPy has no arrays of.
+#: Dtypes that CuPy does not support.
 NARROW = frozenset(name for name in DTYPES if not hasattr(np, name) and name != "bool")
-#: Seconds after which a kernel that waits for its gate gives up: a test that fails must not hold the device for ever.
+#: Seconds after which a kernel stops waiting for its gate, so that a failed test does not block the device for ever.
 SHUT = 20.0
-#: Gates that there may be at a time, and one that is never opened.
+#: The number of gates at a time; gate 0 is never opened.
 FLAGS = 64
 
 
 class _Flag(NamedTuple):
-    """A number in page-locked memory, which a kernel looks at."""
+    """A number in page-locked memory that a kernel reads."""
 
     flags: NDArray[np.int32]
     place: int
@@ -33,8 +33,8 @@ class _Flag(NamedTuple):
         self.flags[self.place] = 1
 
 
-class Real(World):
-    """Real devices; a subclass for each library of arrays."""
+class RealWorld(World):
+    """Real devices, with a subclass for each array library."""
 
     slow = 1.0
 
@@ -46,7 +46,7 @@ class Real(World):
             self._flags = self.direct.cuda.pinned(FLAGS * 4).view(np.int32)
         self._flags[:] = 0
         self._places = cycle(range(1, FLAGS))
-        for device in range(self.devices):  # loads the kernels, for which CUDA may wait for others
+        for device in range(self.devices):  # load the kernels now, since CUDA may wait for running kernels
             self.delay(0.0, device)
             warm = self.tensor(np.zeros(1), device)
             self.add(warm, 1.0)
@@ -91,22 +91,22 @@ class Real(World):
         return self.direct.capturing(device, self.current(device))
 
     def finish(self, device: int) -> None:
-        """Wait for all that is on the current stream of a device."""
+        """Wait until the work on the current stream of a device is done."""
         self.direct.finish(device, self.current(device))
 
     def leave(self) -> None:
-        """Make the default streams current again, as they were."""
+        """Make the default streams current again."""
         for device in range(self.devices):
             self.default_stream(device, False)
 
-    # -- what each library has of its own
+    # -- methods of the subclasses
 
     def empty(self, count: int, dtype: str, device: int) -> Any:
         """Return a new array."""
         raise NotImplementedError
 
     def address(self, tensor: Any) -> int:
-        """Return where its elements are."""
+        """Return the address of an array's elements."""
         raise NotImplementedError
 
     def device(self, tensor: Any) -> int:
@@ -114,17 +114,17 @@ class Real(World):
         raise NotImplementedError
 
     def count(self, tensor: Any) -> int:
-        """Return how many elements it has."""
+        """Return the number of an array's elements."""
         raise NotImplementedError
 
 
-class OfCupy(Real):
-    """Arrays of CuPy."""
+class CupyWorld(RealWorld):
+    """Real devices with arrays of CuPy."""
 
     def __init__(self) -> None:
         import cupy
 
-        self._streams: list[Any] = []  # CuPy gives up a stream that nobody keeps, even the current one
+        self._streams: list[Any] = []  # CuPy destroys a stream without references, even the current one
         super().__init__("cupy", cupy, frozenset(DTYPES) - NARROW)
 
     def empty(self, count: int, dtype: str, device: int) -> Any:
@@ -162,8 +162,8 @@ class OfCupy(Real):
         return int(tensor.size)
 
 
-class OfTorch(Real):
-    """Tensors of torch."""
+class TorchWorld(RealWorld):
+    """Real devices with tensors of torch."""
 
     def __init__(self, kind: str = "torch") -> None:
         import torch
@@ -182,7 +182,7 @@ class OfTorch(Real):
         return int(self.library.cuda.current_stream(device).cuda_stream)
 
     def default_stream(self, device: int, per_thread: bool) -> None:
-        assert not per_thread, "torch makes no use of it"
+        assert not per_thread, "torch does not use the default streams of threads"
         self.library.cuda.set_stream(self.library.cuda.default_stream(device))
 
     def poke(self, device: int) -> None:
@@ -201,8 +201,8 @@ class OfTorch(Real):
         return int(tensor.numel())
 
 
-class Played(OfTorch):
-    """Real ones as far as anybody can tell: a machine with torch alone that fakes play, see `..played`."""
+class PlayedWorld(TorchWorld):
+    """A simulated machine with torch alone, which looks like a real one; see `..played`."""
 
     slow = 0.3
 

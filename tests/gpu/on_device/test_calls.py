@@ -1,4 +1,4 @@
-"""Every collective, op and dtype on a device, by NCCL and staged, against NumPy."""
+"""Every collective, op and dtype on a device, by NCCL and staged, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ...pairwise import Case, cover
 from ...ranks import run_ranks
 from ...reductions import OPS, WIDE, equal, numpy_dtype
 from ..groups import WAYS
-from .worlds import PLAYED, World, ranks, world
+from .worlds import PLAYED, World, possible_ranks, world
 
 COUNTS = ("0", "1", "1000")
 
 
 class Around:
-    """A tensor with its margins, as the host sees it."""
+    """The values of a tensor with its margins, in host memory."""
 
     def __init__(self, made: World, tensor: Any, count: int) -> None:
         self._world, self._tensor, self._count = made, tensor, count
@@ -36,7 +36,7 @@ class Around:
 
 
 class DeviceCall(Call):
-    """One case on one rank, on its device."""
+    """A case on one rank, with arrays on its device."""
 
     def __init__(self, case: Case, rank: int, made: World) -> None:
         super().__init__(case, rank)
@@ -61,7 +61,7 @@ async def check(pg: ProcessGroup, cases: list[Case], made: World) -> None:
 
 
 def pairs() -> Iterator[Case]:
-    """Return a pairwise cover of the combinations, all of which run on the fake elsewhere."""
+    """Yield a pairwise cover of the combinations; `test_groups_cover` runs all of them on the fake."""
     yield from cover({"kind": REDUCING, "op": OPS, "dtype": WIDE, "count": COUNTS}, valid)
     yield from cover({"kind": MOVING, "dtype": WIDE, "count": COUNTS}, valid)
 
@@ -75,9 +75,9 @@ def everything() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_op_and_dtype(kind: str, way: str) -> None:
+async def test_every_op_and_dtype_gives_right_results(kind: str, way: str) -> None:
     with world(kind, way, 2) as made:
-        size = ranks(made, way, 2)
+        size = possible_ranks(made, way, 2)
         found = pairs() if kind in PLAYED else everything()
         cases = [
             case | {"root": number % size if case["kind"] in ("broadcast", "reduce") else 0, "world_size": size}
@@ -89,8 +89,8 @@ async def test_every_op_and_dtype(kind: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_tensors_that_require_gradients(kind: str, way: str) -> None:
-    """They are written in place, as those of the host are, and autograd knows nothing of it."""
+async def test_tensors_that_require_gradients_are_written_in_place(kind: str, way: str) -> None:
+    """Check that results are written in place, without a record in autograd."""
     if kind == "cupy":
         pytest.skip("arrays of CuPy have no gradients")
 
@@ -111,10 +111,10 @@ async def test_tensors_that_require_gradients(kind: str, way: str) -> None:
             assert made.host(each).tolist() == [value] * 4
 
     with world(kind, way, 2) as made:
-        await run_ranks(ranks(made, way, 2), body, made)
+        await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
-async def test_which_way_is_gone(kind: str) -> None:
+async def test_group_with_nccl_uses_it(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> str:
         await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))
         assert dispatcher_of(pg).device_calls is not None
@@ -123,6 +123,6 @@ async def test_which_way_is_gone(kind: str) -> None:
         return dispatcher_of(pg).device_calls.state.decision.why
 
     with world(kind, "nccl", 2) as made:
-        found = await run_ranks(ranks(made, "nccl", 2), body, made)
+        found = await run_ranks(possible_ranks(made, "nccl", 2), body, made)
         assert "a device each" in found[0]
         made.figure("the way, and why", found[0])

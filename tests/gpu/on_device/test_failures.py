@@ -1,4 +1,4 @@
-"""What fails on a device is told, nothing hangs, and processes end."""
+"""Failures on a device: they are reported, no rank hangs, and processes end."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from aiocoll.store import HashStore
 
 from ...ranks import run_ranks
 from ..groups import WAYS
-from .base import held
-from .worlds import World, ranks, world
+from .base import reduced_and_gated
+from .worlds import World, possible_ranks, world
 
 both = pytest.mark.parametrize("way", WAYS)
 ROOT = Path(__file__).parents[3]
-#: Seconds after which a process has hung; most of it is the start of CUDA.
+#: Seconds after which a process counts as hung; the start of CUDA takes most of them.
 HUNG = 40.0
 
 
 @both
-async def test_a_group_is_aborted_while_a_long_kernel_holds_up_its_call(kind: str, way: str) -> None:
+async def test_group_can_be_aborted_during_a_long_kernel(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
-        _, tensor, gate = await held(pg, made)
+        _, tensor, gate = await reduced_and_gated(pg, made)
         works = [pg.allreduce(tensor) for _ in range(3)]
         await pg.barrier()
         start = perf_counter()
@@ -48,11 +48,11 @@ async def test_a_group_is_aborted_while_a_long_kernel_holds_up_its_call(kind: st
     with world(kind, way, 2) as made:
         for device in range(made.devices):
             made.stream(device)
-        await run_ranks(ranks(made, way, 2), body, made)
+        await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
 @both
-async def test_after_an_abort_a_new_group_works(kind: str, way: str) -> None:
+async def test_new_group_works_after_an_abort(kind: str, way: str) -> None:
     with world(kind, way, 1) as made:
         for number in range(3):
             pg = await new_group(store=HashStore(), rank=0, world_size=1)
@@ -67,8 +67,8 @@ async def test_after_an_abort_a_new_group_works(kind: str, way: str) -> None:
             await asyncio.sleep(0)
 
 
-def ends(how: str, kind: str) -> str:
-    """Return what a process says that has to end by itself."""
+def output_of_process(how: str, kind: str) -> str:
+    """Return the output of a process that must end by itself."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.on_device.exits", how, kind],
         cwd=ROOT,
@@ -81,21 +81,21 @@ def ends(how: str, kind: str) -> str:
     return done.stdout
 
 
-def test_a_communicator_that_waits_for_a_rank_that_never_comes(kind: str) -> None:
-    assert "NCCL has not created the communicator on device 0: restart the process" in ends("lonely", kind)
+def test_communicator_without_its_peer_is_reported(kind: str) -> None:
+    assert "NCCL has not created the communicator on device 0: restart the process" in output_of_process("lonely", kind)
 
 
-def test_a_process_ends_while_a_thread_aborts_its_communicator(kind: str) -> None:
-    """NCCL is not taken down under that thread."""
-    assert ends("aborting", kind).splitlines()[-1] == "aborted"
+def test_process_can_end_during_an_abort(kind: str) -> None:
+    """Check that NCCL is not unloaded while that thread uses it."""
+    assert output_of_process("aborting", kind).splitlines()[-1] == "aborted"
 
 
-def test_a_process_ends_that_has_not_shut_its_group_down(kind: str) -> None:
-    assert ends("unclosed", kind).splitlines()[-1] == "[1.0, 1.0, 1.0]"  # NCCL says its version before
+def test_process_can_end_with_an_open_group(kind: str) -> None:
+    assert output_of_process("unclosed", kind).splitlines()[-1] == "[1.0, 1.0, 1.0]"  # NCCL prints its version first
 
 
-def test_a_group_that_is_forgotten_may_be_followed_by_another(kind: str) -> None:
-    """The end of a communicator waits for other ranks: no garbage collection may be what does that."""
+def test_new_group_works_after_a_forgotten_one(kind: str) -> None:
+    """Check that no garbage collection ends a communicator, because its end waits for other ranks."""
 
     async def forget(made: World) -> None:
         pg = await new_group(store=HashStore(), rank=0, world_size=1)

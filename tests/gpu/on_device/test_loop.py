@@ -1,4 +1,4 @@
-"""The event loop goes on while the device works, and other threads may use it too; what was measured is noted."""
+"""The event loop and other threads while the device works; the measured delays are recorded."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from aiocoll.gpu.provider import runtime
 
 from ...ranks import run_ranks
 from ..groups import WAYS
-from .base import lag, naps
+from .base import lag_percentiles, late_wakeups
 from .worlds import PLAYED, World, world
 
 both = pytest.mark.parametrize("way", WAYS)
 
 
 @both
-async def test_the_loop_goes_on_while_a_long_kernel_is_before_a_call(kind: str, way: str) -> None:
+async def test_loop_stays_free_during_a_long_kernel(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device = pg.rank() % made.devices
         tensor = made.tensor(np.ones(1000), device)
         await pg.allreduce(tensor)
-        async with naps() as late:
+        async with late_wakeups() as late:
             made.delay(made.slow, device)
             start = perf_counter()
             work = pg.allreduce(tensor)
@@ -35,9 +35,9 @@ async def test_the_loop_goes_on_while_a_long_kernel_is_before_a_call(kind: str, 
             await work
             took = perf_counter() - start
         assert took > made.slow * 0.9
-        # One callback that waits for the device would be late by all of it.
+        # A callback that waited for the device would delay the loop for the whole kernel.
         assert max(called, *late) < made.slow / 2
-        made.figure(f"loop lag under a kernel of {made.slow:g} s, {way}: ms p50, p99, max", lag(late))
+        made.figure(f"loop lag under a kernel of {made.slow:g} s, {way}: ms p50, p99, max", lag_percentiles(late))
         made.figure(f"the call itself, {way}: us", round(called * 1e6, 1))
 
     with world(kind, way, 1) as made:
@@ -45,7 +45,7 @@ async def test_the_loop_goes_on_while_a_long_kernel_is_before_a_call(kind: str, 
         await run_ranks(1, body, made)
 
 
-async def test_how_soon_an_await_ends(kind: str) -> None:
+async def test_delay_of_an_await_is_measured(kind: str) -> None:
     turns = 20 if kind in PLAYED else 200
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -54,8 +54,8 @@ async def test_how_soon_an_await_ends(kind: str) -> None:
         cuda = runtime()[0]
         mark = cuda.event_create()
 
-        async def after(poll: bool) -> float:
-            """Return how long it takes to learn that the device is done: of an await, or by asking again and again."""
+        async def time_to_notice(poll: bool) -> float:
+            """Return the seconds from the end on the device to the end of an await, or of a loop that polls."""
             gate = made.gate(0)
             work = pg.allreduce(tensor)
             await work.on_stream()
@@ -77,8 +77,8 @@ async def test_how_soon_an_await_ends(kind: str) -> None:
             start = perf_counter()
             await pg.allreduce(tensor)
             whole.append(perf_counter() - start)
-            awaited.append(await after(False))
-            polled.append(await after(True))
+            awaited.append(await time_to_notice(False))
+            polled.append(await time_to_notice(True))
         cuda.event_destroy(mark)
         made.figure("allreduce of one element, awaited: us p50", round(median(whole) * 1e6, 1))
         made.figure("from the end on the device to the end of the await: us p50", round(median(awaited) * 1e6, 1))
@@ -93,9 +93,9 @@ async def test_how_soon_an_await_ends(kind: str) -> None:
 
 @both
 async def test_other_threads_may_use_the_device(kind: str, way: str) -> None:
-    """What waits for a lock of CUDA with the GIL, and for the GIL with a lock of CUDA, would stop here for ever."""
+    """Check for a deadlock between the GIL and CUDA's locks, while other threads call the runtime."""
     seconds = 0.2 if kind in PLAYED else 8.0
-    over = threading.Event()
+    stop = threading.Event()
     pokes = [0] * 4
 
     async def body(pg: ProcessGroup, made: World) -> int:
@@ -111,7 +111,7 @@ async def test_other_threads_may_use_the_device(kind: str, way: str) -> None:
         return calls * 4
 
     def poke(number: int, made: World) -> None:
-        while not over.is_set():
+        while not stop.is_set():
             made.poke(number % made.devices)
             pokes[number] += 1
 
@@ -122,7 +122,7 @@ async def test_other_threads_may_use_the_device(kind: str, way: str) -> None:
         try:
             (calls,) = await run_ranks(1, body, made)
         finally:
-            over.set()
+            stop.set()
             for thread in threads:
                 thread.join(10.0)
         assert all(pokes)

@@ -1,4 +1,4 @@
-"""Processes that share one device: staged, against NumPy, and by NCCL where it can be talked into that."""
+"""Processes that share one device: staged calls compared with NumPy, and NCCL if it allows two ranks per device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from aiocoll.gpu.provider import provide, runtime
 
 from ...internals import dispatcher_of
 from ...ranks import run_ranks
-from .two import Posing, settings, way
+from .two import PosingCuda, rank_settings, way_for_version
 from .worlds import PLAYED, World, world
 
-#: Seconds for all processes of a test: fewer than its step has, so that it is told where they stand.
+#: The timeout for all processes of a test in seconds; its step has more time, so that the test can show their stacks.
 LIMIT = 45.0
 
 
-async def talk(pg: ProcessGroup, made: World) -> str:
-    """Make calls of all kinds, and compare them with NumPy; return which way they have gone."""
+async def make_checked_calls(pg: ProcessGroup, made: World) -> str:
+    """Make calls of all kinds, compare them with NumPy, and return the way that they took."""
     rank, size, device = pg.rank(), pg.size(), pg.rank() % made.devices
     for count in (0, 1, 1000, 300_000):
         values = [np.arange(count) * 1.0 + each for each in range(size)]
@@ -46,7 +46,7 @@ async def talk(pg: ProcessGroup, made: World) -> str:
         pg.broadcast(two, size - 1)
     assert made.host(one).tolist() == [size * (size + 1) / 2] * 3
     assert made.host(two).tolist() == [size - 1] * 3
-    if size > 1:  # nobody sends to itself
+    if size > 1:  # a rank cannot send to itself
         right, left = (rank + 1) % size, (rank - 1) % size
         sent = pg.send(made.tensor(np.full(100_000, rank), device), right, tag=2)
         tensor = made.tensor(np.zeros(100_000, int), device)
@@ -61,9 +61,9 @@ async def talk(pg: ProcessGroup, made: World) -> str:
     return "nccl" if dispatcher_of(pg).device_calls.state.decision.native else "staged"
 
 
-async def staged(pg: ProcessGroup, kind: str) -> str:
+async def call_staged(pg: ProcessGroup, kind: str) -> str:
     with world(kind) as made:
-        found = await talk(pg, made)
+        found = await make_checked_calls(pg, made)
         tensor = made.tensor(np.ones(4 << 20))
         start = perf_counter()
         for _ in range(3):
@@ -77,13 +77,13 @@ async def staged(pg: ProcessGroup, kind: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-async def test_processes_on_one_device(kind: str, world_size: int) -> None:
+async def test_processes_on_one_device_are_staged(kind: str, world_size: int) -> None:
     if kind in PLAYED and world_size > 2:
-        pytest.skip("where devices are played, two processes show it; more only take longer")
-    assert await testing.run_processes(world_size, staged, kind, timeout=LIMIT) == ["staged"] * world_size
+        pytest.skip("two processes are enough on simulated devices")
+    assert await testing.run_processes(world_size, call_staged, kind, timeout=LIMIT) == ["staged"] * world_size
 
 
-async def one_dies(pg: ProcessGroup, kind: str, heard: Path) -> None:
+async def kill_rank_1(pg: ProcessGroup, kind: str, reports: Path) -> None:
     with world(kind) as made:
         await pg.allreduce(made.tensor(np.ones(3)))
         if pg.rank() == 1:
@@ -95,36 +95,36 @@ async def one_dies(pg: ProcessGroup, kind: str, heard: Path) -> None:
         assert error.ranks == (1,)
         with pytest.raises(GroupRevokedError, match="rank 1"):
             pg.allreduce(made.tensor(np.ones(3)))
-        (heard / str(pg.rank())).touch()
+        (reports / str(pg.rank())).touch()
         with contextlib.suppress(AiocollError):
             await pg.shutdown()
 
 
-async def test_a_process_that_dies(kind: str, tmp_path: Path) -> None:
+async def test_process_that_dies_is_reported(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match="rank 1"):
-        await testing.run_processes(2, one_dies, kind, tmp_path, timeout=LIMIT)
+        await testing.run_processes(2, kill_rank_1, kind, tmp_path, timeout=LIMIT)
     assert os.listdir(tmp_path) == ["0"]
 
 
-async def posing(pg: ProcessGroup, kind: str) -> str:
+async def call_on_shared_device(pg: ProcessGroup, kind: str) -> str:
     cuda, nccl = runtime()
     assert nccl is not None
-    os.environ.update(settings(pg.rank(), way(nccl.version())))
-    with world(kind, stuck=True) as made:  # perhaps: NCCL may refuse it, or hang
+    os.environ.update(rank_settings(pg.rank(), way_for_version(nccl.version())))
+    with world(kind, stuck=True) as made:  # NCCL may refuse two ranks on a device, or hang
         pg.timeout = 20.0
-        with provide(Posing(cuda, pg.rank()), nccl):  # type: ignore[arg-type]
-            found = await talk(pg, made)
+        with provide(PosingCuda(cuda, pg.rank()), nccl):  # type: ignore[arg-type]
+            found = await make_checked_calls(pg, made)
             await pg.shutdown()
     return found
 
 
 @pytest.mark.gpu
-async def test_two_ranks_on_one_device_by_nccl(kind: str) -> None:
+async def test_two_ranks_on_one_device_reduce_by_nccl(kind: str) -> None:
     if kind in PLAYED:
-        pytest.skip("the ranks of an NCCL that is played are in one process: see the next test")
-    assert await testing.run_processes(2, posing, kind, timeout=LIMIT) == ["nccl"] * 2
+        pytest.skip("the ranks of the simulated NCCL share a process: see the next test")
+    assert await testing.run_processes(2, call_on_shared_device, kind, timeout=LIMIT) == ["nccl"] * 2
 
 
-async def test_ranks_of_one_process_by_nccl(kind: str) -> None:
+async def test_ranks_of_one_process_reduce_by_nccl(kind: str) -> None:
     with world(kind, "nccl", 2) as made:
-        assert set(await run_ranks(min(2, made.devices), talk, made)) == {"nccl"}
+        assert set(await run_ranks(min(2, made.devices), make_checked_calls, made)) == {"nccl"}

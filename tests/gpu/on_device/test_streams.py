@@ -1,4 +1,4 @@
-"""Order on streams: what was before a call comes before it, what is after `on_stream` after it, and memory lives."""
+"""Order on streams, before a call and after `on_stream`; and memory that lives until the device is done."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from aiocoll import ProcessGroup
 
 from ...ranks import run_ranks
 from ..groups import WAYS
-from .base import held
-from .worlds import PLAYED, World, ranks, world
+from .base import reduced_and_gated
+from .worlds import PLAYED, World, possible_ranks, world
 
 both = pytest.mark.parametrize("way", WAYS)
 
 
 @both
-async def test_a_call_comes_after_a_long_kernel_on_the_callers_stream(kind: str, way: str) -> None:
+async def test_call_runs_after_a_long_kernel_on_the_callers_stream(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device = pg.rank() % made.devices
         tensor = made.tensor(np.zeros(1000), device)
@@ -31,12 +31,12 @@ async def test_a_call_comes_after_a_long_kernel_on_the_callers_stream(kind: str,
     with world(kind, way, 2) as made:
         for device in range(made.devices):
             made.stream(device)
-        await run_ranks(ranks(made, way, 2), body, made)
+        await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
-async def test_a_stream_is_ordered_without_the_host_waiting(kind: str) -> None:
+async def test_on_stream_orders_a_stream_without_blocking_the_host(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
-        _, tensor, gate = await held(pg, made, 0.0)
+        _, tensor, gate = await reduced_and_gated(pg, made, 0.0)
         made.add(tensor, pg.rank() + 1.0)
         work = pg.allreduce(tensor)
         assert await work.on_stream() is tensor
@@ -53,12 +53,12 @@ async def test_a_stream_is_ordered_without_the_host_waiting(kind: str) -> None:
     with world(kind, "nccl", 2) as made:
         for device in range(made.devices):
             made.stream(device)
-        await run_ranks(ranks(made, "nccl", 2), body, made)
+        await run_ranks(possible_ranks(made, "nccl", 2), body, made)
 
 
-async def test_another_stream_can_be_ordered(kind: str) -> None:
+async def test_on_stream_orders_another_stream(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
-        device, tensor, gate = await held(pg, made)
+        device, tensor, gate = await reduced_and_gated(pg, made)
         work = pg.allreduce(tensor)
         other = made.stream(device)
         await work.on_stream(other)
@@ -70,17 +70,17 @@ async def test_another_stream_can_be_ordered(kind: str) -> None:
     with world(kind, "nccl", 2) as made:
         for device in range(made.devices):
             made.stream(device)
-        await run_ranks(ranks(made, "nccl", 2), body, made)
+        await run_ranks(possible_ranks(made, "nccl", 2), body, made)
 
 
 @both
 @pytest.mark.parametrize("per_thread", [False, True])
-async def test_default_streams_have_an_order_as_well(kind: str, way: str, per_thread: bool) -> None:
+async def test_default_streams_are_ordered_with_calls(kind: str, way: str, per_thread: bool) -> None:
     if kind in ("torch", "played") and per_thread:
-        pytest.skip("torch makes no use of the default streams of threads")
+        pytest.skip("torch does not use the default streams of threads")
 
     async def body(pg: ProcessGroup, made: World) -> None:
-        _, tensor, gate = await held(pg, made, 0.0)
+        _, tensor, gate = await reduced_and_gated(pg, made, 0.0)
         made.add(tensor, pg.rank() + 1.0)
         work = pg.allreduce(tensor)
         await pg.barrier()
@@ -88,19 +88,19 @@ async def test_default_streams_have_an_order_as_well(kind: str, way: str, per_th
         gate.open()
         await work.on_stream()
         made.add(tensor, 10.0)
-        await work  # the next line blocks the loop, which all ranks have in common
+        await work  # the next line blocks the loop, which all ranks share
         assert set(made.host(tensor)) == {pg.size() * (pg.size() + 1) / 2 + 10}
 
     with world(kind, way, 2) as made:
         for device in range(made.devices):
             made.default_stream(device, per_thread)
-        await run_ranks(ranks(made, way, 2), body, made)
+        await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
 @both
-async def test_what_another_thread_captures_stays_valid_and_no_call_gets_into_it(kind: str, way: str) -> None:
+async def test_capture_stays_valid_and_contains_no_call(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
-        device, tensor, gate = await held(pg, made)
+        device, tensor, gate = await reduced_and_gated(pg, made)
         work = pg.allreduce(tensor)
         await pg.barrier()
         made.stream(device)
@@ -108,7 +108,7 @@ async def test_what_another_thread_captures_stays_valid_and_no_call_gets_into_it
             with pytest.raises(RuntimeError, match="being captured into a graph"):
                 pg.allreduce(tensor)
             gate.open()
-            await work  # whose end threads ask for
+            await work  # threads query the end of this work during the capture
         await pg.allreduce(tensor)
         assert set(made.host(tensor)) == {pg.size() ** 3}
 
@@ -118,7 +118,7 @@ async def test_what_another_thread_captures_stays_valid_and_no_call_gets_into_it
 
 
 @both
-async def test_freed_memory_is_given_to_nobody_while_calls_read_it(kind: str, way: str) -> None:
+async def test_freed_memory_is_not_reused_while_calls_read_it(kind: str, way: str) -> None:
     turns, together, count = (32 if kind in PLAYED else 2000), 8, 5000
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -127,7 +127,7 @@ async def test_freed_memory_is_given_to_nobody_while_calls_read_it(kind: str, wa
             outputs = [made.tensor(np.zeros(size * count), device) for _ in range(together)]
             works = []
             for turn, output in enumerate(outputs, start):
-                # Nobody keeps the source; what is made next would get its memory.
+                # Without a reference to the source, a new array could get its memory.
                 source = made.tensor(np.full(count, turn * size + rank, float), device)
                 works.append(pg.allgather_into_tensor(output, source))
                 del source
@@ -140,11 +140,11 @@ async def test_freed_memory_is_given_to_nobody_while_calls_read_it(kind: str, wa
                 assert (found == turn * size + np.arange(size)[:, None]).all()
 
     with world(kind, way, 2) as made:
-        await run_ranks(ranks(made, way, 2), body, made)
+        await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
 @both
-async def test_arrays_may_be_dropped_while_they_are_in_flight(kind: str, way: str) -> None:
+async def test_arrays_may_be_dropped_in_flight(kind: str, way: str) -> None:
     turns = 30 if kind in PLAYED else 500
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -153,11 +153,13 @@ async def test_arrays_may_be_dropped_while_they_are_in_flight(kind: str, way: st
             tensor = made.tensor(np.full(5000, turn + pg.rank()), device)
             work = pg.allreduce(tensor)
             del tensor
-            junk = [made.tensor(np.full(5000, -1), device) for _ in range(3)]  # would get memory that was let go
+            junk = [
+                made.tensor(np.full(5000, -1), device) for _ in range(3)
+            ]  # these arrays could get the memory if it were freed
             await asyncio.sleep(0)
             found = made.host(await work)
             assert set(found) == {pg.size() * turn + pg.size() * (pg.size() - 1) // 2}
             assert all((made.host(each) == -1).all() for each in junk)
 
     with world(kind, way, 2) as made:
-        await run_ranks(ranks(made, way, 2), body, made)
+        await run_ranks(possible_ranks(made, way, 2), body, made)

@@ -1,8 +1,8 @@
-"""Two ranks of NCCL on one device: two processes that look like two hosts to it, and talk by sockets. For tests only.
+"""Two NCCL ranks on one device, for tests only: NCCL takes the two processes for two hosts, connected by sockets.
 
 ``python -m tests.gpu.on_device.two MODULE HOW KIND FOLDER`` starts both ranks, each as ``python -m
-tests.gpu.on_device.MODULE HOW KIND MEETING RANK``. If one does not end as it should, it fails, and shows what NCCL has
-said; of `raw`, that is kept in FOLDER, however it ends. `TWO_BY` chooses what lets NCCL do it.
+tests.gpu.on_device.MODULE HOW KIND MEETING RANK``. If a rank does not end as expected, the command fails and shows the
+log of NCCL. FOLDER always gets the logs of `raw`. The variable `TWO_BY` selects the setting that lets NCCL do this.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from .through import Through
+from .delegate import Delegate
 
-#: What both ranks need, whatever lets NCCL do it.
+#: Environment variables of NCCL for both ranks, in each of `WAYS`.
 TWO_HOSTS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -33,40 +33,40 @@ TWO_HOSTS = {
     "NCCL_PROTO": "Simple",
     "NCCL_CUMEM_ENABLE": "0",
 }
-#: The variable that says by what: a name of its own for each rank's host, or the setting that NCCL has since 2.30.
+#: The environment variable that selects one of `WAYS`: another host name for each rank, or a setting of NCCL 2.30.
 TWO_BY = "GPU_TWO_BY"
 WAYS = ("hostid", "multi-rank")
-#: The version that brought the latter.
+#: The first NCCL version with that setting.
 MULTI_RANK = 23000
-#: Seconds that both ranks have together: less than the step, so that it is told which of them hangs.
+#: The timeout of both ranks in seconds, shorter than the limit of the step, so that the output names the hung rank.
 LIMIT = 45.0
-#: Seconds that a rank has when the other has failed, and between two looks at them.
-GRACE, LOOK = 10.0, 0.1
-#: Seconds that a rank has to write the stacks of its threads.
-LAST_WORDS = 3.0
+#: Seconds for a rank to end after its peer has failed, and between two checks of the ranks.
+GRACE, CHECK_EVERY = 10.0, 0.1
+#: Seconds for a rank to write the stacks of its threads.
+STACK_SECONDS = 3.0
 
 
-#: Lines of NCCL's that are shown of each rank when something went wrong.
+#: The number of lines shown of each rank's NCCL log after a failure.
 SHOWN = 40
 
 
-def settings(rank: int, by: str) -> dict[str, str]:
-    """Return what one rank needs in its environment."""
+def rank_settings(rank: int, by: str) -> dict[str, str]:
+    """Return the environment variables of a rank."""
     if by == WAYS[0]:
         return {**TWO_HOSTS, "NCCL_HOSTID": f"rank{rank}"}
     return {**TWO_HOSTS, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
-def way(version: int) -> str:
-    """Return what lets this version of NCCL do it."""
+def way_for_version(version: int) -> str:
+    """Return the way that this version of NCCL supports."""
     return WAYS[version >= MULTI_RANK]
 
 
-class Posing(Through):
-    """CUDA whose device says that it is another: else ranks of one device are staged.
+class PosingCuda(Delegate):
+    """A wrapper of CUDA with another bus id on each rank; otherwise calls of ranks on one device are staged.
 
     Attributes:
-        staged: how often something was copied to the host.
+        staged: the number of copies to the host.
     """
 
     def __init__(self, cuda: Any, rank: int) -> None:
@@ -82,19 +82,22 @@ class Posing(Through):
         self._other.copy_to_host(*args)
 
 
-def said(meeting: Path, rank: int) -> Path:
-    """Return where NCCL of a rank writes."""
+def nccl_log(meeting: Path, rank: int) -> Path:
+    """Return the path of a rank's NCCL log."""
     return meeting / f"nccl-rank{rank}.txt"
 
 
-def pair(module: str, how: str, kind: str, meeting: Path, expected: Sequence[int]) -> list[int]:
-    """Run both ranks; return how they ended: exit codes, or minus a signal's number; SIGABRT is for one that hung."""
+def run_pair(module: str, how: str, kind: str, meeting: Path, expected: Sequence[int]) -> list[int]:
+    """Run both ranks; return their exit codes.
+
+    A negative code is the number of a signal: SIGABRT for a rank that hung.
+    """
     words = (sys.executable, "-m", f"tests.gpu.on_device.{module}", how, kind, str(meeting))
     by = os.environ.get(TWO_BY, WAYS[0])
     ranks = []
     for rank in range(2):
-        loud = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(said(meeting, rank)), "PYTHONFAULTHANDLER": "1"}
-        ranks.append(subprocess.Popen([*words, str(rank)], env={**os.environ, **settings(rank, by), **loud}))
+        logging = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(nccl_log(meeting, rank)), "PYTHONFAULTHANDLER": "1"}
+        ranks.append(subprocess.Popen([*words, str(rank)], env={**os.environ, **rank_settings(rank, by), **logging}))
     try:
         _wait(ranks, expected)
     finally:
@@ -103,48 +106,48 @@ def pair(module: str, how: str, kind: str, meeting: Path, expected: Sequence[int
             process.send_signal(signal.SIGABRT)
         for process in hung:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LAST_WORDS)
+                process.wait(STACK_SECONDS)
             process.kill()
     return [process.wait() for process in ranks]
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], expected: Sequence[int]) -> None:
-    """Wait for both; not long for one whose peer has failed."""
+    """Wait for both ranks; shorten the wait when one has failed."""
     end = monotonic() + LIMIT
     while any(process.poll() is None for process in ranks) and monotonic() < end:
         for process, code in zip(ranks, expected, strict=True):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if process.wait(LOOK) != code:
+                if process.wait(CHECK_EVERY) != code:
                     end = min(end, monotonic() + GRACE)
 
 
 def main(module: str, how: str, kind: str, folder: str) -> str | None:
-    """Run both; return what went wrong."""
+    """Run both ranks; return a message about the ranks that failed, or None."""
     expected = [0, -signal.SIGKILL if how == "killed" else 0]
     with tempfile.TemporaryDirectory() as name:
         meeting = Path(name)
-        codes = pair(module, how, kind, meeting, expected)
+        codes = run_pair(module, how, kind, meeting, expected)
         for rank in range(2):
-            file = said(meeting, rank)
+            file = nccl_log(meeting, rank)
             if not file.exists():
                 continue
             if codes != expected:
                 print(f"rank {rank}, NCCL:", *file.read_text(errors="replace").splitlines()[-SHOWN:], sep="\n  ")
             if module == "raw":
                 shutil.copy(file, folder)
-    told = [
+    failures = [
         f"rank {rank} {_ending(code)}"
         for rank, (code, right) in enumerate(zip(codes, expected, strict=True))
         if code != right
     ]
-    return f"{module}, {how}: {', '.join(told)}" if told else None
+    return f"{module}, {how}: {', '.join(failures)}" if failures else None
 
 
 def _ending(code: int) -> str:
     if code == -signal.SIGABRT:
         return "hung"
     if code == 0:
-        return "ended as if all were well"
+        return "ended with code 0"
     return f"ended with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
 
 

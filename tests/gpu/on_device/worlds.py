@@ -1,9 +1,9 @@
-"""Devices that the same tests run on: those that are played, always, and real ones, with arrays of CuPy or of torch.
+"""The devices on which the same tests run: simulated ones, and real ones with arrays of CuPy or torch.
 
-fake      our own calls of CUDA and NCCL are played
-played    a machine with torch and without CuPy is: driver, NCCL and torch are looked for and called as there
-cupy      real, with CuPy's arrays
-torch     real, with torch's tensors; CUDA and NCCL by CuPy, or without it by the libraries that torch brings
+fake      fake CUDA and NCCL, which aiocoll calls without an adapter
+played    a simulated machine with torch and without CuPy, where aiocoll finds driver, NCCL and torch as on a real one
+cupy      real devices with CuPy's arrays
+torch     real devices with torch's tensors; CUDA and NCCL by CuPy, or without it by the libraries that torch brings
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from aiocoll.gpu.provider import by_ctypes, provide, runtime, why_no_nccl
 from aiocoll.testing.skips import _gpus
 
 from ...fakes.nccl import FakeNccl
+from ..device_kinds import ADAPTER, PLAYED, REAL
 from ..groups import gpus, join_threads
-from ..kinds import ADAPTER, PLAYED, REAL
-from ..played import machine
+from ..played import torch_machine
 from .base import World
-from .fake import Fake
+from .fake import FakeWorld
 from .far_nccl import FarNccl
-from .real import OfCupy, OfTorch, Played
+from .real import CupyWorld, PlayedWorld, TorchWorld
 
-__all__ = ["PLAYED", "REAL", "World", "missing", "ranks", "world"]
+__all__ = ["PLAYED", "REAL", "World", "missing", "possible_ranks", "world"]
 
-_WORLDS = {"played": Played, "cupy": OfCupy, "torch": OfTorch}
+_WORLDS = {"played": PlayedWorld, "cupy": CupyWorld, "torch": TorchWorld}
 
 
 def missing(kind: str) -> str | None:
-    """Return why there are no such devices here."""
+    """Return the reason why this machine does not have devices of a kind, or None."""
     if kind in PLAYED:
         return None
     if not _gpus():
-        return "there is no CUDA device"
+        return "no CUDA device found"
     try:
         library = importlib.import_module(kind)
     except ImportError as error:
@@ -55,23 +55,23 @@ def missing(kind: str) -> str | None:
 def world(
     kind: str, way: str = "nccl", devices: int = 1, *, stuck: bool = False, processes: bool = False
 ) -> Iterator[World]:
-    """Provide devices, and NCCL, if that is the way.
+    """Yield devices, and make groups use them.
 
     Args:
-        kind: of devices.
-        way: "nccl" or "staged".
-        devices: how many are played; of real ones there are all.
-        stuck: a thread may be left at the end, which nothing but a fake can let go.
-        processes: two ranks that are processes share the device, so NCCL is played by both.
+        kind: of the devices; see above.
+        way: "nccl", or "staged" for a machine without NCCL.
+        devices: the number of simulated devices; on a real machine, all are used.
+        stuck: whether a device thread may be stuck at the end.
+        processes: whether two processes share the simulated device.
     """
     library = FarNccl if processes else FakeNccl
     if kind == "fake":
         with gpus(devices, way, library) as gpu:
-            yield Fake(gpu, devices)
+            yield FakeWorld(gpu, devices)
         return
     with ExitStack() as played:
         if kind == "played":
-            played.enter_context(machine(devices, library))
+            played.enter_context(torch_machine(devices, library))
         cuda, nccl, lacking = by_ctypes() if os.environ.get(ADAPTER) == "ctypes" else (*runtime(), why_no_nccl())
         made = _WORLDS[kind]()
         try:
@@ -85,6 +85,6 @@ def world(
                 join_threads()
 
 
-def ranks(made: World, way: str, wanted: int) -> int:
-    """Return how many ranks there can be: NCCL wants a device for each."""
+def possible_ranks(made: World, way: str, wanted: int) -> int:
+    """Return the number of ranks, at most `wanted`; NCCL needs a device for each."""
     return min(wanted, made.devices) if way == "nccl" else wanted

@@ -1,4 +1,4 @@
-"""One rank, alone, on an array of CuPy's or a tensor of torch's: ``python -m tests.gpu.on_device.alone KIND``."""
+"""A group of one rank that reduces CuPy or torch arrays: ``python -m tests.gpu.on_device.single_rank KIND``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What there is for `run.py`, and what of it is missing: ``python -m tests.gpu.found FILE`` writes the first as JSON.
+"""The software and devices of this machine, which ``python -m tests.gpu.machine_info FILE`` writes as JSON.
 
-It is a process of its own, since what is looked at may hang, or end the process.
+This runs in a separate process, because a broken driver or library may hang or crash it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.kinds import REAL
+from tests.gpu.device_kinds import REAL
 
-#: Modules, and the oldest version that will do.
+#: The oldest usable version of each module.
 MODULES = {
     "numpy": (2,),
     "msgpack": (1, 2),
@@ -29,26 +29,26 @@ MODULES = {
     "cupy": (14,),
     "torch": (2,),
 }
-#: pytest's plugins: the module of each, by the name that it has where its package is installed.
+#: Modules of pytest plugins, by the entry points of their installed packages.
 PLUGINS = {"asyncio": "pytest_asyncio.plugin", "aiocoll": "aiocoll.testing.plugin"}
-#: What a step may need, in the order in which it is told; without those of the first line there is nothing to be run.
+#: Requirements of steps, in the order of the report. Without those in `VITAL`, no step can run.
 VITAL = ("numpy", "msgpack", "arrays", "device")
 NEEDED = (*VITAL, "nccl", "ctypes", "ml_dtypes", "pytest", "pytest_asyncio", "uvloop")
-#: What may be missing: steps are left out for it, and that is no failure.
+#: Requirements that may be missing: the steps that need them are left out, which is no failure.
 OPTIONAL = (*REAL, "two devices")
-#: What is played where the device is.
+#: Requirements that the fake device replaces.
 ON_REAL = ("arrays", "device", "nccl", "ctypes", *OPTIONAL)
 
 Found = dict[str, Any]
 
 
-def look(note: Callable[[Found], object] = lambda found: None) -> Found:
-    """Return what there is; each part that cannot be found out is an error in words.
+def describe_machine(note: Callable[[Found], object] = lambda found: None) -> Found:
+    """Return a description of the machine; a part that fails is replaced by its error message.
 
     Args:
-        note: called with what is known by now, before each part: it may hang, or end the process.
+        note: called with the parts known so far, before each part, because a part may hang or crash the process.
     """
-    unknown = {"error": "looking for it has hung, or ended the process"}
+    unknown = {"error": "the query hung, or crashed the process"}
     found: Found = {
         "python": sys.version.split()[0],
         "executable": sys.executable,
@@ -62,44 +62,44 @@ def look(note: Callable[[Found], object] = lambda found: None) -> Found:
     found |= dict.fromkeys(parts, unknown)
     for name in MODULES:
         note(found)
-        found["modules"][name] = _tried(lambda name=name: _version(name))
+        found["modules"][name] = _result_or_error(lambda name=name: _version(name))
     for name, part in parts.items():
         note(found)
-        found[name] = _tried(part)
+        found[name] = _result_or_error(part)
     note(found)
     return found
 
 
-def missing(found: Mapping[str, Any], fake: bool) -> dict[str, str]:
-    """Return what is missing, and why, by the names of `NEEDED` and `OPTIONAL`."""
+def missing_parts(found: Mapping[str, Any], fake: bool) -> dict[str, str]:
+    """Return the missing requirements with the reasons, by their names in `NEEDED` and `OPTIONAL`."""
     gone = {}
     for name, oldest in MODULES.items():
         version = found["modules"][name]
         if not isinstance(version, str):
             gone[name] = version["error"]
         elif tuple(map(int, re.findall(r"\d+", version)[: len(oldest)])) < oldest:
-            gone[name] = f"{version} is too old, it must be {'.'.join(map(str, oldest))} or later"
+            gone[name] = f"{version} is too old; install {'.'.join(map(str, oldest))} or later"
     devices = found["cuda"].get("devices", [])
     if not devices:
-        gone["device"] = found["cuda"].get("error") or found["driver"].get("error") or "there is none"
+        gone["device"] = found["cuda"].get("error") or found["driver"].get("error") or "none found"
     if len(devices) < 2:
-        gone["two devices"] = f"there {'is 1' if devices else 'is none'}"
+        gone["two devices"] = f"{len(devices)} found"
     for name in ("nccl", "ctypes"):
         if "error" in found[name]:
             gone[name] = found[name]["error"]
     if gone.keys() >= {*REAL}:
-        gone["arrays"] = "there is neither CuPy nor torch"
+        gone["arrays"] = "neither CuPy nor torch is installed"
     return {name: gone[name] for name in (*NEEDED, *OPTIONAL) if name in gone and not (fake and name in ON_REAL)}
 
 
-def plugins(found: Mapping[str, Any]) -> list[str]:
-    """Return what pytest has to be told so that it finds plugins whose packages are not installed, but only there."""
+def plugin_options(found: Mapping[str, Any]) -> list[str]:
+    """Return pytest options that load the plugins of packages that are importable but not installed."""
     gone = [module for name, module in PLUGINS.items() if name not in found["plugins"]]
     return [word for module in gone for word in ("-p", module)]
 
 
-def told(found: Mapping[str, Any]) -> str:
-    """Return what there is, in lines."""
+def format_description(found: Mapping[str, Any]) -> str:
+    """Return the description as lines of text."""
     modules = [f"{name} {version}" for name, version in found["modules"].items() if isinstance(version, str)]
     lines = [f"Python {found['python']}, {found['executable']}", ", ".join(modules)]
     for name in ("driver", "cuda", "nccl", "ctypes", "interfaces", "settings"):
@@ -108,32 +108,32 @@ def told(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _tried(look: Callable[[], Any]) -> Any:
+def _result_or_error(query: Callable[[], Any]) -> Any:
     try:
-        return look()
+        return query()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def _version(name: str) -> str:
-    """Return the version of a module that can be imported; of torch, which takes long, that of its package."""
+    """Import a module and return its version; for torch, whose import is slow, read the package's metadata."""
     return metadata.version(name) if name == "torch" else str(importlib.import_module(name).__version__)
 
 
 def _driver() -> Found:
-    """Ask the driver, without CuPy."""
+    """Return the version and the device count of the driver, without CuPy."""
     import ctypes
 
     driver = ctypes.CDLL("libcuda.so.1")
     number, count = ctypes.c_int(), ctypes.c_int()
     if status := driver.cuInit(0) or driver.cuDriverGetVersion(ctypes.byref(number)):
-        raise OSError(f"the driver says {status}")
+        raise OSError(f"libcuda returned status {status}")
     driver.cuDeviceGetCount(ctypes.byref(count))
     return {"version": number.value, "devices": count.value}
 
 
 def _cuda() -> Found:
-    """Ask CUDA as groups do: by CuPy, or without it by ctypes."""
+    """Return the CUDA runtime and devices as groups see them: by CuPy, or by ctypes without CuPy."""
     from aiocoll.gpu.provider import runtime
 
     made, _ = runtime()
@@ -155,7 +155,7 @@ def _nccl() -> Found:
 
 
 def _ctypes() -> Found:
-    """Ask both by ctypes, also where there is CuPy."""
+    """Return the versions of driver and NCCL by ctypes, even if CuPy is installed."""
     from aiocoll.gpu.provider import by_ctypes
 
     cuda, nccl, why = by_ctypes()
@@ -165,13 +165,13 @@ def _ctypes() -> Found:
 
 
 def _interfaces() -> Found:
-    """Return the network interfaces, and whether processes of this machine can talk by the loopback."""
-    found = {name: _state(name) for _, name in socket.if_nameindex()}
+    """Return the states of the network interfaces; raise an error if the loopback does not work."""
+    found = {name: _interface_state(name) for _, name in socket.if_nameindex()}
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()[:2], 5):
         return {**found, "127.0.0.1": "answers"}
 
 
-def _state(name: str) -> str:
+def _interface_state(name: str) -> str:
     try:
         return Path(f"/sys/class/net/{name}/operstate").read_text().strip()
     except OSError:
@@ -179,4 +179,4 @@ def _state(name: str) -> str:
 
 
 if __name__ == "__main__":
-    look(lambda found: Path(sys.argv[1]).write_text(json.dumps(found)))
+    describe_machine(lambda found: Path(sys.argv[1]).write_text(json.dumps(found)))

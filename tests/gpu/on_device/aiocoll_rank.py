@@ -1,14 +1,14 @@
-"""One of two ranks on one device that call NCCL by aiocoll; fails, and never skips, where that is not possible.
+"""A rank of two on one device that call NCCL through aiocoll; it fails if the machine does not support this.
 
-``python -m tests.gpu.on_device.two ours HOW KIND FOLDER`` starts both.
+``python -m tests.gpu.on_device.two aiocoll_rank HOW KIND FOLDER`` starts both.
 
-sum        reduces arrays, and shuts the group down
-killed     rank 1 kills itself while rank 0's kernel waits for it
-aborted    rank 0 aborts while its kernel waits for rank 1, which is held up on its device
-mismatched rank 1 calls with fewer elements; both ranks launch that before they compare it
-crossed    each rank calls two groups in another order, with keys and without, and nothing is staged
+sum        both ranks reduce arrays and shut the group down
+killed     rank 1 kills itself while the kernel of rank 0 waits for it
+aborted    rank 0 aborts while its kernel waits for rank 1, whose device is held up
+mismatched rank 1 calls with fewer elements; both ranks launch the call before they compare it
+crossed    the ranks call two groups in opposite orders, with and without keys; no call is staged
 queued     more calls than a stream has room for, behind a kernel that holds them up
-left       ends without a word, the group still open
+left       the process ends with an open group
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from aiocoll import CollectiveMismatchError, GroupError, PeerLostError, ProcessG
 from aiocoll.gpu.provider import provide, runtime
 
 from ...internals import dispatcher_of, set_limits
-from .base import lag, naps
+from .base import lag_percentiles, late_wakeups
 from .clocked import Clocked
-from .two import Posing
+from .two import PosingCuda
 from .worlds import World, world
 
-#: Elements, of float32.
+#: The numbers of float32 elements.
 COUNTS = (1, 1000, 1 << 20)
 ROUNDS = 20
-#: Seconds in which a lost rank, or an abort, is heard of: the contract says one, the rest is for the other process,
-#: with which this one shares the device.
+#: Seconds until a lost rank or an abort is reported. The promise is 1 s. The rest allows for the process that shares
+#: the device.
 SOON = 3.0
-#: Seconds for a call, the making of the communicator included.
+#: The timeout of a call in seconds, including the creation of the communicator.
 TIMEOUT = 30.0
-#: Calls that are queued, each a wait, a kernel and an event: a stream has room for 1,024 of these.
+#: The number of queued calls. Each enqueues a wait, a kernel and an event; a stream has room for 1,024 entries.
 QUEUED = 500
-#: Seconds for which nothing may hold up the loop.
+#: The largest delay of the event loop in seconds.
 LAG = 0.5
 
 
 @contextmanager
-def placed(kind: str, rank: int) -> Iterator[World]:
-    """Provide the device, as one of this rank alone."""
-    with world(kind, stuck=True, processes=True) as made:  # perhaps: NCCL may not give back what is aborted
+def disguised_device(kind: str, rank: int) -> Iterator[World]:
+    """Yield the device, disguised as another device on each rank."""
+    with world(kind, stuck=True, processes=True) as made:  # NCCL may keep an aborted communicator
         cuda, nccl = runtime()
-        assert nccl is not None, "there is no NCCL"
-        with provide(Posing(cuda, rank), Clocked(nccl)):  # type: ignore[arg-type]
+        assert nccl is not None, "NCCL is not available"
+        with provide(PosingCuda(cuda, rank), Clocked(nccl)):  # type: ignore[arg-type]
             yield made
 
 
-async def reduced(pg: ProcessGroup, made: World, count: int) -> float:
+async def time_allreduce(pg: ProcessGroup, made: World, count: int) -> float:
     tensor = made.tensor(np.full(count, pg.rank() + 1, np.float32))
     start = perf_counter()
     await pg.allreduce(tensor)
@@ -68,26 +68,26 @@ async def reduced(pg: ProcessGroup, made: World, count: int) -> float:
     return took
 
 
-async def first(pg: ProcessGroup, made: World) -> None:
-    """Make the communicator."""
+async def make_communicator(pg: ProcessGroup, made: World) -> None:
+    """Make the first call, which creates the communicator, and check that NCCL is used."""
     start = perf_counter()
-    await reduced(pg, made, 1)
+    await time_allreduce(pg, made, 1)
     assert dispatcher_of(pg).device_calls is not None
     assert dispatcher_of(pg).device_calls.state.decision is not None
     assert dispatcher_of(pg).device_calls.state.decision.native, dispatcher_of(pg).device_calls.state.decision.why
     print(f"rank {pg.rank()}: the first allreduce took {perf_counter() - start:.1f} s", flush=True)
 
 
-async def sum_(pg: ProcessGroup, made: World) -> None:
+async def make_sums(pg: ProcessGroup, made: World) -> None:
     for count in COUNTS:
-        times = [await reduced(pg, made, count) for _ in range(ROUNDS)]
+        times = [await time_allreduce(pg, made, count) for _ in range(ROUNDS)]
         if pg.rank() == 0:
             us = round(median(times) * 1e6, 1)
             made.figure(f"allreduce of {4 * count} B by aiocoll, 2 ranks on 1 device: us p50", us)
 
 
-async def waiting(pg: ProcessGroup, made: World) -> Any:
-    """Let the kernel of rank 0 wait for that of rank 1; return its work. On rank 1, return what holds it up."""
+async def start_held_up_call(pg: ProcessGroup, made: World) -> Any:
+    """Make the kernel of rank 0 wait for rank 1; return the work on rank 0, and on rank 1 the gate that holds it up."""
     tensor = made.tensor(np.ones(1000, np.float32))
     if pg.rank() == 0:
         work = pg.allreduce(tensor)
@@ -101,50 +101,61 @@ async def waiting(pg: ProcessGroup, made: World) -> Any:
     return gate
 
 
-async def fails(pg: ProcessGroup, work: Any, kind: type[GroupError], match: str, made: World, what: str) -> None:
+async def check_failure(
+    pg: ProcessGroup, work: Any, kind: type[GroupError], match: str, made: World, what: str
+) -> None:
     start = perf_counter()
     with pytest.raises(kind, match=match):
         await work
     took = perf_counter() - start
-    assert took < SOON, f"it took {took:.1f} s"
+    assert took < SOON, f"the failure took {took:.1f} s"
     made.figure(f"from {what} to its error on rank {pg.rank()}: ms", round(took * 1e3, 1))
 
 
-async def killed(pg: ProcessGroup, made: World) -> None:
-    held = await waiting(pg, made)
+async def kill_rank(pg: ProcessGroup, made: World) -> None:
+    held = await start_held_up_call(pg, made)
     if pg.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    await fails(pg, held, PeerLostError, "rank 1", made, "kill -9 of rank 1")
+    await check_failure(pg, held, PeerLostError, "rank 1", made, "kill -9 of rank 1")
 
 
-async def aborted(pg: ProcessGroup, made: World) -> None:
-    held = await waiting(pg, made)
+async def abort_group(pg: ProcessGroup, made: World) -> None:
+    held = await start_held_up_call(pg, made)
     if pg.rank() == 0:
         pg.abort("enough")
-        await fails(pg, held, GroupError, "enough", made, "abort")
+        await check_failure(pg, held, GroupError, "enough", made, "abort")
     else:
         assert "enough" in str(await pg.wait_revoked())
         held.open()
 
 
-async def left(pg: ProcessGroup, made: World) -> None:
-    await reduced(pg, made, 1000)
+async def leave_open(pg: ProcessGroup, made: World) -> None:
+    await time_allreduce(pg, made, 1000)
 
 
-async def mismatched(pg: ProcessGroup, made: World) -> None:
+async def make_mismatch(pg: ProcessGroup, made: World) -> None:
     rank, (_, few, many) = pg.rank(), COUNTS
-    for count in (few, few, many, many, few, few):  # of both it is known that either has followed them
-        await reduced(pg, made, count)
+    for count in (
+        few,
+        few,
+        many,
+        many,
+        few,
+        few,
+    ):  # so that later calls of both lengths are launched before they are compared
+        await time_allreduce(pg, made, count)
     tensor = made.tensor(np.ones(few if rank else many, np.float32))
     clock = runtime()[1]
     assert isinstance(clock, Clocked)
     start = perf_counter()
     work = pg.allreduce(tensor)
-    assert clock.last[rank] > start, "it was not launched at the call"
-    await fails(pg, work, CollectiveMismatchError, rf"(?s){many}.*{few}|{few}.*{many}", made, "a call that differs")
+    assert clock.last[rank] > start, "the call did not launch the allreduce at once"
+    await check_failure(
+        pg, work, CollectiveMismatchError, rf"(?s){many}.*{few}|{few}.*{many}", made, "a call that differs"
+    )
 
 
-async def crossed(pg: ProcessGroup, made: World) -> None:
+async def cross_groups(pg: ProcessGroup, made: World) -> None:
     other = await pg.split_group([[0, 1]], group_name="other")
     assert other is not None
     groups, times = ((pg, other) if pg.rank() else (other, pg)), []
@@ -159,19 +170,19 @@ async def crossed(pg: ProcessGroup, made: World) -> None:
         times.append((perf_counter() - start) / len(calls))
         assert all((made.host(each) == 3).all() for each in tensors)
     posing = runtime()[0]
-    assert isinstance(posing, Posing)
+    assert isinstance(posing, PosingCuda)
     assert posing.staged == 0
     if pg.rank() == 0:
         made.figure("allreduces of two groups, in another order on each rank: us p50", round(median(times) * 1e6, 1))
     await other.shutdown()
 
 
-async def queued(pg: ProcessGroup, made: World) -> None:
+async def queue_calls(pg: ProcessGroup, made: World) -> None:
     made.stream(0)
     tensor = made.tensor(np.full(1000, pg.rank() + 1.0))
     await pg.allreduce(tensor)
-    gate = made.gate(0)  # the first one loads its kernel
-    async with naps() as late:
+    gate = made.gate(0)  # after the first call, which loads its kernel
+    async with late_wakeups() as late:
         start = perf_counter()
         works = [pg.allreduce(tensor) for _ in range(QUEUED)]
         called = perf_counter() - start
@@ -184,25 +195,25 @@ async def queued(pg: ProcessGroup, made: World) -> None:
     assert max(called, *late) < LAG
     if pg.rank() == 0:
         made.figure(f"to call {QUEUED} allreduces in a row: us each", round(called / QUEUED * 1e6, 1))
-        made.figure("loop lag meanwhile: ms p50, p99, max", lag(late))
+        made.figure("loop lag meanwhile: ms p50, p99, max", lag_percentiles(late))
 
 
 HOW = {
-    "sum": sum_,
-    "killed": killed,
-    "aborted": aborted,
-    "mismatched": mismatched,
-    "crossed": crossed,
-    "queued": queued,
-    "left": left,
+    "sum": make_sums,
+    "killed": kill_rank,
+    "aborted": abort_group,
+    "mismatched": make_mismatch,
+    "crossed": cross_groups,
+    "queued": queue_calls,
+    "left": leave_open,
 }
 
 
 async def body(how: str, kind: str, meeting: str, rank: int) -> None:
-    with placed(kind, rank) as made, pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, slot_patience=TIMEOUT)  # nothing is staged because a rank is slow
+    with disguised_device(kind, rank) as made, pytest.MonkeyPatch.context() as patch:
+        set_limits(patch, slot_patience=TIMEOUT)  # so that no call is staged because a rank is slow
         pg = await new_group(init_method=f"file://{meeting}/store", rank=rank, world_size=2, timeout=TIMEOUT)
-        await first(pg, made)
+        await make_communicator(pg, made)
         await HOW[how](pg, made)
         if how != "left":
             start = perf_counter()

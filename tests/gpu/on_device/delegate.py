@@ -1,0 +1,18 @@
+"""A base class for wrappers.
+
+This module imports only the standard library, because `run.py` must work without any package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Delegate:
+    """A wrapper that passes all attributes that it does not define on to another object."""
+
+    def __init__(self, other: Any) -> None:
+        self._other = other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._other, name)
