@@ -202,7 +202,7 @@ PARTS = {
     "store_reply": "aiocoll.store.session.Session._reply",
     "all_frames": "aiocoll.testing.frames._all_frames",
     "bench_processes": "aiocoll.cli.bench.run_processes",
-    "doctor_answer": "aiocoll.cli.doctor_hosts._answer",
+    "doctor_answer": "aiocoll.cli.doctor_hosts._echo_bytes",
     "doctor_look": "aiocoll.cli.doctor.look",
     "doctor_load": "aiocoll.cli.doctor.check_load",
     "doctor_meeting": "aiocoll.cli.doctor._meeting",
@@ -211,7 +211,7 @@ PARTS = {
     "tune_single_copy": "aiocoll.cli.tune.measure_single_copy",
     # devices
     "device_ask": "aiocoll.gpu.calls.communicator.DeviceCommunicator._check_async_error",
-    "device_decided": "aiocoll.gpu.calls.device_state.DeviceState._decided",
+    "device_decided": "aiocoll.gpu.calls.device_state.DeviceState._on_backend_decision",
     "device_give_way": "aiocoll.gpu.calls.communicator.DeviceCommunicator._give_way",
     "device_given_way": "aiocoll.runtime.Runtime.give_way",
     "device_judge": "aiocoll.gpu.calls.device_state.DeviceState.compare_calls",

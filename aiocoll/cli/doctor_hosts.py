@@ -83,19 +83,21 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, notify
         told = {"nnodes": hosts.nnodes, "store": store.reached, "listens": listens, "facts": _facts(options)}
         came = await rounds.first(told, timeout)
         visitor = await stack.enter_async_context(_Visitor(hosts, options, [*came]))
-        met = await _visit(rounds, visitor, came, timeout)
+        met = await _dial_hosts(rounds, visitor, came, timeout)
         await rounds.leave()
         return met
 
 
-async def _visit(rounds: _Rounds, visitor: _Visitor, came: Mapping[int, Any], timeout: float) -> HostsMet:
+async def _dial_hosts(rounds: _Rounds, visitor: _Visitor, came: Mapping[int, Any], timeout: float) -> HostsMet:
     """Dial the other hosts, and exchange the results with them."""
     facts = {host: HostFacts(*told["facts"]) for host, told in came.items()}
     met = HostsMet(came[0]["nnodes"], came[0]["listens"], timeout, facts, {})
     if met.differ():
         return met
     listening = await rounds.exchange("listening", await visitor.listen(came), _SLACK)
-    facts |= {host: facts[host]._replace(where=_where(card), trouble=why) for host, (card, why) in listening.items()}
+    facts |= {
+        host: facts[host]._replace(where=_card_address(card), trouble=why) for host, (card, why) in listening.items()
+    }
     cards = {host: card for host, (card, _) in listening.items() if card is not None}
     rows = await rounds.exchange("row", await visitor.dial(cards), _DIAL + len(cards) * _PING_FOR + _SLACK)
     return met._replace(rows={host: {peer: Attempt(*each) for peer, each in row.items()} for host, row in rows.items()})
@@ -110,7 +112,7 @@ def _facts(options: GroupOptions) -> HostFacts:
     return HostFacts(socket.gethostname(), system, options.encryption, ports)
 
 
-def _where(card: Card | None) -> str:
+def _card_address(card: Card | None) -> str:
     return "" if card is None else "{} port {}".format(*card["tcp"])
 
 
@@ -215,7 +217,7 @@ class _Visitor:
                 open_stream=self._open_stream,
             ),
         )
-        self._transport.heartbeat_accepted = self._accepted
+        self._transport.heartbeat_accepted = self._on_connection
         self._answering: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> _Visitor:
@@ -255,13 +257,13 @@ class _Visitor:
         assert stream is not None
         return stream
 
-    def _accepted(self, host: int, stream: ByteStream) -> None:
-        task = self._runtime.create_task(_answer(stream), f"aiocoll answering host {host}")
+    def _on_connection(self, host: int, stream: ByteStream) -> None:
+        task = self._runtime.create_task(_echo_bytes(stream), f"aiocoll answering host {host}")
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
 
-async def _answer(stream: ByteStream) -> None:
+async def _echo_bytes(stream: ByteStream) -> None:
     """Send back each byte that arrives, until the connection ends."""
     try:
         with suppress(OSError):

@@ -37,7 +37,7 @@ LOST = 6.0
 _PREFIX = "aiocoll/launchers"
 
 
-class _Told(NamedTuple):
+class _HostReport(NamedTuple):
     """The report of a launcher: a counter that grows with each report, whether it leaves, and its state."""
 
     beat: int
@@ -45,7 +45,7 @@ class _Told(NamedTuple):
     state: HostState
 
     @classmethod
-    def unpacked(cls, data: bytes) -> _Told:
+    def unpacked(cls, data: bytes) -> _HostReport:
         beat, leaves, (restarts, phase, *more) = msgpack.unpackb(data)
         return cls(beat, leaves, HostState(restarts, Phase(phase), *more))
 
@@ -118,7 +118,7 @@ class HostsLink:
 
     def take(self, rank: int) -> None:
         """See `Restarts`."""
-        self._soon(lambda: self._asked.append(rank))
+        self._change_in_thread(lambda: self._asked.append(rank))
 
     def say(self, state: HostState) -> None:
         """See `Restarts`."""
@@ -126,7 +126,7 @@ class HostsLink:
         def change() -> None:
             self._state = state
 
-        self._soon(change)
+        self._change_in_thread(change)
 
     def close(self) -> None:
         """See `Restarts`."""
@@ -136,10 +136,10 @@ class HostsLink:
             if self._task is not None and self._decision is None:
                 self._task.cancel()
 
-        self._soon(leave)
+        self._change_in_thread(leave)
         self._thread.join(2 * LOST)
 
-    def _soon(self, change: Callable[[], object]) -> None:
+    def _change_in_thread(self, change: Callable[[], object]) -> None:
         """Make a change in the thread of the link, unless the thread has ended."""
 
         def carry_out() -> None:
@@ -172,9 +172,9 @@ class HostsLink:
                     part = PrefixStore(_PREFIX, store)
                     waiting.cancel()
                     if self._decision is None:
-                        await self._come(part)
+                        await self._claim_number(part)
                     store.timeout = within = LOST
-                    while not await self._turn(part):
+                    while not await self._exchange_reports(part):
                         self._reached = monotonic()
                         await self._pause()
                     return
@@ -182,10 +182,10 @@ class HostsLink:
                 if self._decision is None:
                     raise
                 if monotonic() - self._reached > LOST:
-                    await self._without_host_0(error)
+                    await self._on_host_0_lost(error)
                     return
 
-    async def _come(self, store: Store) -> None:
+    async def _claim_number(self, store: Store) -> None:
         """Claim the number of this host, and read the current decision.
 
         Raises:
@@ -206,22 +206,24 @@ class HostsLink:
         else:
             self._decision = _Decision.unpacked(await store.get("decision"))
         self._reached = monotonic()
-        self._tell_decision()
+        self._report_decision()
 
-    async def _turn(self, store: Store) -> bool:
+    async def _exchange_reports(self, store: Store) -> bool:
         """Publish the own state, and read the others; return whether the exchange has ended."""
         mine = f"host/{self._hosts.node_rank}"
-        await store.set(mine, self._packed())
+        await store.set(mine, self._encode_report())
         while self._asked:
             number = await store.add("restarts", 1)
             self._tell(Granted(self._asked.pop(0), number if number <= self.allowed else 0))
         keys = [key for key in await store.list_keys() if key.startswith("host/")]
         data = await store.multi_get(keys)
-        told = {int(key.removeprefix("host/")): _Told.unpacked(each) for key, each in zip(keys, data, strict=True)}
+        told = {
+            int(key.removeprefix("host/")): _HostReport.unpacked(each) for key, each in zip(keys, data, strict=True)
+        }
         if self._server is not None:
             await self._decide(store, self._server, told)
         else:
-            await self._hear(store)
+            await self._receive_decision(store)
         decision = self._decision
         assert decision is not None
         self._states = {host: each.state for host, each in told.items() if host not in decision.lost}
@@ -230,11 +232,11 @@ class HostsLink:
             left = all(told[host].leaves for host in self._states if host)
             return decision.over and (left or monotonic() - self._decided > LOST)
         if decision.over or self._leaves:
-            await store.set(mine, self._packed())
+            await store.set(mine, self._encode_report())
             return True
         return False
 
-    def _packed(self) -> bytes:
+    def _encode_report(self) -> bytes:
         self._beat += 1
         over = self._decision is not None and self._decision.over
         data: bytes = msgpack.packb([self._beat, self._leaves or over, list(self._state)])
@@ -246,7 +248,7 @@ class HostsLink:
             async with asyncio.timeout(TURN):
                 await self._changed.wait()
 
-    def _tell_decision(self) -> None:
+    def _report_decision(self) -> None:
         decision = self._decision
         assert decision is not None
         why = decision.why if decision.by != self._hosts.node_rank else ""
@@ -254,23 +256,23 @@ class HostsLink:
 
     # -- decisions: host 0 makes them, the others read them
 
-    async def _decide(self, store: Store, server: StoreServer, told: Mapping[int, _Told]) -> None:
+    async def _decide(self, store: Store, server: StoreServer, told: Mapping[int, _HostReport]) -> None:
         before = self._decision
         assert before is not None
-        if not before.over and (decision := await self._next(store, told, before)) != before:
+        if not before.over and (decision := await self._next_decision(store, told, before)) != before:
             if decision.restarts != before.restarts:
                 server.forget(_PREFIX)
             self._decision, self._decided = decision, monotonic()
             if (decision.restarts, decision.over) != (before.restarts, before.over):
-                self._tell_decision()
+                self._report_decision()
         assert self._decision is not None
         # Publish it even if it has not changed: a restart ends all connections to the store.
         await store.set("decision", msgpack.packb(self._decision))
 
-    async def _next(self, store: Store, told: Mapping[int, _Told], decision: _Decision) -> _Decision:
+    async def _next_decision(self, store: Store, told: Mapping[int, _HostReport], decision: _Decision) -> _Decision:
         """Return the next decision: `decision` itself, or one that the states of the hosts require."""
         there = {host: each.state for host, each in told.items() if host not in decision.lost}
-        for host in self._silent(told) & there.keys():
+        for host in self._silent_hosts(told) & there.keys():
             why = f"host {host} is lost: its launcher has not reported for {LOST:g} s"
             if not any(state.elastic for state in there.values()):
                 return _Decision(decision.restarts, True, why, lost=(host,))
@@ -282,13 +284,13 @@ class HostsLink:
         if not all(state.over and state.restarts == decision.restarts for state in there.values()):
             return decision
         if all(state.phase == Phase.ENDED for state in there.values()):
-            return self._once_all_came(told, decision)
+            return self._decide_after_arrival(told, decision)
         by = next((host for host, state in sorted(there.items()) if state.why), None)
         decision = decision._replace(why=f"host {by}: {there[by].why}" if by is not None else "", by=by)
         number = await store.add("restarts", 1)
         return decision._replace(restarts=number) if number <= self.allowed else decision._replace(over=True)
 
-    def _silent(self, told: Mapping[int, _Told]) -> set[int]:
+    def _silent_hosts(self, told: Mapping[int, _HostReport]) -> set[int]:
         """Return the hosts whose last new report is older than `LOST` seconds."""
         now = monotonic()
         for host, each in told.items():
@@ -296,7 +298,7 @@ class HostsLink:
                 self._beats[host] = (each.beat, now)
         return {host for host, (_, at) in self._beats.items() if now - at > LOST}
 
-    def _once_all_came(self, told: Mapping[int, _Told], decision: _Decision) -> _Decision:
+    def _decide_after_arrival(self, told: Mapping[int, _HostReport], decision: _Decision) -> _Decision:
         missing = ", ".join(str(host) for host in range(self._hosts.nnodes) if host not in told)
         if not missing:
             return _Decision(decision.restarts, True)
@@ -305,16 +307,16 @@ class HostsLink:
             return _Decision(decision.restarts, True, why)
         return decision
 
-    async def _hear(self, store: Store) -> None:
+    async def _receive_decision(self, store: Store) -> None:
         before = self._decision
         assert before is not None
         self._decision = decision = _Decision.unpacked(await store.get("decision"))
         for host in set(decision.lost) - set(before.lost) if not decision.over else ():
             self._tell(Notice(f"host {host} is lost; the others continue"))
         if (decision.restarts, decision.over) != (before.restarts, before.over):
-            self._tell_decision()
+            self._report_decision()
 
-    async def _without_host_0(self, error: StoreError) -> None:
+    async def _on_host_0_lost(self, error: StoreError) -> None:
         """Handle the loss of host 0: end the job, or let an elastic one continue without replacements."""
         why = f"host 0 is lost: {error}"
         if not any(state.elastic for state in (self._state, *self._states.values())):

@@ -164,26 +164,28 @@ def _load(path: str) -> Dump:
             "use the aiocoll that wrote it"
         )
     try:
-        return _checked(dump)
+        return _check_dump(dump)
     except Misfit as error:
         raise Unusable(f"{path}: is damaged: {error}") from None
 
 
-def _checked(dump: Dump) -> Dump:
+def _check_dump(dump: Dump) -> Dump:
     """Return the used fields of a dump.
 
     Raises:
         Misfit: a field is missing or not valid.
     """
-    found = _taken(dump, _DUMP, _LATER, Scope(0, None))
+    found = _check_fields(dump, _DUMP, _LATER, Scope(0, None))
     size = found["world_size"]
     if not len(found["global_ranks"]) == size > found["rank"]:
         raise Misfit("rank: it is not a rank of the group")
-    found["entries"] = [_taken(entry, _ENTRY, _PERHAPS, Scope(size, size)) for entry in found["entries"]]
+    found["entries"] = [_check_fields(entry, _ENTRY, _PERHAPS, Scope(size, size)) for entry in found["entries"]]
     return found
 
 
-def _taken(given: Any, needed: Mapping[str, Check], perhaps: Mapping[str, Check], scope: Scope) -> dict[str, Any]:
+def _check_fields(
+    given: Any, needed: Mapping[str, Check], perhaps: Mapping[str, Check], scope: Scope
+) -> dict[str, Any]:
     """Return the known fields of a map; later versions may write more.
 
     Raises:

@@ -121,9 +121,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         (host, port), server = hosts.master, None
         if hosts.node_rank == 0:
             try:
-                server = asyncio.run(serve(hosts, sum(nprocs), options, _KNOWN_WITHIN, _say))
+                server = asyncio.run(serve(hosts, sum(nprocs), options, _KNOWN_WITHIN, _print_trouble))
             except (AiocollError, ValueError) as error:
-                _say(str(error))
+                _print_trouble(str(error))
                 return 1
             host, port = local_address(server.host), server.port
             stack.callback(server.close)
@@ -186,7 +186,7 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(args.program)
 
 
-def _say(trouble: str) -> None:
+def _print_trouble(trouble: str) -> None:
     write_stderr([f"aiocoll run: {trouble}"])
 
 
@@ -194,12 +194,12 @@ def _logs(parent: str | None) -> Logs | None:
     if parent is None:
         return None
     try:
-        logs = Logs(parent, _say)
+        logs = Logs(parent, _print_trouble)
     except OSError as error:
         raise ValueError(
             f"--log-dir {parent}: {error.strerror}; choose a directory where you can create subdirectories"
         ) from None
-    _say(f"output of the ranks is kept in {logs.path}")
+    _print_trouble(f"output of the ranks is kept in {logs.path}")
     return logs
 
 
@@ -210,7 +210,7 @@ def _make_job_folder(stack: ExitStack, command: Sequence[str], ranks: int) -> Jo
     try:
         return stack.enter_context(job_folder(os.environ, command, ranks))
     except (AiocollError, OSError) as error:
-        _say(f"aiocoll top will not find this job: {error}")
+        _print_trouble(f"aiocoll top will not find this job: {error}")
         return None
 
 

@@ -31,11 +31,11 @@ def find_stuck(processes: Mapping[int, int], folder: str | None) -> dict[int, st
     others = {rank: number for rank, number in processes.items() if rank not in found}
     if folder and others:
         with suppress(AiocollError, OSError):
-            found.update(_ask(others, folder))
+            found.update(_request_states(others, folder))
     return found
 
 
-def _ask(processes: Mapping[int, int], folder: str) -> Iterator[tuple[int, str]]:
+def _request_states(processes: Mapping[int, int], folder: str) -> Iterator[tuple[int, str]]:
     viewer = Viewer(folder, time.monotonic)
     try:
         viewer.ask(PATIENCE)

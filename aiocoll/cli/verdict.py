@@ -88,7 +88,7 @@ def final_lines(
         if to_blame.report is None or not to_blame.report.traceback:
             yield f"aiocoll run: rank {to_blame.rank} {_end(to_blame)}"
         else:
-            yield f"aiocoll run: {_blame(to_blame, bool(stuck))}; exit code {to_blame.status}:"
+            yield f"aiocoll run: {_describe_culprit(to_blame, bool(stuck))}; exit code {to_blame.status}:"
             yield from tracebacks({to_blame.rank: to_blame})
     for rank, reason in sorted(stuck.items()):
         yield f"aiocoll run: rank {rank} was stuck: {reason}; it {_end(outcomes[rank])}"
@@ -120,7 +120,7 @@ def interrupted(outcomes: Mapping[int, RankOutcome], began: float, verbose: bool
     before = {rank: each for rank, each in outcomes.items() if each.report is not None and each.time < began}
     after = {rank: each for rank, each in outcomes.items() if each.report is not None and each.time >= began}
     yield from tracebacks(before)
-    yield from _grouped({rank: _interruption(each) for rank, each in after.items()})
+    yield from _group_ends({rank: _describe_interruption(each) for rank, each in after.items()})
     if verbose:
         yield from tracebacks(after)
 
@@ -132,7 +132,7 @@ def tracebacks(outcomes: Mapping[int, RankOutcome]) -> Iterator[str]:
             yield from (f"[{rank}] {line}" for line in outcome.report.traceback.splitlines())
 
 
-def _blame(to_blame: RankOutcome, is_other_stuck: bool) -> str:
+def _describe_culprit(to_blame: RankOutcome, is_other_stuck: bool) -> str:
     """Return the words before the traceback of the rank at fault."""
     rank, report = to_blame.rank, to_blame.report
     if to_blame.degree < 2:
@@ -158,10 +158,10 @@ def _other_ends(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | Non
             is_repeated = report.error in shown or report.place != place
             brief = is_repeated or (is_explained and outcome.degree == 2)
         lines[rank] = _end(outcome, brief)
-    yield from _grouped(lines)
+    yield from _group_ends(lines)
 
 
-def _grouped(ends: Mapping[int, str]) -> Iterator[str]:
+def _group_ends(ends: Mapping[int, str]) -> Iterator[str]:
     """Yield one line for all ranks that share the same end."""
     ranks: dict[str, list[int]] = {}
     for rank, end in sorted(ends.items()):
@@ -173,7 +173,7 @@ def _grouped(ends: Mapping[int, str]) -> Iterator[str]:
             yield f"aiocoll run: ranks {rank_numbers(found)} {f'were {end[4:]}' if end.startswith('was ') else end}"
 
 
-def _interruption(outcome: RankOutcome) -> str:
+def _describe_interruption(outcome: RankOutcome) -> str:
     report = outcome.report
     assert report is not None
     if report.kind != "KeyboardInterrupt" or report.code is not None:

@@ -95,9 +95,9 @@ def _array_of(obj: Any, name: str) -> SparseArray:
     if adapter is not None:
         return adapter.sparse_array(obj, name)
     if obj.format == "coo":
-        return _of_coo(obj, name)
+        return _describe_coo(obj, name)
     if obj.format in ("csr", "csc"):
-        return _of_compressed(obj, name)
+        return _describe_compressed(obj, name)
     raise TypeError(f"{name} is a {type(obj).__name__} in format {obj.format!r}; pass {name}.tocsr() or {name}.tocoo()")
 
 
@@ -125,7 +125,7 @@ def fresh_like(obj: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
 # -- scipy.sparse
 
 
-def _of_coo(obj: Any, name: str) -> SparseArray:
+def _describe_coo(obj: Any, name: str) -> SparseArray:
     shape, dtype = obj.shape, _scipy_dtype(obj, name)
 
     def read() -> Entries:
@@ -144,7 +144,7 @@ def _of_coo(obj: Any, name: str) -> SparseArray:
     return describe_sparse(shape, len(shape), dtype, obj.nnz, 0, read, build)
 
 
-def _of_compressed(obj: Any, name: str) -> SparseArray:
+def _describe_compressed(obj: Any, name: str) -> SparseArray:
     dtype = _scipy_dtype(obj, name)
     shape = obj.shape if len(obj.shape) == 2 else (1, *obj.shape)  # treat a 1-D CSR array as a row
     by_column = obj.format == "csc"

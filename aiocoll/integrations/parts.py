@@ -45,9 +45,9 @@ class Part:
     def __init__(self, ticket: Ticket) -> None:
         self.group: ProcessGroup | None = None
         self._begun = False
-        self._task = asyncio.create_task(self._keep(ticket), name="aiocoll part")
+        self._task = asyncio.create_task(self._stay_in_group(ticket), name="aiocoll part")
 
-    async def _keep(self, ticket: Ticket) -> None:
+    async def _stay_in_group(self, ticket: Ticket) -> None:
         async with aclosing(elastic(init_method=ticket, wait=0.0, mend_timeout=inf)) as groups:
             async for group in groups:
                 self.group, self._begun = group, True
@@ -127,15 +127,15 @@ class Parts:
         if absent and not (begun and self._meeting is not None):
             await self.end()
             self._meeting = await Meeting(len(states), **self._given).__aenter__()
-            await self._give({number: self._meeting.ticket(rank) for rank, number in enumerate(states)})
+            await self._assign_tickets({number: self._meeting.ticket(rank) for rank, number in enumerate(states)})
         elif absent and self._meeting is not None:
-            await self._give({number: self._meeting.newcomer() for number in sorted(absent)})
+            await self._assign_tickets({number: self._meeting.newcomer() for number in sorted(absent)})
         else:
             [*groups] = set(present.values())
             return len(groups) == 1 and groups[0].size == len(states)
         return False
 
-    async def _give(self, tickets: Mapping[int, Ticket]) -> None:
+    async def _assign_tickets(self, tickets: Mapping[int, Ticket]) -> None:
         for number in tickets:
             self.report(number, "a new rank replaces it")
         self._tickets.update(tickets)

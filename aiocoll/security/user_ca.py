@@ -68,7 +68,7 @@ def read(files: TlsFiles) -> Tls:
     client.check_hostname = False
     for context in (server, client):
         context.verify_mode = ssl.CERT_REQUIRED
-        _trust(context, authority, files)
+        _load_authority(context, authority, files)
     _handshake(server, client, files)
     return Tls(server, client, certificate, own=own)
 
@@ -139,7 +139,7 @@ def _key(path: str) -> bytes:
     return found[0]
 
 
-def _trust(context: ssl.SSLContext, authority: list[str], files: TlsFiles) -> None:
+def _load_authority(context: ssl.SSLContext, authority: list[str], files: TlsFiles) -> None:
     try:
         context.load_verify_locations(cadata="\n".join(authority))
     except (ssl.SSLError, ValueError) as error:
@@ -186,7 +186,9 @@ def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files:
     """Raise an error that explains why this process's certificate is unusable; its dates were checked before."""
     where = f"tls_certificate={files.certificate!r}"
     if error.verify_code in (EXPIRED, NOT_YET):
-        ends = (" to ".join(map(_moment, (each["notBefore"], each["notAfter"]))) for each in context.get_ca_certs())
+        ends = (
+            " to ".join(map(_format_time, (each["notBefore"], each["notAfter"]))) for each in context.get_ca_certs()
+        )
         raise ValueError(
             f"{where}: a certificate between it and the CA, or one of tls_ca={files.ca!r} (valid from "
             f"{', '.join(ends)}), is not valid at {moment(clock())}, by the clock of this host"
@@ -199,7 +201,7 @@ def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files:
     ) from None
 
 
-def _moment(text: object) -> str:
+def _format_time(text: object) -> str:
     return moment(ssl.cert_time_to_seconds(str(text)))
 
 
@@ -212,7 +214,7 @@ def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> t
     client = new_context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
-    _trust(client, [certificate_pem], files)
+    _load_authority(client, [certificate_pem], files)
     seen = _handshake(server, client, files)
     certificate, found = seen.getpeercert(binary_form=True), seen.getpeercert()
     assert certificate is not None

@@ -196,11 +196,11 @@ class Session(FrameProtocol):
     def _start_wait(self, core: StoreCore, number: int, command: str, arguments: tuple[Any, ...]) -> None:
         if number in self._waits or len(self._waits) >= _MAX_WAITS:
             raise StoreError(f"one client has {_MAX_WAITS} waits in progress: await some of them first")
-        waiter = core.start(command, arguments, self._deliverer(core, number, command, arguments[0]))
+        waiter = core.start(command, arguments, self._make_deliverer(core, number, command, arguments[0]))
         if waiter is not None:
             self._waits[number] = (core, waiter, arguments)
 
-    def _deliverer(self, core: StoreCore, number: int, command: str, key: Any) -> Callable[[Any], None]:
+    def _make_deliverer(self, core: StoreCore, number: int, command: str, key: Any) -> Callable[[Any], None]:
         def deliver(result: Any) -> None:
             self._waits.pop(number, None)
             if command == "queue_pop" and self.transport.is_closing():

@@ -297,8 +297,8 @@ async def test_calls_that_a_turn_launches_wake_the_thread_when_it_is_over(
     """Else it would want the interpreter while they are launched."""
     stream, wakes = device.stream(), list[int]()
     waiter = waiter_of(device, stream)
-    waken = waiter._waken
-    monkeypatch.setattr(waiter, "_waken", lambda: (wakes.append(len(calls)), waken()))
+    waken = waiter._wake_thread
+    monkeypatch.setattr(waiter, "_wake_thread", lambda: (wakes.append(len(calls)), waken()))
     for several in (1, 5, 5, 1):
         await until(lambda: not waiter._is_awake)
         wakes.clear()

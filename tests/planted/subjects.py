@@ -203,7 +203,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "tickets": Subject(
-            ("Meeting.ticket", "Part._keep", "Claims._claim"),
+            ("Meeting.ticket", "Part._stay_in_group", "Claims._claim"),
             (("test_claim.py", "test_exchange.py"), ("test_tickets.py", "test_parts.py")),
         ),
         "machine load": Subject(("LoadMeter.lap",), (("test_machine_load.py",),)),

@@ -157,10 +157,10 @@ def _read(parent: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
                 open(os.path.join(folder, _FILE), encoding="utf-8") as file,
             ):
                 about = json.loads(file.readline())
-                yield folder, about, _is_over(about, file)
+                yield folder, about, _has_launcher_ended(about, file)
 
 
-def _is_over(about: Mapping[str, Any], file: TextIO) -> bool:
+def _has_launcher_ended(about: Mapping[str, Any], file: TextIO) -> bool:
     """Return whether the launcher has ended. If it is in another container, only its lock shows that it runs."""
     found = state(ProcessId._make(about["process"]))
     if found != UNKNOWN:

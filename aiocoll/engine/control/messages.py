@@ -190,7 +190,7 @@ _OPERATION = integer(_U63)
 _HOW = one_of("killed", "stopped", "unreachable", PROTOCOL)
 
 
-def _of_group(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
+def _group_message(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
     return fields({"split": _LINEAGE, **(optional or {})}, t=_TEXT, g=_GROUP, **required)
 
 
@@ -201,52 +201,52 @@ def _candidacy(value: Any, scope: Scope) -> None:
     inner(value, scope)
 
 
-def _of_shrink(**required: Check) -> Check:
+def _shrink_message(**required: Check) -> Check:
     dead = listed(row(job_rank, _TEXT))
     return fields(t=_TEXT, g=_GROUP, n=_COUNT, ranks=rank_order, what=_TEXT, dead=dead, assumed=rank_list, **required)
 
 
-def _of_device(**required: Check) -> Check:
+def _device_message(**required: Check) -> Check:
     return fields(t=_TEXT, g=_GROUP, **required)
 
 
 #: Messages of a shrinking group, by `what`; see `aiocoll.engine.consensus.voter`.
 _SHRINK: dict[str, Check] = {
-    "vote": _of_shrink(
+    "vote": _shrink_message(
         ballot=_BALLOT,
         candidacy=maybe(_candidacy),
         accepted=maybe(row(_BALLOT, _OUTCOME)),
     ),
-    "ask": _of_shrink(ballot=_BALLOT),
-    "propose": _of_shrink(ballot=_BALLOT, outcome=_OUTCOME),
-    "accept": _of_shrink(ballot=_BALLOT),
-    "decided": _of_shrink(outcome=_OUTCOME),
-    "refuse": _of_shrink(ballot=_BALLOT, cause=_CAUSE),
+    "ask": _shrink_message(ballot=_BALLOT),
+    "propose": _shrink_message(ballot=_BALLOT, outcome=_OUTCOME),
+    "accept": _shrink_message(ballot=_BALLOT),
+    "decided": _shrink_message(outcome=_OUTCOME),
+    "refuse": _shrink_message(ballot=_BALLOT, cause=_CAUSE),
 }
 _MATCH = row(group_rank, group_rank, integer(_U64))
 #: Messages about the devices of ranks, by a field that only that message has; see `aiocoll.gpu.calls`.
 _DEVICE: dict[str, Check] = {
-    "card": _of_device(
+    "card": _device_message(
         card=fields(library=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL, float8=_BOOL, ahead=_BOOL)
     ),
-    "turn": _of_device(turn=_TRUE),
-    "ready": _of_device(ready=_TRUE, shares=_BOOL),
-    "decision": _of_device(
+    "turn": _device_message(turn=_TRUE),
+    "ready": _device_message(ready=_TRUE, shares=_BOOL),
+    "decision": _device_message(
         number=integer(_U63), decision=row(_BOOL, _TEXT, data(UNIQUE_ID), _BOOL, _BOOL, _BOOL, _BOOL)
     ),
-    "match": _of_device(match=maybe(_MATCH), batches=listed(row(group_rank, integer(_U32), integer(_U16)), 2)),
-    "begin": _of_device(number=integer(_U63), begin=listed(_MATCH)),
-    "called": _of_device(called=_COUNT, hash=integer(_U64), seq=integer(_U63)),
-    "confirmed": _of_device(confirmed=_COUNT),
-    "pace": _of_device(
+    "match": _device_message(match=maybe(_MATCH), batches=listed(row(group_rank, integer(_U32), integer(_U16)), 2)),
+    "begin": _device_message(number=integer(_U63), begin=listed(_MATCH)),
+    "called": _device_message(called=_COUNT, hash=integer(_U64), seq=integer(_U63)),
+    "confirmed": _device_message(confirmed=_COUNT),
+    "pace": _device_message(
         number=integer(_U63), pace=one_of("ahead", "halt", "through", "placed"), through=_COUNT, upto=_COUNT
     ),
-    "halted": _of_device(halted=_COUNT),
-    "crowded": _of_device(crowded=_TRUE),
-    "shared": _of_device(shared=integer(_U63)),
+    "halted": _device_message(halted=_COUNT),
+    "crowded": _device_message(crowded=_TRUE),
+    "shared": _device_message(shared=integer(_U63)),
     "slot": fields({"clock": _COUNT, "at": _COUNT}, t=_TEXT, g=_GROUP, slot=integer(_U63)),
-    "compare": _of_device(compare=listed(integer(_U64)), position=_COUNT),
-    "differs": _of_device(differs=_DESCRIPTION, position=_COUNT),
+    "compare": _device_message(compare=listed(integer(_U64)), position=_COUNT),
+    "differs": _device_message(differs=_DESCRIPTION, position=_COUNT),
 }
 
 
@@ -302,11 +302,11 @@ SHAPES: dict[str, _Shape] = {
     "shrink": _shape(_shrink, CONTROL, RELAYED),
     DEVICE: _shape(_device, CONTROL, DATA, RELAYED),
     # Messages about operations, see `aiocoll.engine.failure.stall_inspector` and `mismatch`.
-    "report": _shape(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
-    "query": _shape(_of_group(op=_OPERATION), CONTROL, RELAYED),
-    "absent": _shape(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
+    "report": _shape(_group_message({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
+    "query": _shape(_group_message(op=_OPERATION), CONTROL, RELAYED),
+    "absent": _shape(_group_message(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
     "status": _shape(
-        _of_group(
+        _group_message(
             op=_OPERATION,
             missing=listed(group_rank),
             known=listed(row(group_rank, _BOOL, maybe(_TEXT), maybe(seconds), seconds, _TEXT)),

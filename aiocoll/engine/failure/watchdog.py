@@ -279,7 +279,7 @@ class Watchdog:
         if self._has_sign or not self._loop.is_running():
             blocked, asked_at, self._blocked = self._blocked, self._asked_at, False
             self._has_sign, self._silent_seconds, self._asked_at = False, 0.0, now
-            self._call_in_loop(self._on_sign)
+            self._call_in_loop(self._on_sign_of_life)
             if blocked and self._is_block_logged:
                 self._log(logging.INFO, "rank %d: the event loop runs again, after %.1f s", self._rank, now - asked_at)
             return
@@ -308,7 +308,7 @@ class Watchdog:
             if repeated is not None:
                 self._log(logging.WARNING, STOOD_STILL, self._rank, elapsed, self._cpu - before, repeated)
 
-    def _on_sign(self) -> None:
+    def _on_sign_of_life(self) -> None:
         self._has_sign = True
 
     def _log(self, level: int, text: str, *args: object) -> None:

@@ -328,7 +328,7 @@ class Channel:
         """Deliver a complete frame to its group."""
         self.receiving = None
         try:
-            if header[0] != _DATA and self._is_ours(header, payload):
+            if header[0] != _DATA and self._handle_channel_frame(header, payload):
                 return
             group = self._groups.get(header[3])
             deliver = self._owner.keep_frame if group is None else group.deliver
@@ -350,7 +350,7 @@ class Channel:
         if header[1] & EAGER:
             self.consume(max(header[7], LEAST))
 
-    def _is_ours(self, header: Header, payload: memoryview | None) -> bool:
+    def _handle_channel_frame(self, header: Header, payload: memoryview | None) -> bool:
         """Handle a frame that is not about one operation; return whether it was one."""
         kind = header[0]
         if kind == _CONTROL:

@@ -62,7 +62,7 @@ class DeviceState:
         self.comm = comm
         self.device = device
         self.nccl = nccl
-        self._agreement = BackendAgreement(comm, device, nccl, ahead, self._number_all, self._decided)
+        self._agreement = BackendAgreement(comm, device, nccl, ahead, self._number_all, self._on_backend_decision)
         # A CUDA call in the event loop, but a fast one: the arrays are on the device, so its context exists. It comes
         # last among everything that may fail, because the stream has to be released.
         self.stream = device.stream()
@@ -84,7 +84,7 @@ class DeviceState:
         self._held: dict[int, tuple[Callable[[bool], None], bool]] = {}
         self._next = 1
         comm.on_revoked.append(self.end)
-        comm.on_departed.append(self._departed)
+        comm.on_departed.append(self._on_rank_departed)
         self._is_over = False
         self._agreement.start()
         comm.devices.connect(self._handle_message)
@@ -131,7 +131,7 @@ class DeviceState:
         told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
         found = None
         if not alike or operation.is_private():
-            found = compare(self.comm.name, [_whole(*each[:3]) for each in told])
+            found = compare(self.comm.name, [_describe_numbered_call(*each[:3]) for each in told])
         if found is None:
             self._complete.append(operation)
             self._begin_complete()
@@ -231,7 +231,7 @@ class DeviceState:
         else:
             self._agreement.handle(peer, message)
 
-    def _departed(self, rank: int) -> None:
+    def _on_rank_departed(self, rank: int) -> None:
         """Handle a rank that closed the group."""
         self._agreement.departed(rank)
         self.messages.departed(rank)
@@ -242,7 +242,7 @@ class DeviceState:
 
     # -- the decision
 
-    def _decided(self, number: int, decision: Decision) -> None:
+    def _on_backend_decision(self, number: int, decision: Decision) -> None:
         """Follow the backend decision in its turn; it has the first number."""
         self.hold(number, lambda _: self._follow(decision), False)
 
@@ -321,19 +321,20 @@ class DeviceState:
         comm.revoke(
             CollectiveTimeoutError(
                 f"{operation.title()} of group {comm.name!r} did not complete within {operation.timeout:g} s on rank "
-                f"{comm.rank}, which called {called(operation.describe())}: {others}{self._what_hangs()}",
+                f"{comm.rank}, which called {called(operation.describe())}: {others}{self._describe_hang()}",
                 op=completion.op,
                 seq=completion.key or completion.seq,
                 group=comm.name,
             )
         )
 
-    def _what_hangs(self) -> str:
+    def _describe_hang(self) -> str:
         if self.communicator is not None and not self.communicator.is_begun:
-            return f"NCCL has not created the communicator on device {self.device.ordinal}: {self._why_not_made()}"
+            why = self._explain_missing_communicator()
+            return f"NCCL has not created the communicator on device {self.device.ordinal}: {why}"
         return f"device {self.device.ordinal} has not finished it, or earlier work on the caller's stream"
 
-    def _why_not_made(self) -> str:
+    def _explain_missing_communicator(self) -> str:
         hosts = len(set(self.comm.hosts))
         if hosts == 1:
             return "restart the process"
@@ -404,7 +405,7 @@ class DeviceState:
         await asyncio.gather(*ends)
 
 
-def _whole(described: bytes, seq: int | None, key: str | None) -> bytes:
+def _describe_numbered_call(described: bytes, seq: int | None, key: str | None) -> bytes:
     """Return the description of a call together with its number or key."""
     whole: bytes = msgpack.packb({**msgpack.unpackb(described), "seq": seq, "key": key})
     return whole

@@ -80,9 +80,9 @@ class Pacing:
         if self._state != PACED or position <= self._through:
             self._confirm(position)
         else:
-            self._let_through(position)
+            self._admit_up_to(position)
         if self._queue or self._shares is not None:
-            self._place_all()
+            self._place_queued()
         is_calm = not (self._queue or self._shares or self._is_shared) and position - self._placed_at >= CALM
         if self._state == PACED and is_calm:
             self._state = AHEAD
@@ -107,7 +107,7 @@ class Pacing:
         """Stop all ranks from launching ahead; call `tell` once they have reached one position."""
         self._shares = tell
         self._halt()
-        self._place_all()
+        self._place_queued()
 
     def _halt(self) -> None:
         if self._state == AHEAD:
@@ -120,14 +120,14 @@ class Pacing:
         self._halted[rank] = position
         if self._state == HALTING and len(self._halted) == self._size:
             self._state = PACED
-            self._let_through(max(self._confirmed, *self._halted.values()))
-            self._place_all()
+            self._admit_up_to(max(self._confirmed, *self._halted.values()))
+            self._place_queued()
 
     def departed(self) -> None:
         """Stage all waiting and later operations, since a rank left and NCCL needs all ranks."""
         self._is_short = True
         self._stage()
-        self._place_all()
+        self._place_queued()
 
     def end(self) -> None:
         """Forget all waiting operations; the group has ended."""
@@ -139,11 +139,11 @@ class Pacing:
         """True if all ranks have made every launched call, and launch no more."""
         return self._state == PACED and self._confirmed >= self._through
 
-    def _let_through(self, position: int) -> None:
+    def _admit_up_to(self, position: int) -> None:
         self._through = position
         self._pace("placed" if self._is_shared else "through", position, self._confirmed)
 
-    def _place_all(self) -> None:
+    def _place_queued(self) -> None:
         while self._queue and self._is_even:
             self._placed_at = self._confirmed
             self._queue.popleft()(False)

@@ -225,7 +225,7 @@ async def open_tls(tls: Tls, loop: asyncio.AbstractEventLoop, sock: socket.socke
         name = secured.getpeername()
         address = name[0] if isinstance(name, tuple) else "the other end"
         try:
-            await _shake_hands(loop, secured)
+            await _do_handshake(loop, secured)
         except ssl.SSLError as error:
             raise _broken(error, tls, address) from error
         return TlsStream(loop, secured, tls, address, dialled=dialled)
@@ -234,7 +234,7 @@ async def open_tls(tls: Tls, loop: asyncio.AbstractEventLoop, sock: socket.socke
         raise
 
 
-async def _shake_hands(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket) -> None:
+async def _do_handshake(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket) -> None:
     while True:
         ready = loop.create_future()
         try:
