@@ -12,8 +12,8 @@ from math import inf
 __all__ = [
     "UNREACHABLE_AFTER",
     "between_hosts",
+    "enable_keepalive",
     "is_ready",
-    "keep_asking",
     "retry_soon",
     "round_trip",
     "send_evenly",
@@ -110,7 +110,7 @@ def send_evenly(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _ANY_RATE)
 
 
-def keep_asking(sock: socket.socket) -> None:
+def enable_keepalive(sock: socket.socket) -> None:
     """Enable keepalive probes to the other host while the connection is idle, as required by `silence`."""
     if _LINUX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

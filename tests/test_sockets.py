@@ -13,8 +13,8 @@ import pytest
 from aiocoll import sockets
 from aiocoll.sockets import (
     between_hosts,
+    enable_keepalive,
     is_ready,
-    keep_asking,
     retry_soon,
     round_trip,
     send_evenly,
@@ -74,7 +74,7 @@ def test_rank_connection_survives_a_stopped_reader(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     retry_soon(pair[0])
-    keep_asking(pair[0])
+    enable_keepalive(pair[0])
     assert option(pair[0], socket.TCP_USER_TIMEOUT) == 0
     assert pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert (option(pair[0], socket.TCP_KEEPIDLE), option(pair[0], socket.TCP_KEEPINTVL)) == (1, 1)

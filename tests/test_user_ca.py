@@ -29,7 +29,7 @@ from aiocoll import (
 from aiocoll.credentials import TlsFiles, tls_files
 from aiocoll.security.names import WrongCertificateError, check_names, part_name, rank_name, store_name
 from aiocoll.security.tls import Tls, binding, of_this_process
-from aiocoll.security.user_ca import Renewed, prepare, read
+from aiocoll.security.user_ca import RenewedContexts, prepare, read
 from aiocoll.store import StoreServer
 from aiocoll.transport.byte_stream import receive_message, send_message
 from aiocoll.transport.stream.tls_stream import TlsStream, open_tls
@@ -821,7 +821,7 @@ async def test_running_store_uses_new_files(authority: Authority, caplog: pytest
 
 def test_each_of_the_files_may_be_replaced(authority: Authority) -> None:
     files = authority.make(STORE)
-    renewed = Renewed(files, lambda: prepare(files, "train", STORE))
+    renewed = RenewedContexts(files, lambda: prepare(files, "train", STORE))
     last = renewed.get()
     for path in map(Path, files):
         new = path.with_suffix(".new")
@@ -835,7 +835,7 @@ def test_each_of_the_files_may_be_replaced(authority: Authority) -> None:
 
 def test_bad_replacement_files_are_not_used(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     files = authority.make(STORE)
-    renewed = Renewed(files, lambda: prepare(files, "train", STORE))
+    renewed = RenewedContexts(files, lambda: prepare(files, "train", STORE))
     first = renewed.get()
     assert renewed.get() is first
     os.chmod(files.key, 0o644)
@@ -850,4 +850,4 @@ def test_bad_replacement_files_are_not_used(authority: Authority, caplog: pytest
     assert renewed.get() is not first
     Path(files.certificate).unlink()
     with pytest.raises(ValueError, match="cannot be read"):
-        Renewed(files, lambda: prepare(files, "train", STORE)).get()
+        RenewedContexts(files, lambda: prepare(files, "train", STORE)).get()

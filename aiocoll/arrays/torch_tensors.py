@@ -10,7 +10,7 @@ from typing import Any
 from aiocoll.arrays.cuda_array import KIND, CudaArray, spare_buffer
 from aiocoll.elements.adapters import ArrayAdapter
 from aiocoll.elements.buffers import Buffer
-from aiocoll.elements.device import PutBack
+from aiocoll.elements.device import CopyBack
 from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.sparse import SparseArray
 from aiocoll.elements.strides import check_disjoint
@@ -145,7 +145,7 @@ def cuda_view(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) 
     ptr, back = dense.data_ptr(), None
     if writable and dense is not plain and ptr != plain.data_ptr():
         check_disjoint(plain.stride(), tuple(plain.shape), 1, name, f"{name}.clone()")
-        back = PutBack(_copy_into(torch, plain, dense), stream, tensor)
+        back = CopyBack(_copy_into(torch, plain, dense), stream, tensor)
     return CudaArray(ptr, dense.numel(), dtype, device, stream, (tensor, dense), back)
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgpack
 
 from aiocoll.cli.hosts import Hosts
-from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Verdict
+from aiocoll.cli.restarts import HostState, News, Notice, OtherHosts, Phase, RestartGrant, Verdict
 from aiocoll.errors import RendezvousError, StoreError
 from aiocoll.store import PrefixStore, Store, StoreServer, TCPStore
 
@@ -214,7 +214,7 @@ class HostsLink:
         await store.set(mine, self._encode_report())
         while self._asked:
             number = await store.add("restarts", 1)
-            self._tell(Granted(self._asked.pop(0), number if number <= self.allowed else 0))
+            self._tell(RestartGrant(self._asked.pop(0), number if number <= self.allowed else 0))
         keys = [key for key in await store.list_keys() if key.startswith("host/")]
         data = await store.multi_get(keys)
         told = {
@@ -227,7 +227,7 @@ class HostsLink:
         decision = self._decision
         assert decision is not None
         self._states = {host: each.state for host, each in told.items() if host not in decision.lost}
-        self._tell(Elsewhere({host: state for host, state in self._states.items() if host != self._hosts.node_rank}))
+        self._tell(OtherHosts({host: state for host, state in self._states.items() if host != self._hosts.node_rank}))
         if self._server is not None:
             left = all(told[host].leaves for host in self._states if host)
             return decision.over and (left or monotonic() - self._decided > LOST)
@@ -325,6 +325,6 @@ class HostsLink:
         self._tell(Notice(f"{why}; the others continue, but lost ranks are no longer replaced"))
         while not (self._leaves or self._state.over):
             while self._asked:
-                self._tell(Granted(self._asked.pop(), 0))
+                self._tell(RestartGrant(self._asked.pop(), 0))
             await self._pause()
         self._tell(Verdict(None))

@@ -13,7 +13,7 @@ from aiocoll.dump.timeline import offsets
 from aiocoll.engine.control.messages import CALLED, NAMED
 from aiocoll.engine.control.shapes import (
     Check,
-    Misfit,
+    SchemaError,
     Scope,
     anything,
     fields,
@@ -165,7 +165,7 @@ def _load(path: str) -> Dump:
         )
     try:
         return _check_dump(dump)
-    except Misfit as error:
+    except SchemaError as error:
         raise Unusable(f"{path}: is damaged: {error}") from None
 
 
@@ -173,12 +173,12 @@ def _check_dump(dump: Dump) -> Dump:
     """Return the used fields of a dump.
 
     Raises:
-        Misfit: a field is missing or not valid.
+        SchemaError: a field is missing or not valid.
     """
     found = _check_fields(dump, _DUMP, _LATER, Scope(0, None))
     size = found["world_size"]
     if not len(found["global_ranks"]) == size > found["rank"]:
-        raise Misfit("rank: it is not a rank of the group")
+        raise SchemaError("rank: it is not a rank of the group")
     found["entries"] = [_check_fields(entry, _ENTRY, _PERHAPS, Scope(size, size)) for entry in found["entries"]]
     return found
 
@@ -189,10 +189,10 @@ def _check_fields(
     """Return the known fields of a map; later versions may write more.
 
     Raises:
-        Misfit: a field is missing or not valid.
+        SchemaError: a field is missing or not valid.
     """
     if not isinstance(given, dict):
-        raise Misfit("entries: one is not a map")
+        raise SchemaError("entries: one is not a map")
     found = {name: value for name, value in given.items() if name in needed or name in perhaps}
     fields(perhaps, **needed)(found, scope)
     return found

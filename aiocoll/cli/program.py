@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aiocoll.cli.logs import Logs
-from aiocoll.cli.rank import Exit, RankProcess, Report, SaidElastic
+from aiocoll.cli.rank import ElasticReport, Exit, RankProcess, Report
 from aiocoll.cli.top.jobs import End
 
 __all__ = ["Program", "Start"]
@@ -49,7 +49,7 @@ class Program:
     logs: Logs | None = None
     record_end: Callable[[End], None] | None = None
 
-    def start(self, start: Start, tell: Callable[[Report | SaidElastic | Exit], object]) -> RankProcess:
+    def start(self, start: Start, tell: Callable[[Report | ElasticReport | Exit], object]) -> RankProcess:
         """Start a rank. Its output goes to the output of this process, its reports and its exit to `tell`."""
         logs = self.logs.open(start.restarts, start.rank) if self.logs is not None else None
         return RankProcess(start.rank, self.command, self.environment(start), self.key, logs, tell)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from aiocoll.store import StoreServer
 
-__all__ = ["Alone", "Elsewhere", "Granted", "HostState", "News", "Notice", "Phase", "Restarts", "Verdict"]
+__all__ = ["Alone", "HostState", "News", "Notice", "OtherHosts", "Phase", "RestartGrant", "Restarts", "Verdict"]
 
 
 class Phase(StrEnum):
@@ -65,14 +65,14 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-class Granted(NamedTuple):
+class RestartGrant(NamedTuple):
     """The answer to `Restarts.take`: the number of the restart, or 0 if none is left."""
 
     rank: int
     number: int
 
 
-class Elsewhere(NamedTuple):
+class OtherHosts(NamedTuple):
     """The states of the other hosts."""
 
     states: Mapping[int, HostState]
@@ -84,7 +84,7 @@ class Notice(NamedTuple):
     text: str
 
 
-News = Verdict | Granted | Elsewhere | Notice
+News = Verdict | RestartGrant | OtherHosts | Notice
 
 
 class Restarts(Protocol):
@@ -100,7 +100,7 @@ class Restarts(Protocol):
         """Report a `Verdict` as soon as ranks may start, and all further news, from any thread."""
 
     def take(self, rank: int) -> None:
-        """Request a restart to replace `rank`; `Granted` is the reply."""
+        """Request a restart to replace `rank`; `RestartGrant` is the reply."""
 
     def say(self, state: HostState) -> None:
         """Record the state of this host. A `Verdict` follows when no rank runs."""
@@ -129,7 +129,7 @@ class Alone:
 
     def take(self, rank: int) -> None:
         """See `Restarts`."""
-        self._tell(Granted(rank, self._next()))
+        self._tell(RestartGrant(rank, self._next()))
 
     def say(self, state: HostState) -> None:
         """See `Restarts`."""

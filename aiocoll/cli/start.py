@@ -13,7 +13,7 @@ as a line of JSON:
 
 The launcher prints the traceback instead of the interpreter, which would mix it with the output of other ranks. This
 module imports nothing of the package, because a program may not use aiocoll, and must not wait for the import. The
-package finds this module in `sys.modules`, and reports an elastic group with `say_elastic`.
+package finds this module in `sys.modules`, and reports an elastic group with `report_elastic`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from traceback import TracebackException
 
-__all__ = ["say_elastic"]
+__all__ = ["report_elastic"]
 
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -48,7 +48,7 @@ _rank = [-1, -1]
 _is_writing_stack = False
 
 
-def say_elastic() -> None:
+def report_elastic() -> None:
     """Report to the launcher that this rank is in an elastic group; a forked child is no rank and reports nothing."""
     pid, pipe = _rank
     if os.getpid() == pid:

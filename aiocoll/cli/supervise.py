@@ -18,8 +18,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from aiocoll.cli.program import Program, Start
-from aiocoll.cli.rank import DRAIN, Exit, RankProcess, Report, SaidElastic
-from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Restarts, Verdict
+from aiocoll.cli.rank import DRAIN, ElasticReport, Exit, RankProcess, Report
+from aiocoll.cli.restarts import HostState, News, Notice, OtherHosts, Phase, RestartGrant, Restarts, Verdict
 from aiocoll.cli.shutdown import KILL_AFTER, Shutdown
 from aiocoll.cli.signals import signals_to
 from aiocoll.cli.sink import Sink, limit_waits, on_loss
@@ -42,7 +42,7 @@ SETTLE = 0.3
 STUCK = 1.0
 
 
-_Event = Report | SaidElastic | Exit | News | signal.Signals
+_Event = Report | ElasticReport | Exit | News | signal.Signals
 _Events = queue.SimpleQueue[_Event]
 
 
@@ -199,14 +199,14 @@ class _Attempt:
             self._on_signal(event)
         elif isinstance(event, Report | Exit):
             self._on_rank_event(event)
-        elif isinstance(event, SaidElastic):
+        elif isinstance(event, ElasticReport):
             self._elastic = True
             self._members.add(event.rank)
-        elif isinstance(event, Granted):
+        elif isinstance(event, RestartGrant):
             self._replace(event)
         elif isinstance(event, Notice):
             write_stderr([f"aiocoll run: {event.text}"])
-        elif isinstance(event, Elsewhere):
+        elif isinstance(event, OtherHosts):
             self._elsewhere = {host: state for host, state in event.states.items() if state.restarts == self._number}
             if any(state.phase in (Phase.FAILS, Phase.FAILED) for state in self._elsewhere.values()):
                 self._on_failure_elsewhere()
@@ -361,7 +361,7 @@ class _Attempt:
         for rank in lost:
             self._restarts.take(rank)
 
-    def _replace(self, granted: Granted) -> None:
+    def _replace(self, granted: RestartGrant) -> None:
         rank, number = granted
         if rank not in self._asked or self._is_signalled:
             return

@@ -76,7 +76,9 @@ class Channels:
 
     def of_group(self, ranks: Sequence[int]) -> Sequence[Channel]:
         """Return the channels to `ranks`, in order. For a large group, iteration yields only existing channels."""
-        return [self.to(rank) for rank in ranks] if len(ranks) <= FEW else _Lazy(self, self._context.rank, ranks)
+        return (
+            [self.to(rank) for rank in ranks] if len(ranks) <= FEW else _LazyChannels(self, self._context.rank, ranks)
+        )
 
     def made(self, ranks: Sequence[int]) -> Iterator[Channel]:
         """Return the existing channels to `ranks`, in order."""
@@ -197,7 +199,7 @@ class Channels:
         self._polling.stray_posts.links = tuple(links)
 
 
-class _Lazy(list[Channel]):
+class _LazyChannels(list[Channel]):
     def __init__(self, channels: Channels, rank: int, ranks: Sequence[int]) -> None:
         super().__init__([None] * len(ranks))  # type: ignore[list-item]
         self._channels = channels

@@ -57,7 +57,7 @@ DIVERTS: Final = 2
 _DATA: Final = int(FrameKind.DATA)
 
 
-class _Positions(dict[int, int]):
+class _RankPositions(dict[int, int]):
     """Rank in the group for each rank in the job. A message about any other rank breaks the protocol."""
 
     def __missing__(self, rank: int) -> int:
@@ -104,7 +104,7 @@ class Communicator:
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
         #: Whether the arithmetic of all ranks produces the same NaNs.
         self.makes_same_nans = len({endpoint.cards[rank].get("nans", 0) for rank in self.ranks}) == 1
-        self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
+        self.position = _RankPositions((rank, index) for index, rank in enumerate(self.ranks))
         self.channels = endpoint.channels.of_group(self.ranks)
         self.slots = Slots(self.channels, identity, chunk_nbytes)
         natives = sum(endpoint.cards[rank].get("native", False) for rank in self.ranks)

@@ -12,13 +12,13 @@ from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.consensus.quorum import is_majority
 from aiocoll.engine.control.causes import cause_of, error_from
-from aiocoll.engine.control.messages import PROTOCOL, ControlMessage, Facts
+from aiocoll.engine.control.messages import PROTOCOL, ControlMessage, JobFacts
 from aiocoll.engine.control.peer_links import PeerLinks
 from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.deadlines import Deadlines
 from aiocoll.engine.failure.failure_detector import FailureDetector
-from aiocoll.engine.failure.refusal import LINGER, Ignored, Refusals
+from aiocoll.engine.failure.refusal import LINGER, DiscardingSink, Refusals
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Groups
 from aiocoll.engine.job.context import Context
@@ -81,7 +81,7 @@ class Endpoint:
         self.registered_memory = transport.registered_memory
         self.scratch = Scratch()
         self._closing = False
-        facts = Facts(rank, world_size, registry.ranks_of)
+        facts = JobFacts(rank, world_size, registry.ranks_of)
         receiver = Receiver(facts, control, roster, detector, self.channels, self.agreements, registry, self._refusals)
         control.connect(roster, detector, self.direct, receiver)
         roster.connect(detector.confirm_death, self._ranks_changed, self.channels, is_majority)
@@ -153,8 +153,8 @@ class Endpoint:
             group.revoke(error_from(cause), tell=False)
         for rank, message in early.messages:
             self.attempt(rank, group.devices.handle, rank, message)
-        for (rank, _), farewells in early.farewells.items():
-            if farewells.frames:
+        for (rank, _), goodbyes in early.goodbyes.items():
+            if goodbyes.frames:
                 self.attempt(rank, group.departed, rank)
         for channel, header, payload in early.frames:
             self.attempt(channel.peer, channel.redeliver, group.deliver, header, payload)
@@ -278,7 +278,7 @@ class Endpoint:
                 ended.set_result(None)
 
         for link in links:
-            link.sink = Ignored(lost)
+            link.sink = DiscardingSink(lost)
         if open_links:
             timer = self.runtime.call_later(LINGER, ended.cancel)
             try:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.consensus.agreements import Agreements
-from aiocoll.engine.control.messages import DATA, PROTOCOL, ControlMessage, Facts, read
+from aiocoll.engine.control.messages import DATA, PROTOCOL, ControlMessage, JobFacts, read
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.refusal import Refusals, cannot_be_taken
@@ -25,7 +25,7 @@ PROCESSED_FROM_DEAD = frozenset({"shrink", "relay", "relayed"})
 class Receiver(NamedTuple):
     """Receiver of control messages of one endpoint; its attributes are the other parts."""
 
-    facts: Facts
+    facts: JobFacts
     control: ControlPlane
     roster: Roster
     failure_detector: FailureDetector

@@ -140,7 +140,9 @@ class CtypesCuda(Driver):
         """Return page-locked host memory."""
         if not nbytes:
             return np.empty(0, np.uint8)
-        return np.asarray(_Pinned(self._address("cuMemHostAlloc", nbytes, 0), nbytes, self._calls["cuMemFreeHost"]))
+        return np.asarray(
+            _PinnedMemory(self._address("cuMemHostAlloc", nbytes, 0), nbytes, self._calls["cuMemFreeHost"])
+        )
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from the device to pinned memory."""
@@ -193,7 +195,7 @@ class _TorchKernels:
             raise DeviceError("scale", str(error), fatal=False) from error
 
 
-class _Pinned:
+class _PinnedMemory:
     """Page-locked memory for a NumPy array; the last view frees it."""
 
     def __init__(self, address: int, nbytes: int, free: Callable[[int], int]) -> None:

@@ -361,7 +361,7 @@ class Reconfigurer:
         self._dispatcher.check()
         spec = self._spec._replace(name=assignment.name, timeout=timeout, completed=(None, None))
         try:
-            return await self._origin.meet_anew(assignment, limit, spec, store)
+            return await self._origin.rendezvous_again(assignment, limit, spec, store)
         except AiocollError as error:
             if not isinstance(error.__cause__, TimeoutError):
                 await self._dispatcher.runtime.sleep(DETECTION_TIME)

@@ -97,7 +97,7 @@ class World:
     async def await_newcomer(self) -> None:
         """Return at once, as if all wanted newcomers had arrived."""
 
-    async def meet_anew(
+    async def rendezvous_again(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
         """Make a group that includes the newcomers."""

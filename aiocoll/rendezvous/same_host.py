@@ -84,5 +84,5 @@ async def split_hosts(store: Store, stream: StreamTransport, *, trusted: bool) -
         if reason is None or not trusted:  # without a key only unix sockets can connect, so joining tries them again
             break
         reasons.append(reason)
-        stream.stand_apart(f"{name}/{number + 1}", reason)
+        stream.treat_as_remote(f"{name}/{number + 1}", reason)
     return {"host": stream.card["host"], "apart": "; ".join(reasons)}

@@ -8,7 +8,16 @@ from datetime import UTC, datetime
 from aiocoll.security.names import WrongCertificateError
 from aiocoll.security.tls import OwnCertificate, Tls
 
-__all__ = ["EXPIRED", "NOT_YET", "PURPOSE", "WRONG_PURPOSE", "clock", "closed_without_reason", "in_words", "moment"]
+__all__ = [
+    "EXPIRED",
+    "NOT_YET",
+    "PURPOSE",
+    "WRONG_PURPOSE",
+    "clock",
+    "closed_without_reason",
+    "explain_tls_error",
+    "moment",
+]
 
 #: Numbers of OpenSSL's X509_V_ERR_... constants: not valid yet; expired; signed by an unknown CA (several constants);
 #: not made for servers, or not for clients.
@@ -41,7 +50,7 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def in_words(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertificateError | None:
+def explain_tls_error(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertificateError | None:
     """Return the error to raise in place of a TLS error; None if the error is not about certificates.
 
     Args:

@@ -18,7 +18,7 @@ from aiocoll.security.names import WrongCertificateError, check_job, check_names
 from aiocoll.security.tls import OwnCertificate, Tls, load_chain, new_context, of_this_process
 from aiocoll.security.tls_trouble import EXPIRED, NOT_YET, PURPOSE, WRONG_PURPOSE, clock, moment
 
-__all__ = ["Renewed", "prepare", "read"]
+__all__ = ["RenewedContexts", "prepare", "read"]
 
 #: Maximum size of a file in bytes: far above any key or chain of certificates.
 _MAX_PEM = 1 << 20
@@ -73,7 +73,7 @@ def read(files: TlsFiles) -> Tls:
     return Tls(server, client, certificate, own=own)
 
 
-class Renewed:
+class RenewedContexts:
     """Newest usable TLS contexts of a process that keeps running while its files are replaced.
 
     Args:

@@ -21,7 +21,7 @@ from aiocoll.security.keys import is_loopback
 from aiocoll.security.names import WrongCertificateError, check_names, names_in, store_name
 from aiocoll.security.patience import patient_timeout
 from aiocoll.security.tls import Tls, binding, is_encrypted
-from aiocoll.security.tls_trouble import closed_without_reason, in_words
+from aiocoll.security.tls_trouble import closed_without_reason, explain_tls_error
 from aiocoll.sockets import is_ready
 from aiocoll.store.address import StoreEndpoint, check_peer, describe, is_unix, literal, means_loopback, resolve
 from aiocoll.store.base import timeout_error, wait_until_done
@@ -168,7 +168,11 @@ class ClientLink(FrameProtocol):
 
     def certificate_trouble(self, exc: BaseException | None) -> WrongCertificateError | None:
         """Return the error to raise if `exc` shows a refused certificate; else None."""
-        return in_words(exc, self.tls, "the server") if isinstance(exc, ssl.SSLError) and self.tls is not None else None
+        return (
+            explain_tls_error(exc, self.tls, "the server")
+            if isinstance(exc, ssl.SSLError) and self.tls is not None
+            else None
+        )
 
     def _challenge_received(self, block: bytearray) -> None:
         self._challenged = True

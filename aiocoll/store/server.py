@@ -19,15 +19,15 @@ from typing import Literal
 
 from aiocoll.credentials import tls_files
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
-from aiocoll.log import Repeats, logger
+from aiocoll.log import RepeatLimiter, logger
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, ServerHandshake, job_id
 from aiocoll.security.names import WrongCertificateError, store_name
 from aiocoll.security.patience import patient_timeout
 from aiocoll.security.tls import binding, is_encrypted
-from aiocoll.security.tls_trouble import in_words
+from aiocoll.security.tls_trouble import explain_tls_error
 from aiocoll.security.unproven import Unproven
-from aiocoll.security.user_ca import Renewed, prepare
+from aiocoll.security.user_ca import RenewedContexts, prepare
 from aiocoll.sockets import is_ready
 from aiocoll.store.address import check_peer, describe, is_unix, listen
 from aiocoll.store.core import StoreCore
@@ -77,7 +77,7 @@ class StoreServer:
         tls_key: str | None = None,
     ) -> None:
         files = tls_files(tls_ca, tls_certificate, tls_key)
-        self._tls = Renewed(files, partial(prepare, files, job, store_name(job)))
+        self._tls = RenewedContexts(files, partial(prepare, files, job, store_name(job)))
         self._reads_files = files is not None
         self.host = host
         self.port = port
@@ -99,7 +99,7 @@ class StoreServer:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = False
-        self._repeats = Repeats()
+        self._repeats = RepeatLimiter()
 
     def start(self) -> tuple[str, int]:
         """Bind, listen and start serving. Call this once, from any thread.
@@ -319,7 +319,7 @@ class StoreServer:
             try:
                 await self._loop.connect_accepted_socket(lambda: session, connection, ssl=tls.server)
             except ssl.SSLError as error:
-                if trouble := in_words(error, tls, address):
+                if trouble := explain_tls_error(error, tls, address):
                     raise trouble from error
                 raise
 

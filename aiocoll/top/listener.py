@@ -31,7 +31,7 @@ REST: Final = 0.25
 #: Seconds for which one answer also serves other viewers.
 FRESH: Final = 0.1
 #: Seconds to wait for the end of the thread; an answer takes about a thousandth of that.
-FAREWELL: Final = 1.0
+JOIN_TIMEOUT: Final = 1.0
 
 
 class Source(Protocol):
@@ -107,7 +107,7 @@ class _Listener:
         folders.remove(self._folder)
         self._ending.set()
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(FAREWELL)
+        self._thread.join(JOIN_TIMEOUT)
 
     def abandon(self) -> None:
         """Close the descriptors that a forked child has inherited; its parent keeps the thread."""

@@ -159,7 +159,7 @@ class SharedMemoryLink(Link, Protocol):
     def announce_to(self, links: Sequence[Any]) -> None:
         """Wake the peers of several links, as `announce` does for one. This link may be one of them."""
 
-    def is_beside(self) -> bool:
+    def shares_core(self) -> bool:
         """Return whether this rank now runs on the core on which the peer ran when it last waited for long."""
 
     def refuse(self, error: Exception) -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from aiocoll.cli.program import Program, Start
-from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Phase, Verdict
+from aiocoll.cli.restarts import HostState, News, OtherHosts, Phase, RestartGrant, Verdict
 from aiocoll.cli.supervise import supervise
 
 #: A rank that is lost as soon as it is in a group; whoever takes its place ends well.
 LOST = """
 import os, signal
-from aiocoll.launcher import say_elastic
+from aiocoll.launcher import report_elastic
 if "AIOCOLL_JOIN" not in os.environ:
-    say_elastic()
+    report_elastic()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -34,11 +34,11 @@ class TwoHosts:
     def begin(self, tell: Callable[[News], object]) -> None:
         self._tell = tell
         tell(Verdict(0))
-        tell(Elsewhere({1: self._other}))
+        tell(OtherHosts({1: self._other}))
 
     def take(self, rank: int) -> None:
         self.taken.append(rank)
-        self._tell(Granted(rank, len(self.taken)))
+        self._tell(RestartGrant(rank, len(self.taken)))
 
     def say(self, state: HostState) -> None:
         if state.over:

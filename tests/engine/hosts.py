@@ -173,7 +173,7 @@ class Hosts:
 
     def _look_again(self) -> None:
         for hub in self._networks:
-            hub.look_again()
+            hub.deliver_unblocked()
 
     def _still_stopped(self, process: int) -> None:
         """Let the threads of those that watch a stopped process tell their loops."""

@@ -61,7 +61,7 @@ class Bench:
     def shared(self) -> Bench | None:
         return None if self.beside is None else self
 
-    def is_beside(self) -> bool:
+    def shares_core(self) -> bool:
         return bool(self.beside)
 
     def poll(self) -> bool:

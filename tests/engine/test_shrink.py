@@ -551,7 +551,7 @@ def test_death_while_the_group_meets_newcomers_is_survived() -> None:
 
         another()
         if pg.rank() == 2:
-            parts_of(pg).reconfigurer._origin.meet_anew = lambda *_: job.die(2)  # type: ignore[method-assign]
+            parts_of(pg).reconfigurer._origin.rendezvous_again = lambda *_: job.die(2)  # type: ignore[method-assign]
         start = now()
         with pytest.raises(PeerLostError) as raised:
             await pg.grow(1)

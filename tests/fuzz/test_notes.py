@@ -24,9 +24,9 @@ WAYS = st.sampled_from([gate.CONTROL, gate.DATA, gate.RELAYED])
 RANKS = {ALL: (0, 1, 2), PAIR: (0, 1)}
 
 
-def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.Facts:
+def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.JobFacts:
     """Return what a rank of three knows that is in these groups."""
-    return gate.Facts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
+    return gate.JobFacts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
 
 
 def packed(note: Any) -> bytes | None:

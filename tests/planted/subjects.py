@@ -195,7 +195,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("redis/test_redis.py",), ("store/test_contract.py", "-k", "redis and not prefix and missing")),
         ),
         "elastic": Subject(
-            ("_Mending._grow", "await_assignment", "find_assignment", "Store._call_checked"),
+            ("_ElasticRank._grow", "await_assignment", "find_assignment", "Store._call_checked"),
             (
                 ("meeting/test_growth.py", "tests/test_elastic.py"),
                 ("group/test_growth.py",),
@@ -207,7 +207,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("test_claim.py", "test_exchange.py"), ("test_tickets.py", "test_parts.py")),
         ),
         "machine load": Subject(("LoadMeter.lap",), (("test_machine_load.py",),)),
-        "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),
+        "tls": Subject(("of_this_process", "RenewedContexts.get"), (("test_tls.py", "test_user_ca.py"),)),
         "blocking": Subject(
             ("LoopThread.post", "BlockingGroup.submit"), (("test_blocking.py", "test_loop_thread.py"),)
         ),

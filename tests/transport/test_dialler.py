@@ -32,13 +32,13 @@ def virtual() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-async def failure(connect_timeout: float = 5.0, *, all_met: bool = False) -> str:
+async def failure(connect_timeout: float = 5.0, *, set_all_met: bool = False) -> str:
     """Dial rank 1; return why it cannot be reached."""
     runtime = Runtime.of(asyncio.get_running_loop())
     options = StreamOptions(transport="tcp", connect_timeout=connect_timeout)
     transport = StreamTransport(runtime, 0, 2, "job", b"k" * 32, options)
-    if all_met:
-        transport.all_met()
+    if set_all_met:
+        transport.set_all_met()
     with pytest.raises(PeerLostError) as caught:
         await transport.connect(1, CARD, ConnKind.CONTROL)
     return str(caught.value).removeprefix(WHERE)
@@ -133,4 +133,4 @@ def test_blocked_loop_does_not_make_a_host_silent(virtual: asyncio.Runner, monke
         raise os_error(errno.ENETUNREACH)
 
     replace_reach(monkeypatch, reach)
-    assert "no other attempt mends this" in virtual.run(failure(100.0, all_met=True))
+    assert "no other attempt mends this" in virtual.run(failure(100.0, set_all_met=True))

@@ -593,7 +593,7 @@ async def test_machine_without_fences_uses_the_socket(
 async def test_process_whose_words_may_tear_uses_sockets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transport, "stores_words", lambda: False)
+    monkeypatch.setattr(transport, "has_atomic_stores", lambda: False)
     async with meeting() as (ends, results):
         assert results == [None, None]
         assert all("in two steps" in str(rank.trouble) for rank in ends.ranks)

@@ -220,12 +220,12 @@ async def test_ringing_rank_is_awake_for_the_answer(pair: Pair) -> None:
 async def test_shared_core_is_known_after_both_ranks_polled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = iter([3, 3, 3, 5, 0])
     monkeypatch.setattr("aiocoll.transport.shm.doorbell.core", lambda: next(cores))
-    assert not pair.peer.is_beside(), "the other end has not said where it is"
+    assert not pair.peer.shares_core(), "the other end has not said where it is"
     pair.doorbell.core()
-    assert pair.peer.is_beside()
-    assert not pair.peer.is_beside(), "this one has moved"
+    assert pair.peer.shares_core()
+    assert not pair.peer.shares_core(), "this one has moved"
     pair.doorbell._status[8] = 0
-    assert not pair.peer.is_beside(), "nobody knows where anybody is"
+    assert not pair.peer.shares_core(), "nobody knows where anybody is"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no process may choose its core here")

@@ -577,7 +577,7 @@ async def test_proven_client_has_no_timeout(flavour: str) -> None:
 async def test_proven_client_on_another_host_has_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has no timeout: keepalive probes find that its host is gone."""
     probed: list[socket.socket] = []
-    monkeypatch.setattr("aiocoll.transport.stream.transport.keep_asking", probed.append)
+    monkeypatch.setattr("aiocoll.transport.stream.transport.enable_keepalive", probed.append)
     loop = asyncio.get_running_loop()
     async with started(2, "tcp") as (_, b):
         for number, source in enumerate(("127.0.0.1", "127.0.0.2")):
@@ -760,7 +760,7 @@ async def test_proven_peer_is_not_reported_as_silent() -> None:
     """What it was promised comes to nothing, after some seconds: it is dialled."""
     runtime = Ticking(asyncio.get_running_loop(), 3)
     async with started(2, runtime=runtime, connect_timeout=1000.0, handshake_timeout=0.01) as (a, b):
-        b.transport.all_met()
+        b.transport.set_all_met()
         async with stranger(b.card) as sock:
             assert await greet(sock, client_of(0)) is Status.OK
             dial = asyncio.create_task(b.connect(a))

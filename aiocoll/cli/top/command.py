@@ -132,7 +132,7 @@ def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         title, folder = _find(args.job)
         watch = Watch(folder)
-    except _NoJob as error:
+    except _JobNotFoundError as error:
         write_stderr([f"aiocoll top: {error}"])
         return 2
     except (AiocollError, OSError) as error:
@@ -182,7 +182,7 @@ def _print(args: argparse.Namespace, watch: Watch) -> int:
             return 0
 
 
-class _NoJob(Exception):
+class _JobNotFoundError(Exception):
     """No job matches, or several do."""
 
 
@@ -190,7 +190,7 @@ def _find(job: str | None) -> tuple[str, str]:
     """Return the title of the job, and its folder.
 
     Raises:
-        _NoJob: no job matches, or several do.
+        _JobNotFoundError: no job matches, or several do.
     """
     if job is None and (folder := os.environ.get("AIOCOLL_TOP_DIR")):
         job = folder
@@ -201,16 +201,16 @@ def _find(job: str | None) -> tuple[str, str]:
     if len(found) == 1:
         return f"job {found[0].number}: {found[0].command}", found[0].folder
     if not running:
-        raise _NoJob(
+        raise _JobNotFoundError(
             "no job that this user has started with aiocoll run is running here; for ranks that something else "
             "has started, set AIOCOLL_TOP_DIR for them, and pass that folder as JOB"
         )
     if job is None:
-        raise _NoJob(f"several jobs run here; give the number of one:{_listed(running)}")
+        raise _JobNotFoundError(f"several jobs run here; give the number of one:{_listed(running)}")
     if found:
         lines = "".join(f"\n  {each.folder}  {each.command}" for each in found)
-        raise _NoJob(f"jobs in several containers have number {job}; give the folder of one:{lines}")
-    raise _NoJob(f"no job {job} of this user runs here; these do:{_listed(running)}")
+        raise _JobNotFoundError(f"jobs in several containers have number {job}; give the folder of one:{lines}")
+    raise _JobNotFoundError(f"no job {job} of this user runs here; these do:{_listed(running)}")
 
 
 def _listed(running: Sequence[Job]) -> str:

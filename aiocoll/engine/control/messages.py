@@ -15,7 +15,7 @@ import msgpack
 from aiocoll.elements.records import LONGEST_NAME
 from aiocoll.engine.control.shapes import (
     Check,
-    Misfit,
+    SchemaError,
     Scope,
     data,
     either,
@@ -47,7 +47,7 @@ __all__ = [
     "RELAYED",
     "SHAPES",
     "ControlMessage",
-    "Facts",
+    "JobFacts",
     "read",
 ]
 
@@ -71,7 +71,7 @@ UNIQUE_ID = 1024
 _U16, _U32, _U62, _U63, _U64 = 1 << 16, 1 << 32, 1 << 62, 1 << 63, 1 << 64
 
 
-class Facts(NamedTuple):
+class JobFacts(NamedTuple):
     """The facts about the job that the checks use.
 
     Attributes:
@@ -86,7 +86,7 @@ class Facts(NamedTuple):
     ranks_of: Callable[[int, int], Sequence[int] | None]
 
 
-def read(payload: bytes | memoryview, peer: int, way: str, facts: Facts) -> ControlMessage:
+def read(payload: bytes | memoryview, peer: int, way: str, facts: JobFacts) -> ControlMessage:
     """Decode and check a message of `peer` that arrived on the path `way`.
 
     Raises:
@@ -96,27 +96,27 @@ def read(payload: bytes | memoryview, peer: int, way: str, facts: Facts) -> Cont
         message = msgpack.unpackb(payload)
         _check(message, peer, way, facts)
     except ValueError as error:
-        why = str(error) if isinstance(error, Misfit) else repr(error)
+        why = str(error) if isinstance(error, SchemaError) else repr(error)
         raise ProtocolError(f"rank {peer} sent an invalid control message on {way}: {why}") from error
     found: ControlMessage = message
     return found
 
 
-def _check(message: Any, peer: int, way: str, facts: Facts) -> None:
+def _check(message: Any, peer: int, way: str, facts: JobFacts) -> None:
     kind = message.get("t") if type(message) is dict else None
     shape = SHAPES.get(kind) if type(kind) is str else None
     if shape is None:
-        raise Misfit(f"unknown kind {shown(kind)}")
+        raise SchemaError(f"unknown kind {shown(kind)}")
     if way not in shape.ways:
-        raise Misfit(f"{kind!r} is not allowed on {way}")
+        raise SchemaError(f"{kind!r} is not allowed on {way}")
     identity = message.get("g")
     ranks = facts.ranks_of(identity, peer) if type(identity) is int else None
     try:
         shape.check(message, Scope(facts.world_size, None if ranks is None else len(ranks)))
         for rule in _RULES.get(str(kind), ()):
             rule(message, peer, way, facts)
-    except Misfit as error:
-        raise Misfit(f"{kind!r}: {error}") from None
+    except SchemaError as error:
+        raise SchemaError(f"{kind!r}: {error}") from None
 
 
 # -- schemas of values
@@ -126,7 +126,7 @@ def _members(value: Any, scope: Scope) -> None:
     _MEMBERS(value, scope)
     listed_calls = sum(run["count"] for run in value["runs"])
     if listed_calls != value["told"] or listed_calls > value["size"]:
-        raise Misfit(f"runs have {listed_calls} members instead of {value['told']} of {value['size']}")
+        raise SchemaError(f"runs have {listed_calls} members instead of {value['told']} of {value['size']}")
 
 
 _COUNT = integer(_U63)
@@ -197,7 +197,7 @@ def _group_message(optional: Mapping[str, Check] | None = None, /, **required: C
 def _candidacy(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _CANDIDACY.items() if type(value) is dict and name in value), None)
     if inner is None:
-        raise Misfit(f"candidacy: {shown(value)} is not a candidacy")
+        raise SchemaError(f"candidacy: {shown(value)} is not a candidacy")
     inner(value, scope)
 
 
@@ -254,14 +254,14 @@ def _shrink(value: Any, scope: Scope) -> None:
     what = value.get("what")
     inner = _SHRINK.get(what) if isinstance(what, str) else None
     if inner is None:
-        raise Misfit(f"what: unknown value {shown(what)}")
+        raise SchemaError(f"what: unknown value {shown(what)}")
     inner(value, scope)
 
 
 def _device(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _DEVICE.items() if name in value), None)
     if inner is None:
-        raise Misfit("no known field")
+        raise SchemaError("no known field")
     inner(value, scope)
 
 
@@ -320,74 +320,74 @@ SHAPES: dict[str, _Shape] = {
 
 # -- rules about sender and receiver
 
-Rule = Callable[[ControlMessage, int, str, Facts], None]
+Rule = Callable[[ControlMessage, int, str, JobFacts], None]
 
 
-def _relay(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _relay(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
     to = message["to"]
     if to in (facts.rank, peer):
-        raise Misfit(f"to: a message of rank {peer} cannot be relayed to rank {to}")
+        raise SchemaError(f"to: a message of rank {peer} cannot be relayed to rank {to}")
     # The hub checks the relayed message, so that it never relays an invalid one.
     _check(message["note"], peer, RELAYED, facts._replace(rank=to))
 
 
-def _relayed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _relayed(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
     origin = message["from"]
     if origin in (facts.rank, peer):
-        raise Misfit(f"from: a message of rank {origin} cannot be relayed by rank {peer}")
+        raise SchemaError(f"from: a message of rank {origin} cannot be relayed by rank {peer}")
     _check(message["note"], origin, RELAYED, facts)
 
 
-def _formed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _formed(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
     if peer:
-        raise Misfit("only rank 0 sends this")
+        raise SchemaError("only rank 0 sends this")
 
 
-def _check_linked(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _check_linked(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
     """Check that a message has the field `linked`, the data links on which it also arrives, except on a data link."""
     if (way == DATA) == ("linked" in message):
-        raise Misfit(f"linked: not allowed on {way}" if way == DATA else "linked is missing")
+        raise SchemaError(f"linked: not allowed on {way}" if way == DATA else "linked is missing")
 
 
-def _ended(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _ended(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
     ranks = [rank for rank, _, _ in message["ranks"]]
     if facts.rank in ranks or len(set(ranks)) < len(ranks):
-        raise Misfit(f"ranks: {ranks} contains rank {facts.rank}, which received it, or a rank twice")
+        raise SchemaError(f"ranks: {ranks} contains rank {facts.rank}, which received it, or a rank twice")
 
 
-def _own_call(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _own_call(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
     """Check that a rank describes its own call."""
     ranks = facts.ranks_of(message["g"], peer)
     call = message["mine"] if "mine" in message else message["theirs"]
     if ranks is not None and ranks[call["rank"]] != peer:
-        raise Misfit(f"rank: the call is of rank {call['rank']} of the group, not of the sender")
+        raise SchemaError(f"rank: the call is of rank {call['rank']} of the group, not of the sender")
 
 
-def _splits(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _splits(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
     for _, _, _, ranks in message.get("split", ()):
         if peer not in ranks or facts.rank not in ranks:
-            raise Misfit(f"split: ranks {peer} and {facts.rank} are not both in a group of {ranks}")
+            raise SchemaError(f"split: ranks {peer} and {facts.rank} are not both in a group of {ranks}")
 
 
-def _agreement(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _agreement(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
     ranks, known = message["ranks"], facts.ranks_of(message["g"], peer)
     if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
-        raise Misfit(f"ranks: {ranks} are not the ranks of the group")
+        raise SchemaError(f"ranks: {ranks} are not the ranks of the group")
     # The coordinator of a ballot is the ballot mod the world size. A message `ask` may name any coordinator's ballot.
     if message["what"] not in ("ask", "decided"):
         coordinator = facts.rank if message["what"] in ("vote", "accept") else peer
         if message["ballot"] % facts.world_size != coordinator:
-            raise Misfit(f"ballot: {message['ballot']} does not belong to coordinator {coordinator}")
+            raise SchemaError(f"ballot: {message['ballot']} does not belong to coordinator {coordinator}")
     outcomes = [message.get("outcome"), (message.get("accepted") or (0, None))[1]]
     for outcome in filter(None, outcomes):
         if not outcome["members"] or not set(ranks).issuperset(outcome["members"] + outcome["excluded"]):
-            raise Misfit(f"members: {outcome['members']} is empty, or not a part of the group")
+            raise SchemaError(f"members: {outcome['members']} is empty, or not a part of the group")
         if not outcome["grown"] and None in (outcome["everywhere"], outcome["somewhere"]):
-            raise Misfit("outcome: the report of completed operations is missing; a shrinking group requires it")
+            raise SchemaError("outcome: the report of completed operations is missing; a shrinking group requires it")
     candidacy = message.get("candidacy") or {}
     named = {*candidacy.get("exclude", ()), *candidacy["lost"]} if candidacy else set()
     if not set(ranks).issuperset(named.union(message["assumed"], (rank for rank, _ in message["dead"]))):
-        raise Misfit("exclude, lost, assumed or dead: some of these ranks are not in the group")
+        raise SchemaError("exclude, lost, assumed or dead: some of these ranks are not in the group")
 
 
 _RULES: dict[str, Iterable[Rule]] = {

@@ -1,7 +1,7 @@
 """Schema checks of plain data, composed of small functions.
 
-A check takes a value and a `Scope`, and raises `Misfit` if the value is invalid. A check inspects only as many levels
-as its schema has, however deep the value is.
+A check takes a value and a `Scope`, and raises `SchemaError` if the value is invalid. A check inspects only as many
+levels as its schema has, however deep the value is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "TEXT",
     "Check",
-    "Misfit",
+    "SchemaError",
     "Scope",
     "anything",
     "data",
@@ -55,7 +55,7 @@ class Scope(NamedTuple):
 Check = Callable[[Any, Scope], None]
 
 
-class Misfit(ValueError):
+class SchemaError(ValueError):
     """Raised when a value does not match its schema."""
 
 
@@ -69,9 +69,9 @@ def refuse(value: Any, wanted: str) -> None:
     """Raise an error that names `value` and the expected kind of value.
 
     Raises:
-        Misfit: always.
+        SchemaError: always.
     """
-    raise Misfit(f"{shown(value)} is not {wanted}")
+    raise SchemaError(f"{shown(value)} is not {wanted}")
 
 
 def integer(stop: int, start: int = 0) -> Check:
@@ -121,7 +121,7 @@ def either(*checks: Check) -> Check:
         for each in checks[:-1]:
             try:
                 each(value, scope)
-            except Misfit:
+            except SchemaError:
                 continue
             return
         checks[-1](value, scope)
@@ -188,15 +188,15 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
             refuse(value, "a map")
         for name in required:
             if name not in value:
-                raise Misfit(f"{name} is missing")
+                raise SchemaError(f"{name} is missing")
         for name, each in value.items():
             inner = known.get(name)
             if inner is None:
-                raise Misfit(f"unknown field {shown(name)}")
+                raise SchemaError(f"unknown field {shown(name)}")
             try:
                 inner(each, scope)
-            except Misfit as error:
-                raise Misfit(f"{name}: {error}") from None
+            except SchemaError as error:
+                raise SchemaError(f"{name}: {error}") from None
 
     return check
 
@@ -242,7 +242,7 @@ def per_rank(value: Any, scope: Scope) -> None:
     """Check a list with one number for each rank of the group."""
     listed(_COUNT)(value, scope)
     if scope.group not in (None, len(value)):
-        raise Misfit(f"expected {scope.group} numbers, one per rank of the group; got {len(value)}")
+        raise SchemaError(f"expected {scope.group} numbers, one per rank of the group; got {len(value)}")
 
 
 def seconds(value: Any, scope: Scope) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiocoll.engine.control.closed_groups import ClosedGroups, Farewells
+from aiocoll.engine.control.closed_groups import ClosedGroups, Goodbyes
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import Header
@@ -47,7 +47,7 @@ class UnmadeGroup:
         frames: the frames, in order of arrival.
         messages: the messages about CUDA devices, with their senders.
         causes: the first cause of revocation, by sender and group name.
-        farewells: the goodbyes of ranks that have left the group, by sender and group name.
+        goodbyes: the goodbyes of ranks that have left the group, by sender and group name.
         peers: the peers that have named the group, with the names: several only if ids collide.
     """
 
@@ -55,7 +55,7 @@ class UnmadeGroup:
         self.frames: list[BufferedFrame] = []
         self.messages: list[tuple[int, ControlMessage]] = []
         self.causes: dict[Key, dict[str, Any]] = {}
-        self.farewells: dict[Key, Farewells] = {}
+        self.goodbyes: dict[Key, Goodbyes] = {}
         self.peers: dict[int, set[str]] = {}
 
     def split(self, name: str | None, ranks: Collection[int]) -> UnmadeGroup:
@@ -66,7 +66,7 @@ class UnmadeGroup:
         self.frames = [kept for kept in self.frames if kept[0].peer not in members]
         self.messages = [(peer, message) for peer, message in self.messages if peer not in members]
         found.causes = _pop_matching(self.causes, name, members)
-        found.farewells = _pop_matching(self.farewells, name, members)
+        found.goodbyes = _pop_matching(self.goodbyes, name, members)
         for peer in members:
             others = {other for other in self.peers.pop(peer) if not _may_match(name, other)}
             if others:
@@ -134,10 +134,10 @@ class UnmadeGroups:
         if not self._closed.sends_notes(identity, peer, direct, name):
             self.unmade(identity, peer, name).causes.setdefault((peer, name), cause)
 
-    def keep_farewell(self, identity: int, peer: int, name: str | None, frames: bool, notes: bool) -> None:
+    def store_goodbye(self, identity: int, peer: int, name: str | None, frames: bool, notes: bool) -> None:
         """Store the goodbye of a rank that has left a group; see `ClosedGroups`."""
         unmade = self.unmade(identity, peer, name)
-        unmade.farewells.setdefault((peer, name), Farewells(name, (peer,))).mark(peer, frames, notes)
+        unmade.goodbyes.setdefault((peer, name), Goodbyes(name, (peer,))).mark(peer, frames, notes)
 
     def take(self, identity: int, name: str | None, ranks: Collection[int]) -> UnmadeGroup:
         """Remove and return the buffer of a group that is made now."""
@@ -151,14 +151,14 @@ class UnmadeGroups:
             del self._unmade[identity]
         return found
 
-    def drop(self, identity: int, name: str | None, ranks: Collection[int]) -> Farewells:
+    def drop(self, identity: int, name: str | None, ranks: Collection[int]) -> Goodbyes:
         """Drop the buffer of a group that this rank will never make; return the goodbyes that it contained."""
-        found, farewells = self.take(identity, name, ranks), Farewells(name, ranks)
+        found, goodbyes = self.take(identity, name, ranks), Goodbyes(name, ranks)
         for channel, header, _ in found.frames:
             channel.release(header)
-        for (peer, _), each in found.farewells.items():
-            farewells.mark(peer, bool(each.frames), bool(each.notes))
-        return farewells
+        for (peer, _), each in found.goodbyes.items():
+            goodbyes.mark(peer, bool(each.frames), bool(each.notes))
+        return goodbyes
 
     def disown(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
         """Drop and ignore everything about a group that `peer` has named: this rank, `me`, will never be in it."""

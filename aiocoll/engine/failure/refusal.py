@@ -21,7 +21,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import Header
 
-__all__ = ["LINGER", "Ignored", "Refusals", "cannot_be_taken"]
+__all__ = ["LINGER", "DiscardingSink", "Refusals", "cannot_be_taken"]
 
 #: Seconds for which a link stays open to send queued data, and for the peer to close its side.
 LINGER = 1.0
@@ -67,7 +67,7 @@ class Refusals:
         self._control.remove_rank(peer)
         for each in links:
             send_message(each, {"t": "died", "rank": peer, "detail": detail, "how": PROTOCOL})
-            each.sink = Ignored(self._lost)
+            each.sink = DiscardingSink(self._lost)
             self._links[each] = self._context.runtime.call_later(LINGER, self._close, each)
             each.finish()
 
@@ -93,7 +93,7 @@ class Refusals:
             timer.cancel()
 
 
-class Ignored:
+class DiscardingSink:
     """A sink for a link that is closing; it ignores everything that arrives."""
 
     def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:

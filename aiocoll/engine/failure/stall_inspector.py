@@ -16,11 +16,11 @@ from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.failures import timed_out_error
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
-from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
+from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Finding, MissingRank, StallReport
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, opposed
 from aiocoll.engine.operations.signature import P2P
-from aiocoll.log import Repeats, logger
+from aiocoll.log import RepeatLimiter, logger
 from aiocoll.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class StallInspector:
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
         self._slow_logged: set[int] = set()
-        self._repeats = Repeats()
+        self._repeats = RepeatLimiter()
         self._answered: dict[int, float] = {}
         # State of the coordinator: reports by operation. In both roles: the first unanswered request to each rank.
         self._reports: dict[int, StallReport] = {}
@@ -158,7 +158,7 @@ class StallInspector:
         """Handle a coordinator's answer."""
         op, now = message["op"], self._now()
         self._asked.pop(op, None)
-        known = tuple(Absence(*each) for each in message["known"])
+        known = tuple(MissingRank(*each) for each in message["known"])
         _bounded(self._findings)[op] = Finding(tuple(message["missing"]), known, now)
         silent = {each.rank: each for each in known if each.silent}
         for rank in self._slow - silent.keys():
@@ -180,7 +180,7 @@ class StallInspector:
             self._slow.update(slow)
             self._warn_of_slow([(silent[rank], seconds[rank]) for rank in slow], operation)
 
-    def _warn_of_slow(self, ranks: list[tuple[Absence, float]], operation: Operation) -> None:
+    def _warn_of_slow(self, ranks: list[tuple[MissingRank, float]], operation: Operation) -> None:
         """Log slow ranks in one warning, since a large group may have many."""
         logged = []
         for each, seconds in ranks:

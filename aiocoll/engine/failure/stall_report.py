@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["DETAILED", "SLOW_AFTER", "Absence", "Finding", "StallReport"]
+__all__ = ["DETAILED", "SLOW_AFTER", "Finding", "MissingRank", "StallReport"]
 
 #: Maximum number of ranks that a finding describes: enough for any reader, and small enough to send to a thousand
 #: ranks.
@@ -18,7 +18,7 @@ DOUBT = 0.025
 Description = dict[str, Any]
 
 
-class Absence(NamedTuple):
+class MissingRank(NamedTuple):
     """State of one rank that other ranks may wait for. Times are relative to the arrival of the finding.
 
     Attributes:
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
     """A coordinator's answer: all ranks that have not entered, and details of some of them and of silent ranks."""
 
     missing: tuple[int, ...]
-    known: tuple[Absence, ...]
+    known: tuple[MissingRank, ...]
     received: float
 
     def ranks(self, now: float) -> list[int]:
@@ -104,7 +104,7 @@ class StallReport:
 
     def absences(
         self, missing: Sequence[int], silent: Mapping[int, float], state: Callable[[int], str], now: float
-    ) -> list[Absence]:
+    ) -> list[MissingRank]:
         """Describe missing ranks, and silent ranks that have entered; at most `DETAILED` of each.
 
         Args:
@@ -120,6 +120,8 @@ class StallReport:
             quiet = now - silent[rank] if rank in silent else 0.0
             words = state(rank) if quiet >= SLOW_AFTER else ""
             found.append(
-                Absence(rank, rank in self.called, last, None if age is None else age + now - answered, quiet, words)
+                MissingRank(
+                    rank, rank in self.called, last, None if age is None else age + now - answered, quiet, words
+                )
             )
         return found

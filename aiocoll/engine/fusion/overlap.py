@@ -34,7 +34,7 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) ->
 
     Time: n log n.
     """
-    reading, writing = _Reach(), _Reach()
+    reading, writing = _FarthestEnds(), _FarthestEnds()
     for start, end, member, writes in sorted(spans):
         other = writing.beyond(start, member)
         if other is None and writes:
@@ -48,7 +48,7 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) ->
         (writing if writes else reading).add(end, member)
 
 
-class _Reach:
+class _FarthestEnds:
     """The farthest end of all spans so far, and the farthest end of spans of any other member."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.algorithms.program import Region, Verb
+from aiocoll.algorithms.program import ActionKind, Region
 from aiocoll.completion import Completion
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
@@ -33,7 +33,13 @@ FOLD_FLOOR = 2048
 COPIED = 4 * SEGMENT
 
 # Plain values, since looking up an enum member takes longer than comparing it.
-_SEND, _RECV, _COMBINE, _COPY, _SCALE = Verb.SEND, Verb.RECV, Verb.COMBINE, Verb.COPY, Verb.SCALE
+_SEND, _RECV, _COMBINE, _COPY, _SCALE = (
+    ActionKind.SEND,
+    ActionKind.RECV,
+    ActionKind.COMBINE,
+    ActionKind.COPY,
+    ActionKind.SCALE,
+)
 _EMPTY = memoryview(b"")
 # Marks a complete action. The byte count cannot mark it, since a message may be empty.
 _COMPLETE = -1
@@ -377,7 +383,7 @@ class ProgramExecutor(Operation):
         self._progress(index, nbytes)
         return moved + nbytes < limit
 
-    def _compute(self, verb: Verb, inputs: list[Array], place: Array) -> None:
+    def _compute(self, verb: ActionKind, inputs: list[Array], place: Array) -> None:
         kernel = self._plan.kernel
         if verb is _COPY:
             place[:] = inputs[0]

@@ -23,7 +23,7 @@ from aiocoll.errors import CollectiveMismatchError, GroupError
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["Compared", "WrongCall"]
+__all__ = ["Compared", "RejectedCall"]
 
 
 class Compared(Post):
@@ -165,7 +165,7 @@ class Compared(Post):
         self.ended(None, error)
 
 
-class WrongCall(Compared):
+class RejectedCall(Compared):
     """A call that this rank cannot carry out. All other ranks receive the reason.
 
     Args:

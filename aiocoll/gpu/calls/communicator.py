@@ -255,9 +255,9 @@ class DeviceCommunicator:
     async def _wait_for_peers(self) -> bool:
         """Wait until all ranks are ready to destroy the communicator; return whether they are."""
         comm = self.comm
-        completion = Completion(comm.endpoint, _Parting.OP, None, None, None)
+        completion = Completion(comm.endpoint, _ShutdownExchange.OP, None, None, None)
         completion.expect((), min(PARTING, comm.timeout), None)
-        comm.enter(_Parting(comm, completion))
+        comm.enter(_ShutdownExchange(comm, completion))
         await completion.wait_end()
         return completion.exception is None
 
@@ -303,7 +303,7 @@ class DeviceCommunicator:
         )
 
 
-class _Parting(Post):
+class _ShutdownExchange(Post):
     """An exchange in which all ranks report that they have no call in flight, before they destroy the communicator."""
 
     OP = "PARTING"

@@ -40,7 +40,7 @@ class DeviceContent(NamedTuple):
     array: DeviceArray
 
 
-class _OneEnd(Operation):
+class _MessageEnd(Operation):
     """End of a message, and its work on the device: a copy to or from the host, or NCCL calls.
 
     Attributes:
@@ -144,7 +144,7 @@ class _OneEnd(Operation):
             self._staged.give_back()
 
 
-class DeviceSend(OutboundMessage, _OneEnd):
+class DeviceSend(OutboundMessage, _MessageEnd):
     """A send of a CUDA array; done once the array has been read."""
 
     def __init__(
@@ -204,7 +204,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
             self.comm.channels[self.peer].kick(self._message)
 
 
-class DeviceRecv(PostedReceive, _OneEnd):
+class DeviceRecv(PostedReceive, _MessageEnd):
     """A receive in a CUDA array; done once the message is on the device."""
 
     def __init__(

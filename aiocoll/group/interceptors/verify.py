@@ -9,7 +9,7 @@ from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.signature import P2P, Signature
-from aiocoll.engine.operations.verify import Compared, WrongCall
+from aiocoll.engine.operations.verify import Compared, RejectedCall
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.dispatch.interceptor import Wrapper
 from aiocoll.group.prepared_call import PreparedCall
@@ -66,5 +66,5 @@ class Verifier(Wrapper):
         completion = Completion(d.endpoint, signature.op, seq, key, d)
         completion.expect(shape, limit, None)
         work: Work[Any] = Work(completion)
-        d.enter(WrongCall(d.comm, identity, signature, wrong, completion))
+        d.enter(RejectedCall(d.comm, identity, signature, wrong, completion))
         return work

@@ -183,7 +183,7 @@ class PeerDoorbell:
         except BlockingIOError:
             pass  # the eventfd's counter is at its maximum, so the peer wakes up anyway
 
-    def is_beside(self) -> bool:
+    def shares_core(self) -> bool:
         """Return whether the peer ran on the core of this rank when the peer last waited for long."""
         number = self.own.core()
         return number != 0 and self.status[CORE] == number

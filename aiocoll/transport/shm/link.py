@@ -299,9 +299,9 @@ class ShmLink:
         """Wake the peers of several links, with one fence for all of them."""
         ring_all([link._peer_doorbell for link in links])
 
-    def is_beside(self) -> bool:
+    def shares_core(self) -> bool:
         """Return whether the peer last waited on the core of this rank."""
-        return not self._closed and self._peer_doorbell.is_beside()
+        return not self._closed and self._peer_doorbell.shares_core()
 
     def divert(self) -> None:
         """Do nothing: payloads arrive whole."""

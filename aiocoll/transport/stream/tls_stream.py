@@ -12,7 +12,7 @@ from functools import partial
 from aiocoll.credentials import tls_files
 from aiocoll.security.names import check_names, names_in, rank_name
 from aiocoll.security.tls import Tls, TlsOptions, binding
-from aiocoll.security.tls_trouble import in_words
+from aiocoll.security.tls_trouble import explain_tls_error
 from aiocoll.security.user_ca import prepare
 from aiocoll.transport.byte_stream import Bytes, ByteStream, resolve
 from aiocoll.transport.stream.plain_stream import SocketStream, open_plain
@@ -151,7 +151,7 @@ class TlsStream(SocketStream):
 
 def _broken(error: ssl.SSLError, tls: Tls, address: str) -> ConnectionError:
     reset = ConnectionResetError(errno.ECONNRESET, f"TLS: {error.reason or error}")
-    return in_words(error, tls, address) or reset
+    return explain_tls_error(error, tls, address) or reset
 
 
 def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:

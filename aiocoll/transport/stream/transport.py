@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AiocollError, AuthenticationError
-from aiocoll.log import Repeats, logger
+from aiocoll.log import RepeatLimiter, logger
 from aiocoll.native import core
 from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
@@ -26,7 +26,7 @@ from aiocoll.security.handshake import ConnKind, Identity, Peer, ServerHandshake
 from aiocoll.security.names import WrongCertificateError
 from aiocoll.security.patience import Patience
 from aiocoll.security.unproven import Unproven
-from aiocoll.sockets import between_hosts, is_ready, keep_asking
+from aiocoll.sockets import between_hosts, enable_keepalive, is_ready
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
 from aiocoll.transport.shm.transport import Sharing
@@ -92,7 +92,7 @@ class StreamTransport:
         self._addresses = DialAddresses(rank, address.host_identity(options.host_id), key, transport)
         self._process = this_process()
         self._handshake_timeout = options.handshake_timeout
-        self._repeats = Repeats()
+        self._repeats = RepeatLimiter()
         self._unix: str | None = None
         self._tcp: tuple[str, int] | None = None
         self._listeners = address.Listeners(runtime, self._greet)
@@ -125,7 +125,7 @@ class StreamTransport:
         """Reason why a dialled rank has not been reached; "" if no rank is dialled. It stays after a cancelled dial."""
         return self._dialler.trouble
 
-    def all_met(self) -> None:
+    def set_all_met(self) -> None:
         """Treat silent hosts as unreachable from now on. Before this call, a silent host may still be starting."""
         self._dialler.impatient = True
 
@@ -174,7 +174,7 @@ class StreamTransport:
                 raise AuthenticationError(f"unix socket {name} {foreign}")
             return None
 
-    def stand_apart(self, host: str, trouble: str) -> None:
+    def treat_as_remote(self, host: str, trouble: str) -> None:
         """From now on, identify as being on `host`, because ranks of this host cannot be reached by unix sockets."""
         self._addresses.host = host
         self._addresses.unix_trouble = trouble
@@ -382,7 +382,7 @@ class StreamTransport:
         self._serving[task].cancel()
         self._unproven.release(task)
         if between_hosts(sock):
-            keep_asking(sock)
+            enable_keepalive(sock)
 
     async def _adopt(self, stream: ByteStream, peer: Peer) -> Callable[[], None] | None:
         if peer.kind is ConnKind.HEARTBEAT:
