@@ -22,7 +22,7 @@ from aiocoll.machine_load import MAX_LOAD, MachineLoad, show_cores, show_quota, 
 from aiocoll.native import core, describe_implementation
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.launchers import EXPLICIT, LAUNCHERS, local_numbers, recognise
-from aiocoll.rendezvous.where import find_where
+from aiocoll.rendezvous.parameters import find_parameters
 from aiocoll.security.names import part_name, shown
 from aiocoll.security.tls_trouble import clock
 from aiocoll.security.user_ca import read
@@ -147,7 +147,7 @@ def _started_by(env: Mapping[str, str]) -> CheckResult:
         return CheckResult(topic, name, "nothing that env:// recognises", f"recognised are, in this order: {looked}")
     value = f"{launcher.name} ({launcher.mark(env)})"
     try:
-        where = find_where(None, None, None, None, env, "")
+        where = find_parameters(None, None, None, None, env, "")
         here = local_numbers(env)
     except (ValueError, AiocollError) as error:
         return CheckResult(topic, name, value, str(error), fine=launcher is EXPLICIT)  # doctor itself is no rank

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from aiocoll.cli.merge import Entry, GroupDumps, MergedCall
-from aiocoll.cli.top.words import duration
+from aiocoll.cli.top.formatting import duration
 from aiocoll.dump.files import KEYS
 from aiocoll.dump.timeline import named
 from aiocoll.engine.failure.deadlines import REPORT_AFTER

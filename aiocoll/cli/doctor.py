@@ -28,7 +28,7 @@ from aiocoll.transport.registry import SHM, find_transport
 __all__ = ["configure"]
 
 #: Seconds in which the ranks must start, meet and end.
-_PATIENCE = 60.0
+_MAX_WAIT = 60.0
 #: Largest number of pairs of ranks that a line names.
 _NAMED = 16
 
@@ -110,7 +110,7 @@ def _between(
 def _meeting(ranks: int) -> tuple[list[dict[str, Any]], CheckResult]:
     """Let ranks meet, each in its own process; return the transport of each pair, and the result of the check."""
     try:
-        results = asyncio.run(run_processes(ranks, _meet, timeout=_PATIENCE))
+        results = asyncio.run(run_processes(ranks, _meet, timeout=_MAX_WAIT))
     except Exception as error:
         advice = f"no group can be formed here: {error}"
         return [], CheckResult("ranks", "meeting", f"failed ({type(error).__name__})", advice, fine=False)

@@ -30,7 +30,7 @@ from aiocoll.meeting.cards import cores
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.security.patience import patient_timeout
+from aiocoll.security.loop_timeout import loop_timeout
 from aiocoll.sockets import is_ready
 from aiocoll.store import PrefixStore, Store
 from aiocoll.store.listening import local_address
@@ -278,7 +278,7 @@ async def _ping(stream: ByteStream) -> Attempt:
     try:
         with suppress(OSError):
             runtime, arrived = Runtime.of(running_loop()), partial(is_ready, stream.sock.fileno())
-            async with patient_timeout(runtime, _PING_FOR, arrived):
+            async with loop_timeout(runtime, _PING_FOR, arrived):
                 for _ in range(_PINGS):
                     began = perf_counter()
                     send_message(stream, b"?")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
 
 from aiocoll.cli.terminal import write_stderr
-from aiocoll.cli.top.words import name_ranks
+from aiocoll.cli.top.formatting import name_ranks
 
 __all__ = ["KILL_AFTER", "Shutdown"]
 

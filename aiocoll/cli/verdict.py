@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from aiocoll.cli.rank import Exit, Report
-from aiocoll.cli.top.words import rank_numbers
+from aiocoll.cli.top.formatting import rank_numbers
 
 __all__ = ["RankOutcome", "culprit", "final_lines", "headline", "interrupted", "replaced", "tracebacks"]
 

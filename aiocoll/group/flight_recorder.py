@@ -16,8 +16,8 @@ from typing import Any
 
 from aiocoll.dump import signals as dump_signal
 from aiocoll.dump.files import FORMAT, KEYS, VERSION, file_name, write_json
+from aiocoll.dump.formatting import format_dump
 from aiocoll.dump.timeline import chrome_trace
-from aiocoll.dump.words import format_dump
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.journal import Record

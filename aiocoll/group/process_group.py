@@ -538,7 +538,7 @@ class ProcessGroup:
 
         Args:
             outputs: at the root one array per rank, or None. None allocates NumPy arrays of at most 4 GiB each, with
-                rows like those of `tensor`; on a CUDA device, or in a block, arrays like `tensor`. OtherHosts None or
+                rows like those of `tensor`; on a CUDA device, or in a block, arrays like `tensor`. Elsewhere None or
                 [].
             tensor: this rank's array; the number of elements may differ from rank to rank.
             root: rank that gets the tensors.

@@ -21,7 +21,7 @@ from aiocoll.meeting.growth import Assignment, await_assignment
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
-from aiocoll.rendezvous.where import DEFAULT, Place, find_dry_run, find_where
+from aiocoll.rendezvous.parameters import DEFAULT, Place, find_dry_run, find_parameters
 from aiocoll.runtime import Runtime, refuse_trio, running_loop
 from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
@@ -121,11 +121,13 @@ class new_group:
             if (rank, world_size, name) != (None, None, None) or self._backend != Backend.AIO:
                 why = "join=True" if join else "AIOCOLL_JOIN=1 in the environment"
                 raise ValueError(f"{why}: leave out rank, world_size, name and backend, which the group assigns")
-            self._where = find_where(init_method, store, 0, 1, os.environ, job_id)._replace(world_size=0, hosted=True)
+            self._where = find_parameters(init_method, store, 0, 1, os.environ, job_id)._replace(
+                world_size=0, hosted=True
+            )
         elif self._backend == Backend.FAKE:
             self._where = find_dry_run(rank, world_size, os.environ)
         else:
-            self._where = find_where(init_method, store, rank, world_size, os.environ, job_id)
+            self._where = find_parameters(init_method, store, rank, world_size, os.environ, job_id)
         if self._where.rank is None and self._backend != Backend.AIO:
             raise ValueError(f"rank is missing: give rank=, since backend={backend!r} does not assign ranks")
         self._pg: Any = None

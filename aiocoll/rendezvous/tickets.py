@@ -12,7 +12,7 @@ from aiocoll.engine.control.shapes import fitting
 from aiocoll.meeting.holders import arrival, death
 from aiocoll.numerals import to_int
 from aiocoll.rendezvous.new_group import new_group
-from aiocoll.rendezvous.where import DEFAULT, Where
+from aiocoll.rendezvous.parameters import DEFAULT, RendezvousParameters
 from aiocoll.runtime import random_bytes, running_loop
 from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
@@ -45,9 +45,9 @@ class Ticket:
     rank: int | None
     holder: str = ""
 
-    def where(self) -> Where:
+    def where(self) -> RendezvousParameters:
         """Return the store address, rank and world size for `new_group`."""
-        return Where(
+        return RendezvousParameters(
             (self.host, self.port, self.job),
             self.rank,
             self.world_size,

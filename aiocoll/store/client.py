@@ -18,8 +18,8 @@ from aiocoll.security.handshake import (
     may_be_ours,
 )
 from aiocoll.security.keys import is_loopback
+from aiocoll.security.loop_timeout import loop_timeout
 from aiocoll.security.names import WrongCertificateError, check_names, names_in, store_name
-from aiocoll.security.patience import patient_timeout
 from aiocoll.security.tls import Tls, binding, is_encrypted
 from aiocoll.security.tls_trouble import closed_without_reason, explain_tls_error
 from aiocoll.sockets import is_ready
@@ -325,7 +325,7 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, 
         return is_read or is_ready(sock.fileno(), to_write=connecting)
 
     try:
-        async with patient_timeout(runtime, timeout, has_arrived):
+        async with loop_timeout(runtime, timeout, has_arrived):
             await loop.sock_connect(sock, endpoint.sockaddr)
             connecting = False
             check_peer(sock)

@@ -22,11 +22,11 @@ from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.log import RepeatLimiter, logger
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, ServerHandshake, job_id
+from aiocoll.security.loop_timeout import loop_timeout
 from aiocoll.security.names import WrongCertificateError, store_name
-from aiocoll.security.patience import patient_timeout
 from aiocoll.security.tls import binding, is_encrypted
 from aiocoll.security.tls_trouble import explain_tls_error
-from aiocoll.security.unproven import Unproven
+from aiocoll.security.unproven_connections import UnprovenConnections
 from aiocoll.security.user_ca import RenewedContexts, prepare
 from aiocoll.sockets import is_ready
 from aiocoll.store.address import check_peer, describe, is_unix, listen
@@ -85,9 +85,11 @@ class StoreServer:
         self._key = key
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
         self._encryption = encryption
-        self._unproven: Unproven[Session] = Unproven(world_size or 0, Session.abort)
+        self._unproven: UnprovenConnections[Session] = UnprovenConnections(world_size or 0, Session.abort)
         # Connections without a session, since they are not encrypted yet.
-        self._unencrypted: Unproven[asyncio.Task[None]] = Unproven(world_size or 0, asyncio.Task.cancel)
+        self._unencrypted: UnprovenConnections[asyncio.Task[None]] = UnprovenConnections(
+            world_size or 0, asyncio.Task.cancel
+        )
         self._members = StoreCore()
         self._sessions: set[Session] = set()
         self._changed = asyncio.Event()
@@ -303,7 +305,7 @@ class StoreServer:
             self._refuse(connection, error if str(error) else "it sent nothing")
 
     async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
-        async with patient_timeout(self.runtime, HANDSHAKE_TIMEOUT, partial(is_ready, connection.fileno())):
+        async with loop_timeout(self.runtime, HANDSHAKE_TIMEOUT, partial(is_ready, connection.fileno())):
             # Called once, since a second call may return other certificates.
             tls = self._tls.get() if encrypted else None
             bound = b"" if tls is None else binding(tls.certificate)

@@ -17,8 +17,8 @@ from aiocoll.security.handshake import (
     ServerHandshake,
     Status,
 )
+from aiocoll.security.loop_timeout import LoopTimeout
 from aiocoll.security.names import WrongCertificateError, check_names, names_in, part_name
-from aiocoll.security.patience import Patience
 from aiocoll.sockets import is_ready
 from aiocoll.store.commands import COMMANDS, LEFT, LEFT_SUFFIX, SERVER_COMMANDS, WAITS, check_request
 from aiocoll.store.core import PendingWait, StoreCore
@@ -71,7 +71,7 @@ class Session(FrameProtocol):
         # The time includes encryption, although this session can close the connection only after that.
         self._end_of_handshake = owner.runtime.time() + HANDSHAKE_TIMEOUT
         # The deadline for proving the key. Later requests of the client have no deadline.
-        self._deadline: Patience | None = None
+        self._deadline: LoopTimeout | None = None
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -82,7 +82,7 @@ class Session(FrameProtocol):
         super().connection_made(transport)
         runtime = self._owner.runtime
         left = max(0.0, self._end_of_handshake - runtime.time())
-        self._deadline = Patience(runtime, left, self.abort, self._has_arrived)
+        self._deadline = LoopTimeout(runtime, left, self.abort, self._has_arrived)
         self._expect(HELLO_SIZE, self._hello_received)
         self._owner.session_opened(self)
 

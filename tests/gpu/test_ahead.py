@@ -446,7 +446,7 @@ async def test_what_others_come_to_only_later_does_not_hold_it_up(what: str) -> 
 
 async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has launched a call that rank 1 makes only when rank 0's patience with the other thing is over."""
-    monkeypatch.setattr(pacing, "PATIENCE", 0.0)
+    monkeypatch.setattr(pacing, "MAX_WAIT", 0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
@@ -457,7 +457,7 @@ async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pyte
         if rank:
             other, over = pg.allreduce(keyed, key="other"), asyncio.Event()
             await until(lambda: program_of(pg).through is not None)
-            comm_of(pg).call_later(pacing.PATIENCE, over.set)  # after rank 0's timer: they share a loop
+            comm_of(pg).call_later(pacing.MAX_WAIT, over.set)  # after rank 0's timer: they share a loop
             await over.wait()
             work = pg.allreduce(tensor)
         else:

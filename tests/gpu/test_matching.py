@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiocoll.gpu.calls.matching import PATIENCE, BatchMatching, Match, MessageBatch
+from aiocoll.gpu.calls.matching import MAX_WAIT, BatchMatching, Match, MessageBatch
 
 
 class Timer:
@@ -28,7 +28,7 @@ class Timers:
         self.due: list[Timer] = []
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> Any:
-        assert seconds == PATIENCE
+        assert seconds == MAX_WAIT
         self.due.append(Timer(call))
         return self.due[-1]
 

@@ -100,7 +100,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "handshake": Subject(
             ("ServerHandshake.verdict",),
             (
-                ("test_handshake.py", "test_patience.py", "test_dialler.py"),
+                ("test_handshake.py", "test_loop_timeout.py", "test_dialler.py"),
                 ("test_stream.py",),
                 ("test_blocked_handshakes.py",),
             ),

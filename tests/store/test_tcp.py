@@ -23,9 +23,9 @@ from aiocoll.security.handshake import (
     Identity,
     job_id,
 )
-from aiocoll.security.patience import _TURNS
+from aiocoll.security.loop_timeout import _TURNS
 from aiocoll.security.tls import of_this_process
-from aiocoll.security.unproven import MIN_PLACES
+from aiocoll.security.unproven_connections import MIN_PLACES
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
 from aiocoll.store.address import StoreEndpoint
 from aiocoll.store.frames import pack

@@ -35,9 +35,9 @@ from aiocoll.security.handshake import (
     Status,
     job_id,
 )
-from aiocoll.security.patience import _TURNS
+from aiocoll.security.loop_timeout import _TURNS
 from aiocoll.security.tls import of_this_process
-from aiocoll.security.unproven import MIN_PLACES
+from aiocoll.security.unproven_connections import MIN_PLACES
 from aiocoll.sockets import UNREACHABLE_AFTER
 from aiocoll.transport.base import Card, Header, Link
 from aiocoll.transport.byte_stream import ByteStream

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from aiocoll.cli.top.model import GroupView, HostLoad
-from aiocoll.cli.top.words import (
+from aiocoll.cli.top.formatting import (
     BAD,
     LIMITED,
     Table,
@@ -18,6 +17,7 @@ from aiocoll.cli.top.words import (
     notes,
     rank_table,
 )
+from aiocoll.cli.top.model import GroupView, HostLoad
 from aiocoll.errors import BackendUnavailableError
 
 try:

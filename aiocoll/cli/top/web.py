@@ -25,7 +25,7 @@ HOST: Final = "127.0.0.1"
 #: Largest size of a request head in bytes; browsers send a few hundred.
 LONGEST: Final = 8192
 #: Seconds to receive a request and to send the answer.
-PATIENCE: Final = 5.0
+MAX_WAIT: Final = 5.0
 #: Largest number of connections; a browser opens six at most.
 MOST: Final = 32
 #: Seconds for which one update serves all requests.
@@ -89,7 +89,7 @@ class Page:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(MAX_WAIT):
                 if self._connections <= MOST:
                     writer.write(await self._answer(reader))
                     await writer.drain()

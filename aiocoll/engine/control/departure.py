@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Departure"]
 
 #: Seconds that an ending hub waits for other ranks to end first, so that ranks that end together keep one hub.
-PATIENCE = 0.05
+MAX_WAIT = 0.05
 #: Seconds after which a rank ends even if some ranks have not been notified.
 PARTING = 1.0
 
@@ -52,7 +52,7 @@ class Departure:
         """Notify the other ranks of this rank's end, for at most `PARTING` seconds; see `send_goodbyes`."""
         self._finished = self._context.loop.create_future()
         call_later = self._context.runtime.call_later
-        timers = call_later(PATIENCE, self._stop_waiting), call_later(PARTING, self.finish)
+        timers = call_later(MAX_WAIT, self._stop_waiting), call_later(PARTING, self.finish)
         self.advance()
         try:
             await self._finished

@@ -36,7 +36,7 @@ REPORT_AGAIN = 1.0
 #: Seconds between two rounds of queries about an operation. The next report of the same rank starts the next round.
 ROUND = 0.9 * REPORT_AGAIN
 #: Maximum seconds to wait for a coordinator's answer before the next rank is used; at most a quarter of the timeout.
-PATIENCE = 0.25
+MAX_WAIT = 0.25
 #: Seconds to collect answers before the waiting ranks are notified: answers to one round arrive together.
 GATHER = 0.01
 
@@ -101,7 +101,7 @@ class StallInspector:
         if rank != self._group.rank:
             self._silent.setdefault(rank, now)
         self._send(rank, {"t": "report", "op": operation.id, "mine": operation.describe()})
-        return now + (min(PATIENCE, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
+        return now + (min(MAX_WAIT, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
 
     def entered(self, operation: Operation) -> None:
         """Report an entered operation to ranks that queried it earlier: this rank may send nothing else."""

@@ -29,7 +29,7 @@ from collections.abc import Callable
 __all__ = ["Pacing"]
 
 #: Seconds that an operation waits for its place before it is staged.
-PATIENCE = 0.02
+MAX_WAIT = 0.02
 #: Number of calls without keys after which ranks launch ahead again, if no other operation was placed meanwhile.
 CALM = 64
 
@@ -100,7 +100,7 @@ class Pacing:
             return
         self._queue.append(begin)
         if self._can_stage and self._timer is None:
-            self._timer = self._call_later(PATIENCE, self._stage)
+            self._timer = self._call_later(MAX_WAIT, self._stage)
         self._halt()
 
     def share(self, tell: Callable[[], None]) -> None:

@@ -28,7 +28,7 @@ from aiocoll.gpu.launch_order import LaunchOrder
 __all__ = ["INITIAL", "Slots"]
 
 #: Seconds that a call waits for its time before it is staged.
-PATIENCE = 0.02
+MAX_WAIT = 0.02
 #: Slot of the communicator's creation.
 INITIAL = 0
 _KINDS = ("crowded", "shared", "slot")
@@ -233,7 +233,7 @@ class Slots:
         self._asked |= dict.fromkeys(numbers.items(), slot)
         self._numbered |= numbers
         if self._can_stage and numbers[min(numbers)] != INITIAL:
-            slot.timer = self._comm.call_later(PATIENCE, partial(self._stage, slot))
+            slot.timer = self._comm.call_later(MAX_WAIT, partial(self._stage, slot))
         for rank, number in numbers.items():
             self._send(rank, {"slot": number})
 

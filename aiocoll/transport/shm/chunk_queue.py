@@ -205,7 +205,7 @@ class ChunkQueueReader(_QueueEnd):
         super().__init__(memory, direction, fences)
         self.state[CHUNK_NUMBER] = 1
         self._closed_groups: set[int] = set()
-        #: The last chunk of each released group, by number. UnreadFrame chunks precede it.
+        #: The last chunk of each released group, by number. Unread chunks precede it.
         self._last_chunks: dict[int, int] = {}
 
     @property

@@ -23,9 +23,9 @@ from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.security import handshake
 from aiocoll.security.handshake import ConnKind, Identity, Peer, ServerHandshake, Status
+from aiocoll.security.loop_timeout import LoopTimeout
 from aiocoll.security.names import WrongCertificateError
-from aiocoll.security.patience import Patience
-from aiocoll.security.unproven import Unproven
+from aiocoll.security.unproven_connections import UnprovenConnections
 from aiocoll.sockets import between_hosts, enable_keepalive, is_ready
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
@@ -97,10 +97,10 @@ class StreamTransport:
         self._tcp: tuple[str, int] | None = None
         self._listeners = address.Listeners(runtime, self._greet)
         # Tasks of handshakes that peers have started, each with its timeout; and tasks that were evicted.
-        self._serving: dict[asyncio.Task[bool], Patience] = {}
+        self._serving: dict[asyncio.Task[bool], LoopTimeout] = {}
         self._evicted: set[asyncio.Task[bool]] = set()
         # The tasks in which the peer has not proven the job key yet; and other tasks in the background.
-        self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
+        self._unproven: UnprovenConnections[asyncio.Task[bool]] = UnprovenConnections(world_size, self._evict)
         self._background: set[asyncio.Task[None]] = set()
         wanted = transport in ("auto", "shm") and not options.carries_all
         self._carrier = options.carrier
@@ -290,7 +290,7 @@ class StreamTransport:
             return
         task = self._runtime.create_task(self._serve(sock), f"aiocoll-accept-{self.rank}")
         arrived = partial(is_ready, sock.fileno())
-        self._serving[task] = Patience(self._runtime, self._handshake_timeout, task.cancel, arrived)
+        self._serving[task] = LoopTimeout(self._runtime, self._handshake_timeout, task.cancel, arrived)
         self._unproven.admit(task)
         task.add_done_callback(partial(self._served, sock))
 
@@ -300,8 +300,8 @@ class StreamTransport:
         task.cancel()
 
     def _served(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
-        if patience := self._serving.pop(task, None):
-            patience.cancel()
+        if timeout := self._serving.pop(task, None):
+            timeout.cancel()
         self._evicted.discard(task)
         self._unproven.release(task)
         error = None if task.cancelled() else task.exception()
