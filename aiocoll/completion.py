@@ -239,7 +239,7 @@ class Completion:
 
     # -- waiting
 
-    def want(self) -> None:
+    def start_if_held(self) -> None:
         """Start the operation if a block holds it back, because a caller waits for it without an await."""
 
     def add_waiter(self) -> asyncio.Future[None]:

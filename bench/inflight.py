@@ -46,11 +46,11 @@ class Workloads:
         for each in self.all:
             each.steady()
 
-    def wrong(self) -> int:
-        return sum(each.wrong() for each in self.all)
+    def count_wrong(self) -> int:
+        return sum(each.count_wrong() for each in self.all)
 
-    def wrong_after(self, rounds: int) -> int:
-        return sum(each.wrong_after(rounds) for each in self.all)
+    def count_wrong_after(self, rounds: int) -> int:
+        return sum(each.count_wrong_after(rounds) for each in self.all)
 
 
 def calls_of(starts: Sequence[Callable[[], Awaitable[object]]]) -> Callable[[], Awaitable[object]]:

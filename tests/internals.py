@@ -212,7 +212,7 @@ PARTS = {
     # devices
     "device_ask": "aiocoll.gpu.calls.communicator.DeviceCommunicator._check_async_error",
     "device_decided": "aiocoll.gpu.calls.device_state.DeviceState._on_backend_decision",
-    "device_give_way": "aiocoll.gpu.calls.communicator.DeviceCommunicator._give_way",
+    "device_give_way": "aiocoll.gpu.calls.communicator.DeviceCommunicator._yield_to_launcher",
     "device_given_way": "aiocoll.runtime.Runtime.give_way",
     "device_judge": "aiocoll.gpu.calls.device_state.DeviceState.compare_calls",
     "device_launch": "aiocoll.gpu.device.Device.launch",

@@ -32,7 +32,7 @@ class Divergence:
 
     Attributes:
         call: the collective.
-        words: the difference between the calls of two ranks; None if all calls match.
+        difference: the difference between the calls of two ranks; None if all calls match.
         missing: ranks with a dump that have not entered the collective.
         later: number of later collectives that diverged too.
     """
@@ -150,7 +150,7 @@ def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None)
         late: the result of `lateness`.
     """
     cause = group.cause
-    if found is not None and (found.words is not None or not found.missing):
+    if found is not None and (found.difference is not None or not found.missing):
         return _diagnose_mismatch(found.call)
     call = _last_unfinished(group) if found is None else found.call
     if found is not None and call is not None:
@@ -316,8 +316,8 @@ def report(group: GroupDumps) -> tuple[list[str], bool]:
 def _describe_divergence(group: GroupDumps, found: Divergence) -> list[str]:
     call = found.call
     lines = [f"  diverged first: {_call_text(call.entries[min(call.entries)])}"]
-    if found.words is not None and (group.cause is None or found.words != group.cause.get("text")):
-        lines.append(f"    {found.words}")
+    if found.difference is not None and (group.cause is None or found.difference != group.cause.get("text")):
+        lines.append(f"    {found.difference}")
     for entry, ranks in _group_calls(call):
         lines.append(f"    {_ranks(ranks)} called {called(entry)} at {_site(entry)}")
     lines += [f"    missing: rank {rank}, {_describe_last_call(group, rank)}" for rank in found.missing]

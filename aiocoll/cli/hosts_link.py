@@ -111,16 +111,16 @@ class HostsLink:
         self._beats: dict[int, tuple[int, float]] = {}
         self._decided = monotonic()
 
-    def begin(self, tell: Callable[[News], object]) -> None:
+    def begin(self, notify: Callable[[News], object]) -> None:
         """See `Restarts`."""
-        self._tell = tell
+        self._notify = notify
         self._thread.start()
 
     def take(self, rank: int) -> None:
         """See `Restarts`."""
         self._change_in_thread(lambda: self._asked.append(rank))
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         """See `Restarts`."""
 
         def change() -> None:
@@ -159,13 +159,13 @@ class HostsLink:
         self._task = asyncio.ensure_future(self._take_part())
         await asyncio.wait([self._task])
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
-            self._tell(Verdict(None, str(error)))
+            self._notify(Verdict(None, str(error)))
 
     async def _take_part(self) -> None:
         within = COMES_WITHIN
         address, port = self._hosts.master
         waits = Notice(f"looking for host 0 at {address} port {port} for {within:g} s")
-        waiting = self._loop.call_later(SAYS_SO_AFTER, self._tell, waits)
+        waiting = self._loop.call_later(SAYS_SO_AFTER, self._notify, waits)
         while True:
             try:
                 async with self._open_store(within) as store:
@@ -214,7 +214,7 @@ class HostsLink:
         await store.set(mine, self._encode_report())
         while self._asked:
             number = await store.add("restarts", 1)
-            self._tell(RestartGrant(self._asked.pop(0), number if number <= self.allowed else 0))
+            self._notify(RestartGrant(self._asked.pop(0), number if number <= self.allowed else 0))
         keys = [key for key in await store.list_keys() if key.startswith("host/")]
         data = await store.multi_get(keys)
         told = {
@@ -227,7 +227,7 @@ class HostsLink:
         decision = self._decision
         assert decision is not None
         self._states = {host: each.state for host, each in told.items() if host not in decision.lost}
-        self._tell(OtherHosts({host: state for host, state in self._states.items() if host != self._hosts.node_rank}))
+        self._notify(OtherHosts({host: state for host, state in self._states.items() if host != self._hosts.node_rank}))
         if self._server is not None:
             left = all(told[host].leaves for host in self._states if host)
             return decision.over and (left or monotonic() - self._decided > LOST)
@@ -252,7 +252,7 @@ class HostsLink:
         decision = self._decision
         assert decision is not None
         why = decision.why if decision.by != self._hosts.node_rank else ""
-        self._tell(Verdict(None if decision.over else decision.restarts, why))
+        self._notify(Verdict(None if decision.over else decision.restarts, why))
 
     # -- decisions: host 0 makes them, the others read them
 
@@ -276,7 +276,7 @@ class HostsLink:
             why = f"host {host} is lost: its launcher has not reported for {LOST:g} s"
             if not any(state.elastic for state in there.values()):
                 return _Decision(decision.restarts, True, why, lost=(host,))
-            self._tell(Notice(f"{why}; the others continue"))
+            self._notify(Notice(f"{why}; the others continue"))
             return decision._replace(lost=(*decision.lost, host))
         for host in there:
             if told[host].leaves:
@@ -312,7 +312,7 @@ class HostsLink:
         assert before is not None
         self._decision = decision = _Decision.unpacked(await store.get("decision"))
         for host in set(decision.lost) - set(before.lost) if not decision.over else ():
-            self._tell(Notice(f"host {host} is lost; the others continue"))
+            self._notify(Notice(f"host {host} is lost; the others continue"))
         if (decision.restarts, decision.over) != (before.restarts, before.over):
             self._report_decision()
 
@@ -320,11 +320,11 @@ class HostsLink:
         """Handle the loss of host 0: end the job, or let an elastic one continue without replacements."""
         why = f"host 0 is lost: {error}"
         if not any(state.elastic for state in (self._state, *self._states.values())):
-            self._tell(Verdict(None, why))
+            self._notify(Verdict(None, why))
             return
-        self._tell(Notice(f"{why}; the others continue, but lost ranks are no longer replaced"))
+        self._notify(Notice(f"{why}; the others continue, but lost ranks are no longer replaced"))
         while not (self._leaves or self._state.over):
             while self._asked:
-                self._tell(RestartGrant(self._asked.pop(), 0))
+                self._notify(RestartGrant(self._asked.pop(), 0))
             await self._pause()
-        self._tell(Verdict(None))
+        self._notify(Verdict(None))

@@ -48,7 +48,7 @@ class Timing:
     Attributes:
         nanoseconds: time of each iteration on its slowest rank.
         cpu: CPU seconds per iteration, of all ranks together.
-        wrong: number of elements with a wrong value, on all ranks, in all checks.
+        count_wrong: number of elements with a wrong value, on all ranks, in all checks.
     """
 
     nanoseconds: list[int]
@@ -99,7 +99,7 @@ async def measure(load: Workload, times: Times, combine: Combine, effort: Effort
         start = process_time()
         own = await times(rounds + 1)
         cpu += process_time() - start if warm else 0.0
-        wrong += await _run_outside_loop(load, partial(load.wrong_after, rounds + 1))
+        wrong += await _run_outside_loop(load, partial(load.count_wrong_after, rounds + 1))
         slowest = np.array(own, np.float64)
         await combine(slowest, "max")
         if warm:
@@ -130,7 +130,7 @@ def times_of(call: Callable[[], Awaitable[object]]) -> Times:
 async def _check_results(load: Workload, times: Times) -> int:
     await _run_outside_loop(load, load.fresh)
     await times(1)
-    return await _run_outside_loop(load, load.wrong)
+    return await _run_outside_loop(load, load.count_wrong)
 
 
 async def _run_outside_loop(load: Workload, work: Callable[[], T]) -> T:

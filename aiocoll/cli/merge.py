@@ -20,7 +20,7 @@ from aiocoll.engine.control.shapes import (
     integer,
     listed,
     mapped,
-    maybe,
+    none_or,
     one_of,
     seconds,
     text,
@@ -36,17 +36,17 @@ _NUMBER, _TEXT = integer(1 << 64), text()
 _DUMP: dict[str, Check] = {
     "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": listed(_NUMBER),
     "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": mapped(_NUMBER),
-    "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": maybe(mapped(anything)),
+    "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": none_or(mapped(anything)),
     "entries": listed(anything, 1 << 20),
 }  # fmt: skip
 #: A field that dumps of version 0.1 lack.
-_LATER: dict[str, Check] = {"blocked": maybe(listed(anything, 2))}
+_LATER: dict[str, Check] = {"blocked": none_or(listed(anything, 2))}
 _ENTRY: dict[str, Check] = {
     **NAMED, "kind": one_of("collective", "message"), "shape": listed(_NUMBER), "entered": seconds,
-    "finished": maybe(seconds), "state": one_of("pending", "finished", "failed"), "site": _TEXT, "function": _TEXT,
+    "finished": none_or(seconds), "state": one_of("pending", "finished", "failed"), "site": _TEXT, "function": _TEXT,
 }  # fmt: skip
 _PERHAPS: dict[str, Check] = {
-    **CALLED, "peer": maybe(_NUMBER), "tag": maybe(_NUMBER), "error": maybe(_TEXT), "bytes": maybe(_NUMBER),
+    **CALLED, "peer": none_or(_NUMBER), "tag": none_or(_NUMBER), "error": none_or(_TEXT), "bytes": none_or(_NUMBER),
 }  # fmt: skip
 
 

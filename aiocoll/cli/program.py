@@ -49,7 +49,7 @@ class Program:
     logs: Logs | None = None
     record_end: Callable[[End], None] | None = None
 
-    def start(self, start: Start, tell: Callable[[Report | ElasticReport | Exit], object]) -> RankProcess:
-        """Start a rank. Its output goes to the output of this process, its reports and its exit to `tell`."""
+    def start(self, start: Start, notify: Callable[[Report | ElasticReport | Exit], object]) -> RankProcess:
+        """Start a rank. Its output goes to the output of this process, its reports and its exit to `notify`."""
         logs = self.logs.open(start.restarts, start.rank) if self.logs is not None else None
-        return RankProcess(start.rank, self.command, self.environment(start), self.key, logs, tell)
+        return RankProcess(start.rank, self.command, self.environment(start), self.key, logs, notify)

@@ -96,13 +96,13 @@ class Restarts(Protocol):
 
     allowed: int
 
-    def begin(self, tell: Callable[[News], object]) -> None:
+    def begin(self, notify: Callable[[News], object]) -> None:
         """Report a `Verdict` as soon as ranks may start, and all further news, from any thread."""
 
     def take(self, rank: int) -> None:
         """Request a restart to replace `rank`; `RestartGrant` is the reply."""
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         """Record the state of this host. A `Verdict` follows when no rank runs."""
 
     def close(self) -> None:
@@ -122,23 +122,23 @@ class Alone:
         self._server = server
         self._used = 0
 
-    def begin(self, tell: Callable[[News], object]) -> None:
+    def begin(self, notify: Callable[[News], object]) -> None:
         """See `Restarts`."""
-        self._tell = tell
-        tell(Verdict(0))
+        self._notify = notify
+        notify(Verdict(0))
 
     def take(self, rank: int) -> None:
         """See `Restarts`."""
-        self._tell(RestartGrant(rank, self._next()))
+        self._notify(RestartGrant(rank, self._next()))
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         """See `Restarts`."""
         if not state.over:
             return
         number = self._next() if state.phase == Phase.FAILED else 0
         if number and self._server is not None:
             self._server.forget()
-        self._tell(Verdict(number or None))
+        self._notify(Verdict(number or None))
 
     def close(self) -> None:
         """See `Restarts`."""

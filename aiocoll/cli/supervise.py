@@ -230,7 +230,7 @@ class _Attempt:
         state = HostState(self._number, phase, self._elastic, len(self._members), well, why)
         if state != self._told:
             self._told = state
-            self._restarts.say(state)
+            self._restarts.report(state)
 
     def _find_culprit(self) -> RankOutcome | None:
         outcomes = {rank: outcome for rank, outcome in self._outcomes.items() if rank not in self._dismissed}

@@ -140,7 +140,7 @@ class Workload:
         for block in self._blocks:
             _fill(block.array, block.before)
 
-    def wrong(self) -> int:
+    def count_wrong(self) -> int:
         """Count the elements that differ from the result of one call on fresh arrays."""
         return sum(_wrong(block.array, block.after) for block in self._blocks if block.after is not None)
 
@@ -150,10 +150,10 @@ class Workload:
         if self.inplace is not None and self._spec.reduces:
             self.inplace.fill(1 if self._sums_ones_in_place else 0)
 
-    def wrong_after(self, rounds: int) -> int:
+    def count_wrong_after(self, rounds: int) -> int:
         """Count the elements that differ from the result of `rounds` calls on steady arrays."""
         if self.inplace is None or not self._spec.reduces:
-            return self.wrong()
+            return self.count_wrong()
         expected = float(self.world_size) ** rounds if self._sums_ones_in_place else 0
         return _wrong(self.inplace, np.full(1, expected, self._dtype))
 

@@ -45,14 +45,14 @@ def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
     if not ascending.all():
         order = np.argsort(places, kind="stable")
         places, values = places[order], values[order]
-    first = _first(places)
+    first = _first_of_runs(places)
     if first.all():
         return Entries(places, values)
     starts = np.flatnonzero(first)
-    wide = _up(values, dtype)
+    wide = _widen(values, dtype)
     with np.errstate(all="ignore"):
         sums = np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype)
-    return Entries(places[starts], _down(sums, dtype))
+    return Entries(places[starts], _narrow(sums, dtype))
 
 
 def checked(entries: Entries, size: int) -> Entries:
@@ -87,15 +87,15 @@ def merged(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], Non
         return Entries(parts[0].places.copy(), parts[0].values.copy())  # copies: aligned, and not shared
     every = np.concatenate([part.places for part in parts])
     every.sort(kind="stable")  # merges the sorted parts
-    places = every[_first(every)]
+    places = every[_first_of_runs(every)]
     sums = np.zeros((len(places), *parts[0].values.shape[1:]), np.float32 if dtype.kind == "half" else dtype.storage)
     with np.errstate(all="ignore"):
         for part in parts:
             # Each part has an index at most once, so no addition is lost.
-            sums[np.searchsorted(places, part.places)] += _up(part.values, dtype)
+            sums[np.searchsorted(places, part.places)] += _widen(part.values, dtype)
     if divide is not None:
         divide(sums.reshape(-1))
-    return Entries(places, _down(sums, dtype))
+    return Entries(places, _narrow(sums, dtype))
 
 
 def scattered(entries: Entries, size: int) -> tuple[Array, Array]:
@@ -146,7 +146,7 @@ def unpack(packed: Array, count: int | None, like: Entries) -> Entries:
     return Entries(packed[:split].view(like.places.dtype), values.reshape(count, *like.values.shape[1:]))
 
 
-def _first(places: Array) -> Array:
+def _first_of_runs(places: Array) -> Array:
     """Return a mask (bool) with the first entry of each run of equal indices."""
     first = np.ones(len(places), np.bool_)
     np.not_equal(places[1:], places[:-1], out=first[1:])
@@ -157,7 +157,7 @@ def _bytes(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _up(values: Array, dtype: DType) -> Array:
+def _widen(values: Array, dtype: DType) -> Array:
     """Convert `values` to the type in which they are added up."""
     if dtype.kind != "half":
         return values
@@ -166,7 +166,7 @@ def _up(values: Array, dtype: DType) -> Array:
     return wide
 
 
-def _down(sums: Array, dtype: DType) -> Array:
+def _narrow(sums: Array, dtype: DType) -> Array:
     if dtype.kind != "half":
         return sums
     narrow = np.empty(sums.shape, dtype.storage)

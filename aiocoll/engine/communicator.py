@@ -17,12 +17,12 @@ from aiocoll.engine.control.unmade_groups import BufferedFrame
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.failure.failures import (
+    broken_connection_error,
     crashed_error,
     left_error,
     lost_error,
     raised_error,
     revoked_error,
-    torn_error,
 )
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
@@ -310,7 +310,7 @@ class Communicator:
         for channel in self.channels:
             channel.purge(self.id, self.position.get(channel.peer) in self.left)
 
-    def stands(self) -> bool:
+    def is_usable(self) -> bool:
         """Return whether the group is usable: neither revoked nor closed."""
         return self.cause is None and self.endpoint.groups.get(self.id) is self
 
@@ -321,7 +321,7 @@ class Communicator:
         if self.cause is not None:
             raise revoked_error(self.name, self.rank, self.cause)
 
-    def revoke(self, cause: GroupError, tell: bool = True) -> None:
+    def revoke(self, cause: GroupError, notify: bool = True) -> None:
         """Fail all pending operations, reject new calls, and notify all ranks; only the first `cause` counts."""
         if self.cause is not None:
             return
@@ -338,7 +338,7 @@ class Communicator:
             self.journal.hint,
             extra=self.log_extra,
         )
-        if tell:
+        if notify:
             self.endpoint.control.flood(revocation(self.id, self.name, cause), self.ranks)
         for operation in list(self.in_flight.pending):
             operation.fail(failure_by(cause))
@@ -354,11 +354,11 @@ class Communicator:
         if peer not in self.left:
             self.revoke(lost_error(self.name, peer, detail, how))
 
-    def torn(self, rank: int) -> None:
+    def on_connection_broken(self, rank: int) -> None:
         """Handle a broken connection to a living rank of the group (numbered as in the job)."""
         peer = self.position[rank]
         if peer not in self.left:
-            self.revoke(torn_error(self.name, self.rank, peer))
+            self.revoke(broken_connection_error(self.name, self.rank, peer))
 
     def departed(self, rank: int) -> None:
         """Handle a rank (numbered as in the job) that has closed the group: operations that need it fail."""
@@ -384,7 +384,7 @@ class Communicator:
         else:
             self.revoke(error)
 
-    def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
+    def revoke_after_error(self, operation: Operation, error: BaseException, what: str = "") -> None:
         """Revoke the group after a computation of `operation` on this rank has raised `error`."""
         self.revoke(raised_error(self.name, self.rank, operation.completion, error, what))
 

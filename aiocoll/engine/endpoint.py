@@ -90,7 +90,7 @@ class Endpoint:
         transport.accepted = self.accept
         transport.heartbeat_accepted = self._accept_heartbeat
         transport.look = self.polling.look
-        transport.linger = self.polling.linger
+        transport.keep_polling = self.polling.keep_polling
 
     def _make_control(self, context: Context) -> ControlPlane:
         return ControlPlane(context)
@@ -150,7 +150,7 @@ class Endpoint:
         for (rank, _), cause in early.causes.items():
             if (detail := self.registry.own_death(cause)) is not None:
                 self.roster.on_own_death(detail, rank)
-            group.revoke(error_from(cause), tell=False)
+            group.revoke(error_from(cause), notify=False)
         for rank, message in early.messages:
             self.attempt(rank, group.devices.handle, rank, message)
         for (rank, _), goodbyes in early.goodbyes.items():
@@ -189,7 +189,7 @@ class Endpoint:
         if not self._closing:
             for rank in ranks:
                 if rank != self.rank:
-                    self.control.tell(rank, {**message, "linked": rank in linked})
+                    self.control.send(rank, {**message, "linked": rank in linked})
 
     group_id = staticmethod(group_id)
 

@@ -166,7 +166,7 @@ class Groups:
         self._context.transport.catch_up()
         identity, name = message["g"], message.get("name")
         if (group := self._find_group(identity, rank, name)) is not None:
-            group.revoke(error_from(message["cause"]), tell=False)
+            group.revoke(error_from(message["cause"]), notify=False)
         else:
             self.early.keep_cause(identity, rank, name, message["cause"], direct)
 
@@ -184,4 +184,4 @@ class Groups:
             last = handle_foreign_message(self.made, self.early, self.closed, self._control, peer, message)
             if last is not None and message["t"] == "query":
                 answer = {"t": "absent", "g": identity, "op": message["op"], "last": last, "age": None, "asked": True}
-                self._control.tell(peer, answer)
+                self._control.send(peer, answer)

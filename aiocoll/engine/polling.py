@@ -139,7 +139,7 @@ class Polling:
     def _is_core_shared(self) -> bool:
         return any(link.shared.shares_core() for link in self.links if link.shared is not None)
 
-    def linger(self, moved: bool) -> bool:
+    def keep_polling(self, moved: bool) -> bool:
         """Continue polling at the end of a loop iteration, while data arrives and no operation has ended.
 
         Args:

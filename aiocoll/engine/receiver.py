@@ -34,14 +34,14 @@ class Receiver(NamedTuple):
     groups: Groups
     refusals: Refusals
 
-    def receive(self, peer: int, payload: memoryview | None, way: str) -> None:
-        """Handle a message that `peer` sent on a data or control link (`way`).
+    def receive(self, peer: int, payload: memoryview | None, path: str) -> None:
+        """Handle a message that `peer` sent on a data or control link (`path`).
 
         Raises:
             ProtocolError: the message is invalid, or handling it raised an exception.
         """
-        message = read(payload or b"", peer, way, self.facts)
-        self._dispatch(peer, message, way == DATA)
+        message = read(payload or b"", peer, path, self.facts)
+        self._dispatch(peer, message, path == DATA)
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
         """Reject `peer` if `error` means that its message was unacceptable; return whether it does."""
@@ -75,7 +75,7 @@ class Receiver(NamedTuple):
         if kind not in PROCESSED_FROM_DEAD and self.roster.is_ignored(peer):
             return
         if kind == "relay":
-            self.control.tell(message["to"], {"t": "relayed", "from": peer, "note": message["note"]})
+            self.control.send(message["to"], {"t": "relayed", "from": peer, "note": message["note"]})
         elif kind == "relayed":
             self._handle_relayed(message["from"], message["note"])
         elif kind == "formed":
@@ -98,7 +98,7 @@ class Receiver(NamedTuple):
         elif kind == "died":
             self._handle_died(peer, message)
         elif kind == "probe":
-            self.control.tell(peer, {"t": "alive"})
+            self.control.send(peer, {"t": "alive"})
         elif kind == "alive":
             self.roster.record_return(peer)
         elif kind == "waits":

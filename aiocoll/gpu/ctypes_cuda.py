@@ -189,7 +189,7 @@ class _TorchKernels:
         number = factor if kind.kind == "complex" else factor.real
         try:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-                given, made = (_viewed(torch, at, count, kind) for at in (source, target))
+                given, made = (_view_tensor(torch, at, count, kind) for at in (source, target))
                 torch.mul(given, number, out=made)
         except Exception as error:  # torch may raise anything
             raise DeviceError("scale", str(error), fatal=False) from error
@@ -216,6 +216,6 @@ class _Memory:
         }  # fmt: skip
 
 
-def _viewed(torch: Any, address: int, count: int, kind: DType) -> Any:
+def _view_tensor(torch: Any, address: int, count: int, kind: DType) -> Any:
     """Return a torch tensor on memory of the thread's device."""
     return torch.as_tensor(_Memory(address, count * kind.itemsize), device="cuda").view(getattr(torch, kind.name))

@@ -13,7 +13,7 @@ from aiocoll.errors import GroupError, RendezvousError, StoreError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.rendezvous.tickets import Meeting, Ticket
 
-__all__ = ["Part", "Parts", "State", "all_right"]
+__all__ = ["Part", "Parts", "State", "wait_for_all"]
 
 
 class State(NamedTuple):
@@ -123,7 +123,7 @@ class Parts:
         begun = any(state.begun for state in present.values())
         # A group may still contain a process that has ended in order, because its ranks have not noticed.
         outdated = [number for number, state in present.items() if state.size > len(present)]
-        await all_right(self._abort(number, "some of its ranks have ended") for number in outdated)
+        await wait_for_all(self._abort(number, "some of its ranks have ended") for number in outdated)
         if absent and not (begun and self._meeting is not None):
             await self.end()
             self._meeting = await Meeting(len(states), **self._given).__aenter__()
@@ -139,7 +139,7 @@ class Parts:
         for number in tickets:
             self.report(number, "a new rank replaces it")
         self._tickets.update(tickets)
-        await all_right(self._join(number, ticket) for number, ticket in tickets.items())
+        await wait_for_all(self._join(number, ticket) for number, ticket in tickets.items())
 
     def report(self, number: int, reason: object) -> None:
         """Report the death of a process to the ranks."""
@@ -154,7 +154,7 @@ class Parts:
             await meeting.__aexit__()
 
 
-async def all_right(doing: Iterable[Awaitable[None]]) -> None:
+async def wait_for_all(doing: Iterable[Awaitable[None]]) -> None:
     """Wait until all awaitables are done; raise the first error."""
     for result in await asyncio.gather(*doing, return_exceptions=True):
         if isinstance(result, BaseException):

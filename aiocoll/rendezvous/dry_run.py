@@ -169,7 +169,7 @@ class _UnanimousAgreements(Agreements):
 class _DiscardingControlPlane(ControlPlane):
     """A control plane without links that discards all messages."""
 
-    def tell(self, rank: int, message: ControlMessage) -> None:
+    def send(self, rank: int, message: ControlMessage) -> None:
         pass
 
     def flood(self, message: ControlMessage, ranks: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ __all__ = [
     "clock",
     "closed_without_reason",
     "explain_tls_error",
-    "moment",
+    "format_utc",
 ]
 
 #: Numbers of OpenSSL's X509_V_ERR_... constants: not valid yet; expired; signed by an unknown CA (several constants);
@@ -45,7 +45,7 @@ def clock() -> float:
     return datetime.now(UTC).timestamp()
 
 
-def moment(seconds: float) -> str:
+def format_utc(seconds: float) -> str:
     """Return a time as text, such as "2030-01-31 12:00:00 UTC"."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
@@ -83,13 +83,13 @@ def closed_without_reason(tls: Tls) -> str:
 
 def _validity_text(own: OwnCertificate) -> str:
     return (
-        f"tls_certificate={own.path!r} is valid from {moment(own.begins)} until {moment(own.ends)}, and the clock of "
-        f"this host shows {moment(clock())}"
+        f"tls_certificate={own.path!r} is valid from {format_utc(own.begins)} until {format_utc(own.ends)}, and the "
+        f"clock of this host shows {format_utc(clock())}"
     )
 
 
 def _explain_verification_error(error: ssl.SSLCertVerificationError) -> str:
-    now = moment(clock())
+    now = format_utc(clock())
     code = error.verify_code
     if code == EXPIRED:
         return (

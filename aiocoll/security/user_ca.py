@@ -16,7 +16,7 @@ from aiocoll.credentials import TlsFiles, read_private
 from aiocoll.log import logger
 from aiocoll.security.names import WrongCertificateError, check_job, check_names, names_in
 from aiocoll.security.tls import OwnCertificate, Tls, load_chain, new_context, of_this_process
-from aiocoll.security.tls_trouble import EXPIRED, NOT_YET, PURPOSE, WRONG_PURPOSE, clock, moment
+from aiocoll.security.tls_trouble import EXPIRED, NOT_YET, PURPOSE, WRONG_PURPOSE, clock, format_utc
 
 __all__ = ["RenewedContexts", "prepare", "read"]
 
@@ -191,7 +191,7 @@ def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files:
         )
         raise ValueError(
             f"{where}: a certificate between it and the CA, or one of tls_ca={files.ca!r} (valid from "
-            f"{', '.join(ends)}), is not valid at {moment(clock())}, by the clock of this host"
+            f"{', '.join(ends)}), is not valid at {format_utc(clock())}, by the clock of this host"
         ) from None
     if error.verify_code == WRONG_PURPOSE:
         raise ValueError(f"{where}: {PURPOSE}") from None
@@ -202,7 +202,7 @@ def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files:
 
 
 def _format_time(text: object) -> str:
-    return moment(ssl.cert_time_to_seconds(str(text)))
+    return format_utc(ssl.cert_time_to_seconds(str(text)))
 
 
 def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> tuple[bytes, OwnCertificate]:
@@ -223,7 +223,7 @@ def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> t
     trouble = "has expired" if ends < clock() else "is not valid yet" if clock() < begins else None
     if trouble is not None:
         raise ValueError(
-            f"tls_certificate={files.certificate!r} {trouble}: it is valid from {moment(begins)} until {moment(ends)}, "
-            f"and the clock of this host shows {moment(clock())}; renew it, or set the clock"
+            f"tls_certificate={files.certificate!r} {trouble}: it is valid from {format_utc(begins)} until "
+            f"{format_utc(ends)}, and the clock of this host shows {format_utc(clock())}; renew it, or set the clock"
         )
     return certificate, OwnCertificate(files.certificate, names_in(found), begins, ends)

@@ -196,7 +196,7 @@ class Transport(Protocol):
     look: Callable[[], bool]
     """Called by a transport with shared memory whenever it polls its links. Reads slots and chunk queues, and returns
     whether any data moved."""
-    linger: Callable[[bool], bool]
+    keep_polling: Callable[[bool], bool]
     """Called at the end of a loop iteration by a transport that can sleep until a peer wakes this rank. The argument is
     whether any data moved. Returns whether to poll again in the next iteration instead of sleeping."""
 

@@ -201,7 +201,7 @@ class MemoryTransport:
     accepted: Callable[[Link], None]
     heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool]
-    linger: Callable[[bool], bool]
+    keep_polling: Callable[[bool], bool]
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub = hub

@@ -59,10 +59,10 @@ def test_a_collective_that_does_nothing_is_wrong(kind: str) -> None:
     if kind == "reduce":
         load = Workload(Case(kind, 4096), 0, 2)
     load.fresh()
-    assert load.wrong() > 0
+    assert load.count_wrong() > 0
     load.steady()
     if kind in ("allreduce", "allgather", "reduce_scatter", "alltoall", "gather", "scatter"):
-        assert load.wrong_after(1) > 0
+        assert load.count_wrong_after(1) > 0
 
 
 def test_a_single_wrong_element_is_found() -> None:
@@ -71,7 +71,7 @@ def test_a_single_wrong_element_is_found() -> None:
     assert load.inplace is not None
     for place in (0, 113 * 4096 - 1, 113 * 4096, -1):
         load.inplace[place] += 1
-    assert load.wrong() == 4
+    assert load.count_wrong() == 4
 
 
 @pytest.mark.ranks(2)

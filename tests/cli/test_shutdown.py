@@ -102,9 +102,9 @@ def test_rank_has_the_whole_limit_when_another_ends_at_once(
 class StoppedElsewhere(TwoHosts):
     """Restarts of a job whose other host has ended, by the same signal, when this host is told to quit."""
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         if state.phase == Phase.QUITS:
-            self._tell(Verdict(None, "host 1 was stopped by SIGTERM"))
+            self._notify(Verdict(None, "host 1 was stopped by SIGTERM"))
 
 
 def test_rank_has_the_whole_limit_when_another_host_ends_at_once(

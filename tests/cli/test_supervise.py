@@ -31,18 +31,18 @@ class TwoHosts:
         self.taken: list[int] = []
         self._other = other
 
-    def begin(self, tell: Callable[[News], object]) -> None:
-        self._tell = tell
-        tell(Verdict(0))
-        tell(OtherHosts({1: self._other}))
+    def begin(self, notify: Callable[[News], object]) -> None:
+        self._notify = notify
+        notify(Verdict(0))
+        notify(OtherHosts({1: self._other}))
 
     def take(self, rank: int) -> None:
         self.taken.append(rank)
-        self._tell(RestartGrant(rank, len(self.taken)))
+        self._notify(RestartGrant(rank, len(self.taken)))
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         if state.over:
-            self._tell(Verdict(None))
+            self._notify(Verdict(None))
 
     def close(self) -> None:
         pass

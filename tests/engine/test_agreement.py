@@ -29,7 +29,7 @@ class Alone:
         self.gone: set[int] = set()
         self.own_death: str | None = None
         self.dead: dict[int, tuple[str, str]] = {}
-        self.doubted: set[int] = set()
+        self.doubted_ranks: set[int] = set()
         self.groups: dict[int, Any] = {}
         self.runtime = self
         self.said: Said = []

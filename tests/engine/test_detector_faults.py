@@ -191,7 +191,7 @@ class Bed:
             died=self._died, on_connection_broken=self._cut_off, gone=set(), suspected={LIVING, KILLED}
         )
         links = [self._link(rank) for rank in self._pids if self.hub in (self._me, rank)]
-        control: Any = SimpleNamespace(links=links, hub=self.hub, tell=lambda *_: None)
+        control: Any = SimpleNamespace(links=links, hub=self.hub, send=lambda *_: None)
         context: Any = SimpleNamespace(
             rank=self._me, cards=cards, loop=self.clock, runtime=self.clock, closed=False, spawn=self._spawn,
             connect_heartbeat=mock.Mock(),
@@ -265,7 +265,7 @@ class Bed:
 
         return SimpleNamespace(peer=rank, peer_process=peer_process)
 
-    def _died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
+    def _died(self, rank: int, detail: str, notify: bool = True, how: str = "killed") -> None:
         self.lost[rank].add(how)
 
     def _cut_off(self, rank: int) -> None:

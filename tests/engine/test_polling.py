@@ -170,28 +170,28 @@ def test_iteration_with_progress_polls_until_an_operation_ends() -> None:
     bench = Bench([True] * 1000)
     bench.pending += ["one"]
     bench.ends_at = 5
-    assert not bench.polling.linger(False)
-    assert bench.polling.linger(True)
+    assert not bench.polling.keep_polling(False)
+    assert bench.polling.keep_polling(True)
     assert bench.polls == 5
-    assert bench.polling.linger(True), "nothing is in flight: the next turn looks, this one does not"
+    assert bench.polling.keep_polling(True), "nothing is in flight: the next turn looks, this one does not"
     assert bench.polls == 5
 
 
 def test_iteration_without_progress_is_the_last_to_poll() -> None:
     bench = Bench([True] * 3)
     bench.pending += ["one"]
-    assert bench.polling.linger(True)
+    assert bench.polling.keep_polling(True)
     assert bench.polls == pytest.approx(3 + SPIN / LOOK, abs=1)
-    assert not bench.polling.linger(False)
+    assert not bench.polling.keep_polling(False)
 
 
 def test_iteration_that_uses_up_its_budget_is_followed_by_another() -> None:
     bench = Bench([True] * 100_000)
     bench.pending += ["one"]
-    assert bench.polling.linger(True)
+    assert bench.polling.keep_polling(True)
     first = bench.polls
     assert first == pytest.approx(BUDGET / LOOK, abs=1)
-    assert bench.polling.linger(False), "it was busy"
+    assert bench.polling.keep_polling(False), "it was busy"
     assert bench.polls > first
 
 

@@ -47,7 +47,7 @@ def test_mutated_note_is_valid_or_refused(note: Any, way: str) -> None:
         read = gate.read(body, 2, way, facts(0))
     except ProtocolError:
         return
-    assert way in gate.SHAPES[read["t"]].ways
+    assert way in gate.SHAPES[read["t"]].paths
     for path in paths(read):
         part = at(read, path)
         assert not isinstance(part, float) or math.isfinite(part)

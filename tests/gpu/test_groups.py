@@ -722,7 +722,7 @@ async def test_a_part_of_a_staged_call_that_fails() -> None:
         work = pg.scan(gpu.tensor(np.ones(3), 0))
         await until(lambda: comm_of(pg).in_flight.pending)
         (operation,) = comm_of(pg).in_flight.pending
-        operation._carried_out(None, ZeroDivisionError("ours"))  # type: ignore[attr-defined]
+        operation._copy_outputs(None, ZeroDivisionError("ours"))  # type: ignore[attr-defined]
         with pytest.raises(ZeroDivisionError, match="ours"):
             await work
         gate.open()

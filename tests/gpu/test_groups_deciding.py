@@ -163,10 +163,10 @@ async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> Non
         assert part is not None
         await part.shutdown()
         for identity in (comm_of(part).id, 7):
-            endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True, "shares": False})
+            endpoint.control.send(1 - pg.rank(), {"t": "device", "g": identity, "ready": True, "shares": False})
         await until(lambda: unmade_groups(pg))
         assert list(unmade_groups(pg)) == [7]
-        endpoint.registry.early.disown(7, 1 - pg.rank(), None, (1 - pg.rank(),), pg.rank())
+        endpoint.registry.early.refuse_group(7, 1 - pg.rank(), None, (1 - pg.rank(),), pg.rank())
         assert not unmade_groups(pg)
 
     with gpus(2) as gpu:
@@ -305,7 +305,7 @@ async def test_turns_that_are_late_are_not_taken() -> None:
         tensor = gpu.tensor(np.ones(1), rank)
         await pg.allreduce(tensor)
         await until(lambda: is_native(pg))
-        member.endpoint.control.tell(
+        member.endpoint.control.send(
             1 - rank, {"t": "device", "g": member.id, **({"ready": True, "shares": False} if rank else {"turn": True})}
         )
         await pg.allreduce(tensor)
@@ -365,7 +365,7 @@ async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str
             await pg.allreduce(gpu.tensor(np.ones(1), rank))
         await pg.barrier()
         if rank == sender:
-            member.endpoint.control.tell(1 - rank, {"t": "device", "g": member.id, **note})
+            member.endpoint.control.send(1 - rank, {"t": "device", "g": member.id, **note})
         elif when == "before":
             await until(lambda: member.devices._kept or member.cause)
             with pytest.raises(GroupRevokedError):

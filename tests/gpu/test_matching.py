@@ -91,13 +91,13 @@ def test_a_batch_begins_with_messages_of_no_batch(world: World) -> None:
 
 def test_a_message_that_goes_another_way_is_not_waited_for(world: World) -> None:
     world.matching.matched(Match(0, 1, 1), [MessageBatch(0, 5, 3), MessageBatch(1, 0, 1)])
-    world.matching.without(MessageBatch(0, 5, 3))
+    world.matching.record_uncarried(MessageBatch(0, 5, 3))
     assert not world.begun
-    world.matching.without(MessageBatch(0, 5, 3))
+    world.matching.record_uncarried(MessageBatch(0, 5, 3))
     assert world.begun == [[Match(0, 1, 1)]]
-    world.matching.without(MessageBatch(2, 0, 1))
+    world.matching.record_uncarried(MessageBatch(2, 0, 1))
     for _ in range(2):
-        world.matching.without(MessageBatch(2, 1, 2))
+        world.matching.record_uncarried(MessageBatch(2, 1, 2))
     assert len(world.begun) == 1
     assert world.is_empty()
 

@@ -233,7 +233,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (
                 "LaunchOrder.settle",
                 "Slots.turn",
-                "CallComparison.go_on",
+                "CallComparison.compare_reports",
                 "Pacing.halted",
                 "ProgramOrder.add",
                 "CallOrder.handle",

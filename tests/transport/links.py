@@ -50,7 +50,7 @@ class Idle:
     def look(self) -> bool:
         return False
 
-    def linger(self, moved: bool) -> bool:
+    def keep_polling(self, moved: bool) -> bool:
         return False
 
 

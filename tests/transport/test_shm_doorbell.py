@@ -74,7 +74,7 @@ class Watcher:
     def look(self) -> bool:
         return False
 
-    def linger(self, moved: bool) -> bool:
+    def keep_polling(self, moved: bool) -> bool:
         return moved
 
 

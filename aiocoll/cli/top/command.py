@@ -206,14 +206,14 @@ def _find(job: str | None) -> tuple[str, str]:
             "has started, set AIOCOLL_TOP_DIR for them, and pass that folder as JOB"
         )
     if job is None:
-        raise _JobNotFoundError(f"several jobs run here; give the number of one:{_listed(running)}")
+        raise _JobNotFoundError(f"several jobs run here; give the number of one:{_list_jobs(running)}")
     if found:
         lines = "".join(f"\n  {each.folder}  {each.command}" for each in found)
         raise _JobNotFoundError(f"jobs in several containers have number {job}; give the folder of one:{lines}")
-    raise _JobNotFoundError(f"no job {job} of this user runs here; these do:{_listed(running)}")
+    raise _JobNotFoundError(f"no job {job} of this user runs here; these do:{_list_jobs(running)}")
 
 
-def _listed(running: Sequence[Job]) -> str:
+def _list_jobs(running: Sequence[Job]) -> str:
     now = time.time()
     return "".join(
         f"\n  {each.number}  {each.ranks} ranks  {formatting.duration(now - each.started)}  {each.command}"

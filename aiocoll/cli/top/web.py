@@ -141,13 +141,13 @@ class Page:
             return self._news
 
 
-def serve(title: str, news: Callable[[], dict[str, Any]], say: Callable[[str], object]) -> None:
-    """Serve the page until Ctrl-C; call `say` with its address."""
+def serve(title: str, news: Callable[[], dict[str, Any]], show_address: Callable[[str], object]) -> None:
+    """Serve the page until Ctrl-C; call `show_address` with its address."""
 
     async def run() -> None:
         page = Page(title, news)
         server = await page.listen()
-        say(page.address)
+        show_address(page.address)
         async with server:
             await server.serve_forever()
 

@@ -135,7 +135,7 @@ class Coordinator:
     def _may_decide(self, ranks: Collection[int]) -> bool:
         """Return whether `ranks` are a quorum. While a death is doubted, that requires a majority of the job."""
         agreement = self._agreement
-        if agreement.doubted:
+        if agreement.doubted_ranks:
             return is_majority(ranks, range(agreement.parts.context.world_size))
         return decides(ranks, agreement.ranks, agreement.away)
 
@@ -162,7 +162,7 @@ class Coordinator:
         candidates, wanted, hopeless = self._candidates(), self._expected(), self._unreachable()
         members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
         waiting = (wanted - candidates - hopeless) or (len(members) < len(candidates) and not self._retried)
-        waiting = waiting or (not promised and agreement.doubted)
+        waiting = waiting or (not promised and agreement.doubted_ranks)
         missing = set(agreement.ranks) - agreement.away - self._votes.keys() - hopeless
         if not self._expired and (waiting or (missing and not promised)):
             return

@@ -102,9 +102,9 @@ class Voter:
         }
 
     @property
-    def doubted(self) -> set[int]:
+    def doubted_ranks(self) -> set[int]:
         """Return the ranks whose death is doubted: they count as away unless they prove that they live."""
-        return self.parts.ranks.doubted.intersection(self.ranks) - self.assumed
+        return self.parts.ranks.doubted_ranks.intersection(self.ranks) - self.assumed
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
         """Agree with the other ranks on the members that continue.
@@ -177,7 +177,9 @@ class Voter:
         """Handle a message from `peer`."""
         if peer in self.away:
             if self.outcome is not None:
-                self.parts.links.send(peer, self._add_common_fields({"what": "decided", "outcome": self.outcome}))
+                self.parts.links.send_direct(
+                    peer, self._add_common_fields({"what": "decided", "outcome": self.outcome})
+                )
             return
         handler = {
             "vote": self._coordinator.on_vote,
@@ -188,7 +190,7 @@ class Voter:
             "refuse": self._on_refusal,
         }[message["what"]]
         for rank, why in message["dead"]:
-            self.parts.ranks.died(rank, why, tell=False)
+            self.parts.ranks.died(rank, why, notify=False)
         self.assumed.update(message["assumed"])
         handler(peer, message)
 
@@ -282,7 +284,7 @@ class Voter:
 
     def _reach_lost(self) -> None:
         ranks = self.parts.ranks
-        for rank in (ranks.suspected.intersection(self.ranks) - self.away) | self.doubted:
+        for rank in (ranks.suspected.intersection(self.ranks) - self.away) | self.doubted_ranks:
             self.parts.links.reach(rank)
 
     def _repeat_vote(self) -> None:
@@ -331,7 +333,7 @@ class Voter:
                 group.growths = self.number + 1
         elif group is not None:
             text = f"{self.format_ranks(members)} of group {group.name!r} continued as a new group"
-            group.revoke(GroupError(text, group=group.name), tell=False)
+            group.revoke(GroupError(text, group=group.name), notify=False)
         if self.rank in members and not message["outcome"]["grown"]:
             for rank in members:
                 self.parts.ranks.record_return(rank)
@@ -381,7 +383,7 @@ class Voter:
         if rank == self.rank:
             self.handle(rank, message)
         elif rank not in self.away:
-            self.parts.links.send(rank, message)
+            self.parts.links.send_direct(rank, message)
 
     def _add_common_fields(self, message: ControlMessage) -> ControlMessage:
         """Add the common fields to `message`: the group, and the ranks that are away by proof or by declaration."""

@@ -64,7 +64,7 @@ class Departure:
         """Send the notice of this rank's end to every linked peer that has not received it."""
         for link in self._control.links:
             if link.peer != self._notified:
-                self._control.tell(link.peer, self._make_end_message())
+                self._control.send(link.peer, self._make_end_message())
 
     def advance(self) -> None:
         """Take the next step of this rank's end after a link was opened or a rank has gone."""
@@ -79,7 +79,7 @@ class Departure:
                 self.finish()
         elif control.link(hub) is not None and self._notified != hub:
             self._notified = hub
-            control.tell(hub, self._make_end_message())
+            control.send(hub, self._make_end_message())
 
     def finish(self) -> None:
         """End the wait of `run`: every rank that needs the notice has received it."""
@@ -104,7 +104,7 @@ class Departure:
                 self._control.flood({"t": "ended", "ranks": others}, [rank])
         for rank, _, _ in ended:
             if self._control.link(rank) is not None:
-                self._control.tell(rank, {"t": "known"})
+                self._control.send(rank, {"t": "known"})
 
     def _make_end_message(self) -> ControlMessage:
         """Return the notice of this rank's end, which lists its data links."""

@@ -24,7 +24,7 @@ from aiocoll.engine.control.shapes import (
     integer,
     job_rank,
     listed,
-    maybe,
+    none_or,
     one_of,
     per_rank,
     rank_list,
@@ -86,35 +86,35 @@ class JobFacts(NamedTuple):
     ranks_of: Callable[[int, int], Sequence[int] | None]
 
 
-def read(payload: bytes | memoryview, peer: int, way: str, facts: JobFacts) -> ControlMessage:
-    """Decode and check a message of `peer` that arrived on the path `way`.
+def read(payload: bytes | memoryview, peer: int, path: str, facts: JobFacts) -> ControlMessage:
+    """Decode and check a message of `peer` that arrived on the path `path`.
 
     Raises:
         ProtocolError: the message is invalid on this path. The text contains the reason.
     """
     try:
         message = msgpack.unpackb(payload)
-        _check(message, peer, way, facts)
+        _check(message, peer, path, facts)
     except ValueError as error:
         why = str(error) if isinstance(error, SchemaError) else repr(error)
-        raise ProtocolError(f"rank {peer} sent an invalid control message on {way}: {why}") from error
+        raise ProtocolError(f"rank {peer} sent an invalid control message on {path}: {why}") from error
     found: ControlMessage = message
     return found
 
 
-def _check(message: Any, peer: int, way: str, facts: JobFacts) -> None:
+def _check(message: Any, peer: int, path: str, facts: JobFacts) -> None:
     kind = message.get("t") if type(message) is dict else None
     shape = SHAPES.get(kind) if type(kind) is str else None
     if shape is None:
         raise SchemaError(f"unknown kind {shown(kind)}")
-    if way not in shape.ways:
-        raise SchemaError(f"{kind!r} is not allowed on {way}")
+    if path not in shape.paths:
+        raise SchemaError(f"{kind!r} is not allowed on {path}")
     identity = message.get("g")
     ranks = facts.ranks_of(identity, peer) if type(identity) is int else None
     try:
         shape.check(message, Scope(facts.world_size, None if ranks is None else len(ranks)))
         for rule in _RULES.get(str(kind), ()):
-            rule(message, peer, way, facts)
+            rule(message, peer, path, facts)
     except SchemaError as error:
         raise SchemaError(f"{kind!r}: {error}") from None
 
@@ -137,12 +137,12 @@ _GROUP = integer(_U62)
 
 _CALL: dict[str, Check] = {
     "device": text(64),
-    "dtype": maybe(text(LONGEST_NAME)),
-    "counts": maybe(listed(_COUNT)),
-    "sends": maybe(per_rank),
-    "receives": maybe(per_rank),
-    "root": maybe(group_rank),
-    "reduce": maybe(_TEXT),
+    "dtype": none_or(text(LONGEST_NAME)),
+    "counts": none_or(listed(_COUNT)),
+    "sends": none_or(per_rank),
+    "receives": none_or(per_rank),
+    "root": none_or(group_rank),
+    "reduce": none_or(_TEXT),
 }
 _MEMBERS = fields(
     size=integer(MEMBERS),
@@ -152,23 +152,23 @@ _MEMBERS = fields(
 )
 #: The description of a rank's call, see `aiocoll.engine.operations.signature.description`: the required fields, and the
 #: optional ones.
-NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": maybe(integer(_U64)), "key": maybe(_TEXT)}
+NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": none_or(integer(_U64)), "key": none_or(_TEXT)}
 CALLED: dict[str, Check] = {
     **_CALL,
     "shape": listed(_COUNT),
-    "members": maybe(_members),
-    "debug": maybe(text(64)),
+    "members": none_or(_members),
+    "debug": none_or(text(64)),
 }
-_DESCRIPTION = fields({**CALLED, "src": maybe(group_rank), "dst": group_rank, "tag": integer(_U32)}, **NAMED)
+_DESCRIPTION = fields({**CALLED, "src": none_or(group_rank), "dst": group_rank, "tag": integer(_U32)}, **NAMED)
 #: An error as plain data; see `aiocoll.engine.control.causes.cause_of`.
 _CAUSE = fields(
     kind=text(64),
     text=_TEXT,
-    op=maybe(_TEXT),
-    seq=maybe(either(integer(_U64), _TEXT)),
-    group=maybe(_TEXT),
+    op=none_or(_TEXT),
+    seq=none_or(either(integer(_U64), _TEXT)),
+    group=none_or(_TEXT),
     ranks=listed(integer(_U32)),
-    how=maybe(text(64)),
+    how=none_or(text(64)),
 )
 #: See `aiocoll.engine.consensus.completed`.
 _REPORT = fields(
@@ -178,14 +178,14 @@ _REPORT = fields(
 )
 _BALLOT = integer(_U63)
 _OUTCOME = fields(
-    members=rank_list, excluded=rank_list, everywhere=maybe(_REPORT), somewhere=maybe(_REPORT), grown=text(MAX_KEY)
+    members=rank_list, excluded=rank_list, everywhere=none_or(_REPORT), somewhere=none_or(_REPORT), grown=text(MAX_KEY)
 )
 _CANDIDACY: dict[str, Check] = {
     "exclude": fields(exclude=rank_list, completed=_REPORT, lost=rank_list),
     "grown": fields(grown=text(MAX_KEY), lost=rank_list),
     "failed": fields(failed=_TEXT, successor=text(MAX_KEY), lost=rank_list),
 }
-_LINEAGE = listed(row(_GROUP, integer(_U32), maybe(_TEXT), rank_order), LEVELS)
+_LINEAGE = listed(row(_GROUP, integer(_U32), none_or(_TEXT), rank_order), LEVELS)
 _OPERATION = integer(_U63)
 _HOW = one_of("killed", "stopped", "unreachable", PROTOCOL)
 
@@ -214,8 +214,8 @@ def _device_message(**required: Check) -> Check:
 _SHRINK: dict[str, Check] = {
     "vote": _shrink_message(
         ballot=_BALLOT,
-        candidacy=maybe(_candidacy),
-        accepted=maybe(row(_BALLOT, _OUTCOME)),
+        candidacy=none_or(_candidacy),
+        accepted=none_or(row(_BALLOT, _OUTCOME)),
     ),
     "ask": _shrink_message(ballot=_BALLOT),
     "propose": _shrink_message(ballot=_BALLOT, outcome=_OUTCOME),
@@ -234,7 +234,7 @@ _DEVICE: dict[str, Check] = {
     "decision": _device_message(
         number=integer(_U63), decision=row(_BOOL, _TEXT, data(UNIQUE_ID), _BOOL, _BOOL, _BOOL, _BOOL)
     ),
-    "match": _device_message(match=maybe(_MATCH), batches=listed(row(group_rank, integer(_U32), integer(_U16)), 2)),
+    "match": _device_message(match=none_or(_MATCH), batches=listed(row(group_rank, integer(_U32), integer(_U16)), 2)),
     "begin": _device_message(number=integer(_U63), begin=listed(_MATCH)),
     "called": _device_message(called=_COUNT, hash=integer(_U64), seq=integer(_U63)),
     "confirmed": _device_message(confirmed=_COUNT),
@@ -269,11 +269,11 @@ class _Shape(NamedTuple):
     """The schema of one kind of message, and the paths on which it may arrive."""
 
     check: Check
-    ways: frozenset[str]
+    paths: frozenset[str]
 
 
-def _shape(check: Check, *ways: str) -> _Shape:
-    return _Shape(check, frozenset(ways))
+def _shape(check: Check, *paths: str) -> _Shape:
+    return _Shape(check, frozenset(paths))
 
 
 def _passed(value: Any, scope: Scope) -> None:
@@ -296,7 +296,7 @@ SHAPES: dict[str, _Shape] = {
     "died": _shape(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
     # Messages about groups, whether or not this rank has made them.
     "bye": _shape(
-        fields({"linked": _BOOL, "name": _TEXT}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED
+        fields({"linked": _BOOL, "name": _TEXT}, t=_TEXT, g=_GROUP, cause=none_or(_CAUSE)), CONTROL, DATA, RELAYED
     ),
     "revoke": _shape(fields({"name": _TEXT}, t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
     "shrink": _shape(_shrink, CONTROL, RELAYED),
@@ -304,12 +304,12 @@ SHAPES: dict[str, _Shape] = {
     # Messages about operations, see `aiocoll.engine.failure.stall_inspector` and `mismatch`.
     "report": _shape(_group_message({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
     "query": _shape(_group_message(op=_OPERATION), CONTROL, RELAYED),
-    "absent": _shape(_group_message(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
+    "absent": _shape(_group_message(op=_OPERATION, last=_TEXT, age=none_or(seconds), asked=_TRUE), CONTROL, RELAYED),
     "status": _shape(
         _group_message(
             op=_OPERATION,
             missing=listed(group_rank),
-            known=listed(row(group_rank, _BOOL, maybe(_TEXT), maybe(seconds), seconds, _TEXT)),
+            known=listed(row(group_rank, _BOOL, none_or(_TEXT), none_or(seconds), seconds, _TEXT)),
         ),
         CONTROL,
         RELAYED,
@@ -323,7 +323,7 @@ SHAPES: dict[str, _Shape] = {
 Rule = Callable[[ControlMessage, int, str, JobFacts], None]
 
 
-def _relay(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
+def _relay(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     to = message["to"]
     if to in (facts.rank, peer):
         raise SchemaError(f"to: a message of rank {peer} cannot be relayed to rank {to}")
@@ -331,31 +331,31 @@ def _relay(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> Non
     _check(message["note"], peer, RELAYED, facts._replace(rank=to))
 
 
-def _relayed(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
+def _relayed(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     origin = message["from"]
     if origin in (facts.rank, peer):
         raise SchemaError(f"from: a message of rank {origin} cannot be relayed by rank {peer}")
     _check(message["note"], origin, RELAYED, facts)
 
 
-def _formed(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
+def _formed(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     if peer:
         raise SchemaError("only rank 0 sends this")
 
 
-def _check_linked(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
+def _check_linked(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     """Check that a message has the field `linked`, the data links on which it also arrives, except on a data link."""
-    if (way == DATA) == ("linked" in message):
-        raise SchemaError(f"linked: not allowed on {way}" if way == DATA else "linked is missing")
+    if (path == DATA) == ("linked" in message):
+        raise SchemaError(f"linked: not allowed on {path}" if path == DATA else "linked is missing")
 
 
-def _ended(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
+def _ended(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     ranks = [rank for rank, _, _ in message["ranks"]]
     if facts.rank in ranks or len(set(ranks)) < len(ranks):
         raise SchemaError(f"ranks: {ranks} contains rank {facts.rank}, which received it, or a rank twice")
 
 
-def _own_call(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
+def _own_call(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     """Check that a rank describes its own call."""
     ranks = facts.ranks_of(message["g"], peer)
     call = message["mine"] if "mine" in message else message["theirs"]
@@ -363,13 +363,13 @@ def _own_call(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> 
         raise SchemaError(f"rank: the call is of rank {call['rank']} of the group, not of the sender")
 
 
-def _splits(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
+def _splits(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     for _, _, _, ranks in message.get("split", ()):
         if peer not in ranks or facts.rank not in ranks:
             raise SchemaError(f"split: ranks {peer} and {facts.rank} are not both in a group of {ranks}")
 
 
-def _agreement(message: ControlMessage, peer: int, way: str, facts: JobFacts) -> None:
+def _agreement(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     ranks, known = message["ranks"], facts.ranks_of(message["g"], peer)
     if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
         raise SchemaError(f"ranks: {ranks} are not the ranks of the group")

@@ -25,7 +25,7 @@ __all__ = [
     "job_rank",
     "listed",
     "mapped",
-    "maybe",
+    "none_or",
     "one_of",
     "per_rank",
     "rank_list",
@@ -129,7 +129,7 @@ def either(*checks: Check) -> Check:
     return check
 
 
-def maybe(inner: Check) -> Check:
+def none_or(inner: Check) -> Check:
     """Return a check for None, or a value that passes `inner`."""
 
     def check(value: Any, scope: Scope) -> None:

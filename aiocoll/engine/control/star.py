@@ -138,7 +138,7 @@ class ControlPlane:
                 send_message(each, {"t": "formed"})
         backlog, self._backlog = self._backlog, []
         for rank, message in backlog:
-            self.tell(rank, message)
+            self.send(rank, message)
         self._detector.linked(link)
         self._ranks.record_return(link.peer)
         self._direct_links.on_link_open(link)
@@ -146,7 +146,7 @@ class ControlPlane:
 
     # -- sending
 
-    def tell(self, rank: int, message: ControlMessage) -> None:
+    def send(self, rank: int, message: ControlMessage) -> None:
         """Send `message` to one rank, through the hub if there is no link."""
         link = self._links.get(rank)
         if link is not None:
@@ -162,7 +162,7 @@ class ControlPlane:
         """Send `message` to all other `ranks`."""
         for rank in ranks:
             if rank != self._context.rank:
-                self.tell(rank, message)
+                self.send(rank, message)
 
     # -- receiving: the sink of control links
 

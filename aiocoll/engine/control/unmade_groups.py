@@ -160,7 +160,7 @@ class UnmadeGroups:
             goodbyes.mark(peer, bool(each.frames), bool(each.notes))
         return goodbyes
 
-    def disown(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
+    def refuse_group(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
         """Drop and ignore everything about a group that `peer` has named: this rank, `me`, will never be in it."""
         if self._closed.is_known(identity):
             return

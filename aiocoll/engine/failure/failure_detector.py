@@ -142,7 +142,7 @@ class FailureDetector:
             watched = {link.peer for link in control.links}
         else:
             watched = {hub}
-            control.tell(hub, {"t": "waits"})
+            control.send(hub, {"t": "waits"})
         self._watchdog.observe(watched & self._processes.keys())
 
     def is_known_alive(self, rank: int) -> bool:

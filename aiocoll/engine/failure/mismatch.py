@@ -70,7 +70,7 @@ class MismatchReports:
 
     def _revoke_here(self, one: Description, two: Description) -> None:
         group = self._group
-        if group.stands():
+        if group.is_usable():
             self.revoke(one, two)
             # The silent rank may relay revocations, so these messages use direct links where they exist.
             for rank in set(range(len(group.ranks))) - {group.rank}:

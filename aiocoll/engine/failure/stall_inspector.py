@@ -120,9 +120,9 @@ class StallInspector:
         """Return the ranks that have not entered, as far as this rank knows, and a text about them."""
         finding = self._findings.get(operation.id)
         if finding is not None:
-            return finding.ranks(self._now()), finding.words(self._now())
+            return finding.ranks(self._now()), finding.describe(self._now())
         asked = self._asked.get(operation.id)
-        text = operation.standing() or "no rank has answered yet"
+        text = operation.describe_wait() or "no rank has answered yet"
         if asked is not None:
             text = f"rank {asked[0]} has not answered the stall report of {self._now() - asked[1]:.2g} s ago"
         if awaited := operation.awaited():
@@ -301,7 +301,7 @@ class StallInspector:
     def _on_overdue(self, op: int) -> None:
         """Notify the waiting ranks of a slow rank."""
         report = self._reports.get(op)
-        if report is not None and self._silent and self._group.stands():
+        if report is not None and self._silent and self._group.is_usable():
             self._send_status(op, report, list(report.called))
             self._schedule_overdue(op)
 
@@ -313,7 +313,7 @@ class StallInspector:
 
     def _answer_waiting(self, op: int, report: StallReport) -> None:
         report.due = False
-        if self._group.stands():
+        if self._group.is_usable():
             self._send_status(op, report, list(report.called))
 
     def _send_status(self, op: int, report: StallReport, ranks: list[int]) -> None:

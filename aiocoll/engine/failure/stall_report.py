@@ -63,7 +63,7 @@ class Finding(NamedTuple):
             each.rank for each in self.known if each.entered
         ]
 
-    def words(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         """Return a text about the ranks that the operation waits for."""
         since = now - self.received
         absent = [each.describe(since) for each in self.known if not each.entered]

@@ -127,7 +127,7 @@ class Channel:
         self._inflight = message, total
         return False
 
-    def kick(self, message: Message) -> None:
+    def enqueue(self, message: Message) -> None:
         """Queue `message` unless it is queued, since more of it may be sent now."""
         if not message.queued:
             message.queued = True
@@ -139,7 +139,7 @@ class Channel:
         operation.granted |= {self.peer}
         for message in self._blocked.pop(operation, ()):
             message.blocked = False
-            self.kick(message)
+            self.enqueue(message)
 
     def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
         """Send a frame without payload, ahead of the queue."""

@@ -91,7 +91,7 @@ class InboundMessage:
             )
 
     @property
-    def withheld(self) -> bool:
+    def is_grant_pending(self) -> bool:
         """Return whether the sender waits for a grant, now or soon."""
         return self.ready or self.total > EAGER_WINDOW
 

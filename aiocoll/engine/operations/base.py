@@ -172,7 +172,7 @@ class Operation:
         """Suppress warnings and reports, because another operation reports them or no rank caused the delay."""
         self.warned, self.reported = True, inf
 
-    def put_off(self) -> None:
+    def schedule_advance(self) -> None:
         """Schedule another call of `advance` for the next loop iteration."""
         if not self._put_off:
             self._put_off = True
@@ -228,7 +228,7 @@ class Operation:
         name = self.completion.key or self.completion.seq
         return self.completion.op if name is None else f"{self.completion.op} (sequence {name!r})"
 
-    def standing(self) -> str | None:
+    def describe_wait(self) -> str | None:
         """Return a text that describes the state of a message.
 
         None for a collective, whose state the stall inspector collects from all ranks.
@@ -244,7 +244,7 @@ class Operation:
         channels = self.comm.channels
         return carriers_of(channels if self.peer is None else [channels[self.peer]])
 
-    def hangs_here(self) -> bool:
+    def is_waiting_for_device(self) -> bool:
         """Return whether the operation only waits for a device of this rank."""
         return False
 

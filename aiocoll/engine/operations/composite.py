@@ -118,9 +118,9 @@ class Children:
         """Return the ranks whose data has not arrived."""
         return sorted({rank for child in self._running for rank in child.awaited()})
 
-    def hanging(self) -> Operation | None:
+    def find_waiting_for_device(self) -> Operation | None:
         """Return a child that only waits for a device of this rank; None if there is none."""
-        return next((child for child in self._running if child.hangs_here()), None)
+        return next((child for child in self._running if child.is_waiting_for_device()), None)
 
     def __bool__(self) -> bool:
         return bool(self._running)

@@ -262,7 +262,7 @@ class ProgramExecutor(Operation):
             if action.final and kernel.finalize is not None:
                 kernel.finalize(out)
         except Exception as error:  # raised by the user's reduce function
-            self.comm.broke(self, error, "its reduce function raised ")
+            self.comm.revoke_after_error(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
 
@@ -301,7 +301,7 @@ class ProgramExecutor(Operation):
                 self._messages = {}
             self._messages[index] = message
         if limit or not total:
-            channel.kick(message)
+            channel.enqueue(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
         """Handle the sending of `nbytes` more bytes of `message`."""
@@ -337,7 +337,7 @@ class ProgramExecutor(Operation):
         elif self._messages is not None and (message := self._messages.get(index)) is not None:
             message.limit = min([self._moved[i] for i in plan.follow[index]])
             if message.limit > message.moved:
-                self.comm.channels[plan.program[index].peer].kick(message)
+                self.comm.channels[plan.program[index].peer].enqueue(message)
 
     # -- local work
 
@@ -354,7 +354,7 @@ class ProgramExecutor(Operation):
             if self._run_chunk(index):
                 local.appendleft(index)
             if local and ticks() > deadline:
-                self.put_off()
+                self.schedule_advance()
                 break
         self._working = False
 
@@ -396,7 +396,7 @@ class ProgramExecutor(Operation):
             else:
                 kernel.fold(inputs, place)
         except Exception as error:  # raised by the user's reduce function
-            self.comm.broke(self, error, "its reduce function raised ")
+            self.comm.revoke_after_error(self, error, "its reduce function raised ")
 
     # -- memory
 

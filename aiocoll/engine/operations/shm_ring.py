@@ -209,7 +209,7 @@ class ShmRing(Operation):
                 return moved
             moved = True
             if ticks() > deadline:
-                self.put_off()
+                self.schedule_advance()
                 break
         return moved
 
@@ -268,7 +268,7 @@ class ShmRing(Operation):
         message.limit = min((chunk + 1) * self._nbytes, message.total)
         if message.limit < message.total:
             self._messages[step] = message
-        self.comm.channels[self._right].kick(message)
+        self.comm.channels[self._right].enqueue(message)
 
     def _put_in_queue(self, link: SharedMemoryLink, region: Region, chunk: int) -> bool:
         queue, itemsize = link.chunks, self._plan.itemsize
@@ -334,7 +334,7 @@ class ShmRing(Operation):
             if step == len(sources) - 1 and kernel.finalize is not None:
                 kernel.finalize(out)
         except Exception as error:  # raised by a user's function
-            self.comm.broke(self, error, "its reduce function raised ")
+            self.comm.revoke_after_error(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
 

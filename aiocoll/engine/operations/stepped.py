@@ -110,7 +110,7 @@ class Stepped(ProgramExecutor):
         except StopIteration as end:
             self.succeed(end.value)
         except Exception as error:
-            self.comm.broke(self, error)
+            self.comm.revoke_after_error(self, error)
 
     def _exchange(self, number: int) -> None:
         self._mine[0] = number

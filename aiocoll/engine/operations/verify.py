@@ -62,7 +62,7 @@ class Compared(Post):
 
     def enter(self) -> None:
         """Send the description of this rank's call."""
-        mine = self._says()
+        mine = self._encode_call()
         if self.comm.rank == 0:
             self._incoming[0] = memoryview(mine)
         else:
@@ -98,7 +98,7 @@ class Compared(Post):
         if self._children is not None:
             self._children.fail(error)
 
-    def _says(self) -> bytes:
+    def _encode_call(self) -> bytes:
         """Return the encoded call to send to rank 0."""
         return packed(self.describe(), None)
 
@@ -186,5 +186,5 @@ class RejectedCall(Compared):
             error.__cause__ = self._wrong
         super().ended(result, error)
 
-    def _says(self) -> bytes:
+    def _encode_call(self) -> bytes:
         return packed(self.describe(), str(self._wrong))

@@ -162,7 +162,7 @@ class BackendAgreement:
         if rank == comm.rank:
             self.handle(rank, message)
         else:
-            comm.endpoint.control.tell(comm.ranks[rank], {"t": DEVICE, "g": comm.id, **message})
+            comm.endpoint.control.send(comm.ranks[rank], {"t": DEVICE, "g": comm.id, **message})
 
     # -- as rank 0
 

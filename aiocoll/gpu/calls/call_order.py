@@ -60,11 +60,11 @@ class CallOrder:
 
     def place(self, begin: Callable[[bool], None]) -> None:
         """Give a numbered operation its place among all calls, as rank 0; see `Pacing.place`."""
-        self._as_rank_0().pacing.place(begin)
+        self._require_comparison().pacing.place(begin)
 
-    def share(self, tell: Callable[[], None]) -> None:
+    def share(self, on_shared: Callable[[], None]) -> None:
         """Stop all ranks from launching ahead, as rank 0; see `Pacing.share`."""
-        self._as_rank_0().pacing.share(tell)
+        self._require_comparison().pacing.share(on_shared)
 
     def needs(self, peer: int, position: int) -> bool:
         """Return whether an unconfirmed call needs the leaving rank `peer`."""
@@ -96,25 +96,25 @@ class CallOrder:
         """
         if "called" in message:
             self._check_seq(peer, index(message["called"]), index(message["seq"]))
-            self._as_rank_0().reported(peer, index(message["called"]), index(message["hash"]))
+            self._require_comparison().reported(peer, index(message["called"]), index(message["hash"]))
         elif "halted" in message:
-            self._as_rank_0().pacing.halted(peer, index(message["halted"]))
+            self._require_comparison().pacing.halted(peer, index(message["halted"]))
         elif "differs" in message:
-            self._as_rank_0()
+            self._require_comparison()
             self._mismatch(index(message["position"]), {**message["differs"], "rank": peer})
         elif peer:
             raise ValueError("only rank 0 may send this message")
         elif "confirmed" in message:
             self.program.confirm(index(message["confirmed"]))
         elif "pace" in message:
-            self._obey(message["number"], message["pace"], index(message["through"]), index(message["upto"]))
+            self._follow_pace(message["number"], message["pace"], index(message["through"]), index(message["upto"]))
         else:
             self._find(index(message["position"]), message["compare"])
 
     def _send(self, rank: int, message: dict[str, Any]) -> None:
         self._comm.channels[rank].send_control({"t": DEVICE, "g": self._comm.id, **message})
 
-    def _as_rank_0(self) -> CallComparison:
+    def _require_comparison(self) -> CallComparison:
         if self._comparison is None:
             raise ValueError("only rank 0 may receive this message")
         return self._comparison
@@ -125,9 +125,9 @@ class CallOrder:
         if self._comparison is None:
             self._send(0, {"called": position, "hash": found, "seq": seq})
         else:
-            self._comparison.go_on()
+            self._comparison.compare_reports()
 
-    def _obey(self, number: int, pace: str, through: int, confirmed: int) -> None:
+    def _follow_pace(self, number: int, pace: str, through: int, confirmed: int) -> None:
         """Follow a pace message from rank 0 when its number is due."""
 
         def obey(staged: bool) -> None:
@@ -135,14 +135,14 @@ class CallOrder:
             program.is_staged = staged
             if pace == "halt":
                 program.through = program.started
-                self._halted(program.started)
+                self._report_halt(program.started)
             else:
                 program.through = None if pace == "ahead" else through
             program.confirm(confirmed)
 
         self._hold(number, obey, pace == "placed")
 
-    def _halted(self, position: int) -> None:
+    def _report_halt(self, position: int) -> None:
         if self._comparison is None:
             self._send(0, {"halted": position})
         else:
@@ -165,7 +165,7 @@ class CallOrder:
         numbers = self._number(pace == "placed")
         for rank in self._comm.others:
             self._send(rank, {"number": numbers[rank], "pace": pace, "through": through, "upto": confirmed})
-        self._obey(numbers[0], pace, through, confirmed)
+        self._follow_pace(numbers[0], pace, through, confirmed)
 
     def _compare(self, rank: int, start: int, hashes: Sequence[int]) -> None:
         self._send(rank, {"compare": list(hashes), "position": start})

@@ -53,7 +53,7 @@ class Decision(NamedTuple):
     shared: bool = False
 
     @property
-    def way(self) -> str:
+    def description(self) -> str:
         """Text that describes how calls are carried out."""
         return "are refused" if self.refused else "go by NCCL" if self.native else "go through the host"
 

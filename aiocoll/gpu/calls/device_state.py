@@ -253,7 +253,7 @@ class DeviceState:
             "group %r, rank %d: CUDA arrays %s: %s",
             self.comm.name,
             self.comm.rank,
-            decision.way,
+            decision.description,
             decision.why,
             extra=self.comm.log_extra,
         )

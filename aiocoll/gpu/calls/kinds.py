@@ -48,7 +48,7 @@ class Kind:
             found = plan.on_device = Kind(plan.signature)
         return found
 
-    def way(self, plan: Plan, decision: Decision | None) -> int:
+    def choose_method(self, plan: Plan, decision: Decision | None) -> int:
         """Return how the group carries out the calls of `plan`, given its backend decision, which never changes."""
         if decision is None or not decision.native:
             return STAGED

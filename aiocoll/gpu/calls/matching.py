@@ -78,7 +78,7 @@ class BatchMatching:
             unit.timer = self._call_later(MAX_WAIT, lambda: self._stop_waiting(unit))
         self._settle(unit)
 
-    def without(self, batch: MessageBatch) -> None:
+    def record_uncarried(self, batch: MessageBatch) -> None:
         """Record that a message of a batch is not carried by NCCL."""
         if batch.size > 1:
             self._settle(self._joined([batch]))

@@ -135,15 +135,15 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
             enqueue, arrays = calls[0]
             enqueue(arrays, tools)
             return
-        with _together(tools):
+        with _group_calls(tools):
             for enqueue, arrays in calls:
                 enqueue(arrays, tools._replace(grouped=True))
     finally:
         if tools.after:
-            _follow(tools.after)
+            _call_all(tools.after)
 
 
-def _follow(after: list[Callable[[], None]]) -> None:
+def _call_all(after: list[Callable[[], None]]) -> None:
     """Call all functions of `after`, even if some of them fail."""
     with ExitStack() as stack:
         for call in after:
@@ -227,13 +227,13 @@ def _broadcast(root: int, arrays: Sequence[DeviceArray | None], tools: Tools) ->
     tools.end.broadcast(array.ptr, array.ptr, array.nbytes, _BYTES, root, tools.stream)
 
 
-def _given(arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
+def _drop_missing(arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
     """Return the arrays without the entries that are None."""
     return [each for each in arrays if each is not None]
 
 
 def _all_gather(way: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
-    *blocks, source = _given(arrays)
+    *blocks, source = _drop_missing(arrays)
     if way == PACKED and not _is_packed(blocks):
         whole = _scratch(sum(block.nbytes for block in blocks), tools)
         for address, block in _places(whole, blocks):
@@ -241,13 +241,13 @@ def _all_gather(way: int, arrays: Sequence[DeviceArray | None], tools: Tools) ->
         tools.end.all_gather(source.ptr, whole, source.nbytes, _BYTES, tools.stream)
         return
     given = source.ptr
-    if source.size and _lies_across(source, blocks, tools.rank):
+    if source.size and _overlaps_out_of_place(source, blocks, tools.rank):
         given = _scratch(source.nbytes, tools)
         tools.cuda.copy(given, source.ptr, source.nbytes, tools.stream)
     if way == PACKED:
         tools.end.all_gather(given, blocks[0].ptr, source.nbytes, _BYTES, tools.stream)
         return
-    with _together(tools):
+    with _group_calls(tools):
         for rank, block in enumerate(blocks):
             if block.size:
                 start = given if rank == tools.rank else block.ptr
@@ -255,7 +255,7 @@ def _all_gather(way: int, arrays: Sequence[DeviceArray | None], tools: Tools) ->
 
 
 def _reduce_scatter(reduction: _Reduction, way: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
-    *blocks, target = _given(arrays)
+    *blocks, target = _drop_missing(arrays)
     each, dtype, number = reduction
     starts = [block.ptr for block in blocks]
     if way == PACKED and not _is_packed(blocks):
@@ -267,7 +267,7 @@ def _reduce_scatter(reduction: _Reduction, way: int, arrays: Sequence[DeviceArra
     if way == PACKED:
         tools.end.reduce_scatter(starts[0], target.ptr, target.size * each, dtype, number, tools.stream)
         return
-    with _together(tools):
+    with _group_calls(tools):
         for rank, (start, block) in enumerate(zip(starts, blocks, strict=True)):
             if block.size:
                 into = target.ptr if rank == tools.rank else start
@@ -280,7 +280,7 @@ def _is_packed(blocks: Sequence[DeviceArray]) -> bool:
     return all(block.ptr == blocks[0].ptr + rank * step for rank, block in enumerate(blocks))
 
 
-def _lies_across(own: DeviceArray, blocks: Sequence[DeviceArray], rank: int) -> bool:
+def _overlaps_out_of_place(own: DeviceArray, blocks: Sequence[DeviceArray], rank: int) -> bool:
     """Return whether this rank's part overlaps the parts of all ranks other than exactly in place."""
     return any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks))
 
@@ -333,7 +333,7 @@ def exchange(
     Raises:
         DeviceError: CUDA or NCCL has refused.
     """
-    with _together(tools):
+    with _group_calls(tools):
         for peer, array in sends:
             tools.end.send(array.ptr, array.nbytes, _BYTES, peer, tools.stream)
         for peer, array in receives:
@@ -341,7 +341,7 @@ def exchange(
 
 
 @contextlib.contextmanager
-def _together(tools: Tools) -> Iterator[None]:
+def _group_calls(tools: Tools) -> Iterator[None]:
     """Combine the calls of the block in one NCCL group, unless they are part of a group already."""
     if tools.grouped:
         yield

@@ -103,9 +103,9 @@ class Pacing:
             self._timer = self._call_later(MAX_WAIT, self._stage)
         self._halt()
 
-    def share(self, tell: Callable[[], None]) -> None:
-        """Stop all ranks from launching ahead; call `tell` once they have reached one position."""
-        self._shares = tell
+    def share(self, on_shared: Callable[[], None]) -> None:
+        """Stop all ranks from launching ahead; call `on_shared` once they have reached one position."""
+        self._shares = on_shared
         self._halt()
         self._place_queued()
 
@@ -150,8 +150,8 @@ class Pacing:
         if not self._queue:
             self._stop_waiting()
         if self._shares is not None and (self._is_even or self._is_short):
-            tell, self._shares, self._is_shared = self._shares, None, True
-            tell()
+            on_shared, self._shares, self._is_shared = self._shares, None, True
+            on_shared()
 
     def _stage(self) -> None:
         self._stop_waiting()

@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util import get_node_ip_address
 
 from aiocoll.errors import GroupClosedError, GroupError
-from aiocoll.integrations.parts import Parts, State, all_right
+from aiocoll.integrations.parts import Parts, State, wait_for_all
 from aiocoll.integrations.programs import RankLostError, Ranks
 from aiocoll.integrations.ray.calls import ask, cause_of, checked, is_loss
 from aiocoll.log import logger
@@ -181,7 +181,7 @@ class group:
             while True:
                 try:
                     if await self._are_whole():
-                        return await all_right(ask(actor, "regrouped") for actor in self.actors)
+                        return await wait_for_all(ask(actor, "regrouped") for actor in self.actors)
                 except (GroupError, RayActorError) as error:
                     logger.info("the group of actors is not complete; trying again: %s", error)
                 await asyncio.sleep(AGAIN)

@@ -126,7 +126,7 @@ class Doorbell:
     def _on_turn(self) -> None:
         again = False
         try:
-            again = self._watcher.linger(self.poll()) and not self.closed
+            again = self._watcher.keep_polling(self.poll()) and not self.closed
         finally:
             # Also after an exception: this rank either polls again or can be woken.
             if again:

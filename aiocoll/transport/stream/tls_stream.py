@@ -73,7 +73,7 @@ class TlsStream(SocketStream):
                     return sent
                 raise BlockingIOError from None
             except ssl.SSLError as error:
-                raise self._broken(error) from error
+                raise self._connection_error(error) from error
             self._held = 0
             sent += len(record)
         return sent
@@ -104,7 +104,7 @@ class TlsStream(SocketStream):
                     return got
                 raise BlockingIOError from None
             except ssl.SSLError as error:
-                raise self._broken(error) from error
+                raise self._connection_error(error) from error
             if not more:
                 return got
             got += more
@@ -135,8 +135,8 @@ class TlsStream(SocketStream):
                 self._is_scheduled = False
             self._schedule_read()
 
-    def _broken(self, error: ssl.SSLError) -> ConnectionError:
-        return _broken(error, self._tls, self._address)
+    def _connection_error(self, error: ssl.SSLError) -> ConnectionError:
+        return _connection_error(error, self._tls, self._address)
 
     def _schedule_read(self) -> None:
         """Schedule another read if there are decrypted bytes left, which the event loop does not report."""
@@ -149,7 +149,7 @@ class TlsStream(SocketStream):
         self._read()
 
 
-def _broken(error: ssl.SSLError, tls: Tls, address: str) -> ConnectionError:
+def _connection_error(error: ssl.SSLError, tls: Tls, address: str) -> ConnectionError:
     reset = ConnectionResetError(errno.ECONNRESET, f"TLS: {error.reason or error}")
     return explain_tls_error(error, tls, address) or reset
 
@@ -227,7 +227,7 @@ async def open_tls(tls: Tls, loop: asyncio.AbstractEventLoop, sock: socket.socke
         try:
             await _do_handshake(loop, secured)
         except ssl.SSLError as error:
-            raise _broken(error, tls, address) from error
+            raise _connection_error(error, tls, address) from error
         return TlsStream(loop, secured, tls, address, dialled=dialled)
     except BaseException:
         secured.close()

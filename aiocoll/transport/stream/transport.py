@@ -68,7 +68,7 @@ class StreamTransport:
     accepted: Callable[[Link], None]
     heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool] = staticmethod(lambda: False)
-    linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
+    keep_polling: Callable[[bool], bool] = staticmethod(lambda moved: False)
     #: Returns the number of connections of a data link to a host, by the host's name in its card.
     connections: Callable[[str], int] = staticmethod(lambda host: 1)
 
