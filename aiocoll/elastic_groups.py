@@ -104,7 +104,7 @@ async def elastic(
             except TimeoutError as error:
                 if not limit.expired():
                     raise
-                raise mending.give_up(f"no new group within mend_timeout={mend_timeout:g} s") from error
+                raise mending.abort_group(f"no new group within mend_timeout={mend_timeout:g} s") from error
             yield mending.pg
             if (failure := mending.failure) is None:
                 return
@@ -164,7 +164,7 @@ class _ElasticRank:
         await self._change_to(await self.pg.shrink())
         return await self._catch_failure(self._grow())
 
-    def give_up(self, reason: str) -> CollectiveTimeoutError:
+    def abort_group(self, reason: str) -> CollectiveTimeoutError:
         """Abort the group, so that the other ranks stop waiting, too, and return the error to raise."""
         pg = self.pg
         text = f"group {pg.group_name!r}, rank {pg.rank()} of {pg.size()}: {reason}, {self.step}"

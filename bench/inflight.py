@@ -38,13 +38,13 @@ class Workloads:
         self.all = [Workload(self.case, rank, world_size) for _ in range(case.inflight)]
         self.rounds = self.all[0].rounds
 
-    def fresh(self) -> None:
+    def fill_patterns(self) -> None:
         for each in self.all:
-            each.fresh()
+            each.fill_patterns()
 
-    def steady(self) -> None:
+    def fill_repeatable(self) -> None:
         for each in self.all:
-            each.steady()
+            each.fill_repeatable()
 
     def count_wrong(self) -> int:
         return sum(each.count_wrong() for each in self.all)

@@ -213,7 +213,7 @@ PARTS = {
     "device_ask": "aiocoll.gpu.calls.communicator.DeviceCommunicator._check_async_error",
     "device_decided": "aiocoll.gpu.calls.device_state.DeviceState._on_backend_decision",
     "device_give_way": "aiocoll.gpu.calls.communicator.DeviceCommunicator._yield_to_launcher",
-    "device_given_way": "aiocoll.runtime.Runtime.give_way",
+    "device_given_way": "aiocoll.runtime.Runtime.yield_gil",
     "device_judge": "aiocoll.gpu.calls.device_state.DeviceState.compare_calls",
     "device_launch": "aiocoll.gpu.device.Device.launch",
     "device_matched": "aiocoll.gpu.calls.matching.BatchMatching.matched",

@@ -38,7 +38,7 @@ class Divergence:
     """
 
     call: MergedCall
-    words: str | None
+    difference: str | None
     missing: tuple[int, ...]
     later: int
 
@@ -82,23 +82,25 @@ def divergence(group: GroupDumps) -> Divergence | None:
 
     A collective that a rank has not entered counts if the group has failed, or after the others waited for 250 ms.
     """
-    found = [(call, words, missing) for call in group.calls for words, missing in _find_difference(group, call)]
+    found = [
+        (call, difference, missing) for call in group.calls for difference, missing in _find_difference(group, call)
+    ]
     # Collectives without a key are ordered by their sequence number, which does not depend on the clocks of hosts.
     ordered = min((each for each in found if each[0].key is None), key=lambda each: each[0].seq, default=None)
     keyed = next((each for each in found if each[0].key is not None), None)
     both = [each for each in (ordered, keyed) if each is not None]
     if not both:
         return None
-    call, words, missing = min(both, key=lambda each: each[0].first)
-    return Divergence(call, words, missing, len(found) - 1)
+    call, difference, missing = min(both, key=lambda each: each[0].first)
+    return Divergence(call, difference, missing, len(found) - 1)
 
 
 def _find_difference(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
     """Yield the difference between the calls and the missing ranks, if there is a difference or a missing rank."""
-    words = _find_different_calls(group, call)
+    difference = _find_different_calls(group, call)
     missing = tuple(rank for rank in group.ranks if rank not in call.entries and _is_missing(group, call, rank))
-    if words is not None or missing:
-        yield words, missing
+    if difference is not None or missing:
+        yield difference, missing
 
 
 def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
@@ -337,16 +339,16 @@ def _group_calls(call: MergedCall) -> list[tuple[Entry, list[int]]]:
 def _describe_last_call(group: GroupDumps, rank: int) -> str:
     """Return the last collective of a rank, and the message that it waits for, which may be the reason."""
     collectives = group.entries(rank, "collective")
-    words = "in no collective yet"
+    text = "in no collective yet"
     if collectives:
         last = collectives[-1]
         age = group.dumped(rank) - last["entered"] - group.shifts[rank]
-        words = f"last in {_call_text(last)} at {_site(last)}, entered {_time(age)} before its dump, {last['state']}"
+        text = f"last in {_call_text(last)} at {_site(last)}, entered {_time(age)} before its dump, {last['state']}"
     waiting = [entry for entry in group.entries(rank, "message") if entry["state"] != "finished"]
     if waiting:
         waits = "waits" if waiting[-1]["state"] == "pending" else "waited"
-        words += f"; it {waits} in {_call_text(waiting[-1])} at {_site(waiting[-1])}"
-    return words
+        text += f"; it {waits} in {_call_text(waiting[-1])} at {_site(waiting[-1])}"
+    return text
 
 
 def _unfinished(group: GroupDumps) -> list[str]:

@@ -80,8 +80,8 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, notify
         rounds = _Rounds(PrefixStore("doctor", store), hosts)
         await stack.enter_async_context(stack.enter_context(Progress()).watching(rounds.stage))
         await stack.enter_async_context(store)
-        told = {"nnodes": hosts.nnodes, "store": store.reached, "listens": listens, "facts": _facts(options)}
-        came = await rounds.first(told, timeout)
+        report = {"nnodes": hosts.nnodes, "store": store.reached, "listens": listens, "facts": _facts(options)}
+        came = await rounds.first(report, timeout)
         visitor = await stack.enter_async_context(_Visitor(hosts, options, [*came]))
         met = await _dial_hosts(rounds, visitor, came, timeout)
         await rounds.leave()
@@ -90,7 +90,7 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, notify
 
 async def _dial_hosts(rounds: _Rounds, visitor: _Visitor, came: Mapping[int, Any], timeout: float) -> HostsMet:
     """Dial the other hosts, and exchange the results with them."""
-    facts = {host: HostFacts(*told["facts"]) for host, told in came.items()}
+    facts = {host: HostFacts(*report["facts"]) for host, report in came.items()}
     met = HostsMet(came[0]["nnodes"], came[0]["listens"], timeout, facts, {})
     if met.differ():
         return met
@@ -173,8 +173,8 @@ class _Rounds:
             keys = {host: f"{what}/{host}" for host in self._there}
             with suppress(StoreTimeoutError):
                 await self._store.wait(keys.values(), limit)
-            told = {host: await self._store.get(key) for host, key in keys.items() if await self._store.check([key])}
-            await self._store.set(what, msgpack.packb(told))
+            report = {host: await self._store.get(key) for host, key in keys.items() if await self._store.check([key])}
+            await self._store.set(what, msgpack.packb(report))
         try:
             found = msgpack.unpackb(await self._store.get(what, limit + _SLACK), strict_map_key=False)
         except StoreTimeoutError:
@@ -233,7 +233,7 @@ class _Visitor:
         """Listen; return the card for the other hosts and "", or None and the reason of the failure."""
         try:
             await self._open_stream.encrypt(self._options.encryption != "none")
-            stores = {host: told["store"] for host, told in came.items()}
+            stores = {host: report["store"] for host, report in came.items()}
             return await listen_between_hosts(self._transport, self._options, stores, together=False), ""
         except (AiocollError, ValueError) as error:
             return None, str(error)

@@ -217,19 +217,19 @@ class HostsLink:
             self._notify(RestartGrant(self._asked.pop(0), number if number <= self.allowed else 0))
         keys = [key for key in await store.list_keys() if key.startswith("host/")]
         data = await store.multi_get(keys)
-        told = {
+        reports = {
             int(key.removeprefix("host/")): _HostReport.unpacked(each) for key, each in zip(keys, data, strict=True)
         }
         if self._server is not None:
-            await self._decide(store, self._server, told)
+            await self._decide(store, self._server, reports)
         else:
             await self._receive_decision(store)
         decision = self._decision
         assert decision is not None
-        self._states = {host: each.state for host, each in told.items() if host not in decision.lost}
+        self._states = {host: each.state for host, each in reports.items() if host not in decision.lost}
         self._notify(OtherHosts({host: state for host, state in self._states.items() if host != self._hosts.node_rank}))
         if self._server is not None:
-            left = all(told[host].leaves for host in self._states if host)
+            left = all(reports[host].leaves for host in self._states if host)
             return decision.over and (left or monotonic() - self._decided > LOST)
         if decision.over or self._leaves:
             await store.set(mine, self._encode_report())
@@ -256,10 +256,10 @@ class HostsLink:
 
     # -- decisions: host 0 makes them, the others read them
 
-    async def _decide(self, store: Store, server: StoreServer, told: Mapping[int, _HostReport]) -> None:
+    async def _decide(self, store: Store, server: StoreServer, reports: Mapping[int, _HostReport]) -> None:
         before = self._decision
         assert before is not None
-        if not before.over and (decision := await self._next_decision(store, told, before)) != before:
+        if not before.over and (decision := await self._next_decision(store, reports, before)) != before:
             if decision.restarts != before.restarts:
                 server.forget(_PREFIX)
             self._decision, self._decided = decision, monotonic()
@@ -269,37 +269,37 @@ class HostsLink:
         # Publish it even if it has not changed: a restart ends all connections to the store.
         await store.set("decision", msgpack.packb(self._decision))
 
-    async def _next_decision(self, store: Store, told: Mapping[int, _HostReport], decision: _Decision) -> _Decision:
+    async def _next_decision(self, store: Store, reports: Mapping[int, _HostReport], decision: _Decision) -> _Decision:
         """Return the next decision: `decision` itself, or one that the states of the hosts require."""
-        there = {host: each.state for host, each in told.items() if host not in decision.lost}
-        for host in self._silent_hosts(told) & there.keys():
+        states = {host: each.state for host, each in reports.items() if host not in decision.lost}
+        for host in self._silent_hosts(reports) & states.keys():
             why = f"host {host} is lost: its launcher has not reported for {LOST:g} s"
-            if not any(state.elastic for state in there.values()):
+            if not any(state.elastic for state in states.values()):
                 return _Decision(decision.restarts, True, why, lost=(host,))
             self._notify(Notice(f"{why}; the others continue"))
             return decision._replace(lost=(*decision.lost, host))
-        for host in there:
-            if told[host].leaves:
-                return _Decision(decision.restarts, True, f"host {host} {there[host].why or 'has left'}")
-        if not all(state.over and state.restarts == decision.restarts for state in there.values()):
+        for host in states:
+            if reports[host].leaves:
+                return _Decision(decision.restarts, True, f"host {host} {states[host].why or 'has left'}")
+        if not all(state.over and state.restarts == decision.restarts for state in states.values()):
             return decision
-        if all(state.phase == Phase.ENDED for state in there.values()):
-            return self._decide_after_arrival(told, decision)
-        by = next((host for host, state in sorted(there.items()) if state.why), None)
-        decision = decision._replace(why=f"host {by}: {there[by].why}" if by is not None else "", by=by)
+        if all(state.phase == Phase.ENDED for state in states.values()):
+            return self._decide_after_arrival(reports, decision)
+        by = next((host for host, state in sorted(states.items()) if state.why), None)
+        decision = decision._replace(why=f"host {by}: {states[by].why}" if by is not None else "", by=by)
         number = await store.add("restarts", 1)
         return decision._replace(restarts=number) if number <= self.allowed else decision._replace(over=True)
 
-    def _silent_hosts(self, told: Mapping[int, _HostReport]) -> set[int]:
+    def _silent_hosts(self, reports: Mapping[int, _HostReport]) -> set[int]:
         """Return the hosts whose last new report is older than `LOST` seconds."""
         now = monotonic()
-        for host, each in told.items():
+        for host, each in reports.items():
             if self._beats.get(host, (0, 0.0))[0] != each.beat:
                 self._beats[host] = (each.beat, now)
         return {host for host, (_, at) in self._beats.items() if now - at > LOST}
 
-    def _decide_after_arrival(self, told: Mapping[int, _HostReport], decision: _Decision) -> _Decision:
-        missing = ", ".join(str(host) for host in range(self._hosts.nnodes) if host not in told)
+    def _decide_after_arrival(self, reports: Mapping[int, _HostReport], decision: _Decision) -> _Decision:
+        missing = ", ".join(str(host) for host in range(self._hosts.nnodes) if host not in reports)
         if not missing:
             return _Decision(decision.restarts, True)
         if monotonic() - self._decided > COMES_WITHIN:

@@ -48,7 +48,7 @@ class Timing:
     Attributes:
         nanoseconds: time of each iteration on its slowest rank.
         cpu: CPU seconds per iteration, of all ranks together.
-        count_wrong: number of elements with a wrong value, on all ranks, in all checks.
+        wrong: number of elements with a wrong value, on all ranks, in all checks.
     """
 
     nanoseconds: list[int]
@@ -95,7 +95,7 @@ async def measure(load: Workload, times: Times, combine: Combine, effort: Effort
     rounds = 1
     warm = False
     while not warm or not _is_enough(taken, effort):
-        await _run_outside_loop(load, load.steady)
+        await _run_outside_loop(load, load.fill_repeatable)
         start = process_time()
         own = await times(rounds + 1)
         cpu += process_time() - start if warm else 0.0
@@ -128,7 +128,7 @@ def times_of(call: Callable[[], Awaitable[object]]) -> Times:
 
 
 async def _check_results(load: Workload, times: Times) -> int:
-    await _run_outside_loop(load, load.fresh)
+    await _run_outside_loop(load, load.fill_patterns)
     await times(1)
     return await _run_outside_loop(load, load.count_wrong)
 

@@ -233,8 +233,8 @@ def _is_news(error: BaseException) -> bool:
 def _in_one_line(error: BaseException) -> str:
     import traceback
 
-    words = traceback.format_exception_only(error)[-1].strip().split("\n")[0]
-    return f"{words[:_LONGEST]}…" if len(words) > _LONGEST else words
+    text = traceback.format_exception_only(error)[-1].strip().split("\n")[0]
+    return f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
 
 
 def _place(error: BaseException) -> str:

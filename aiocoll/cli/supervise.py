@@ -26,7 +26,7 @@ from aiocoll.cli.sink import Sink, limit_waits, on_loss
 from aiocoll.cli.stuck import find_stuck
 from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.top.jobs import End
-from aiocoll.cli.verdict import RankOutcome, culprit, final_lines, headline, interrupted, replaced, tracebacks
+from aiocoll.cli.verdict import RankOutcome, final_lines, find_culprit, headline, interrupted, replaced, tracebacks
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
 
@@ -151,7 +151,7 @@ class _Attempt:
         self._dismissed: set[int] = set()
         self._dismissal = inf
         self._elsewhere: Mapping[int, HostState] = {}
-        self._told: HostState | None = None
+        self._reported_state: HostState | None = None
 
     def run(self) -> _Outcome:
         """Start all ranks and wait for their end; return the exit code, the final lines, and the verdict."""
@@ -228,13 +228,13 @@ class _Attempt:
                 why = headline(to_blame)
         well = any(outcome.exit is not None and not outcome.failed for outcome in self._outcomes.values())
         state = HostState(self._number, phase, self._elastic, len(self._members), well, why)
-        if state != self._told:
-            self._told = state
+        if state != self._reported_state:
+            self._reported_state = state
             self._restarts.report(state)
 
     def _find_culprit(self) -> RankOutcome | None:
         outcomes = {rank: outcome for rank, outcome in self._outcomes.items() if rank not in self._dismissed}
-        return culprit(outcomes, self._stopped)
+        return find_culprit(outcomes, self._stopped)
 
     def _make_outcome(self) -> _Outcome:
         to_blame, verdict, number = self._find_culprit(), self._verdict or Verdict(None), self._shutdown.signal
@@ -383,7 +383,7 @@ class _Attempt:
 
     def _dismiss_remaining_ranks(self) -> None:
         self._dismissal = inf
-        ended = [*self._elsewhere.values(), *([self._told] if self._told is not None else [])]
+        ended = [*self._elsewhere.values(), *([self._reported_state] if self._reported_state is not None else [])]
         if not any(state.well for state in ended):
             self._fail()  # all members were lost at once
             return

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Literal, Self, TextIO
 
-__all__ = ["Progress", "Style", "coloured", "complain", "styled", "write_stderr"]
+__all__ = ["Progress", "Style", "coloured", "print_error", "styled", "write_stderr"]
 
 Style = Literal["heading", "good", "bad", "hint"]
 
@@ -36,7 +36,7 @@ def styled(text: str, style: Style, stream: TextIO) -> str:
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if coloured(stream) else text
 
 
-def complain(command: str, error: object) -> None:
+def print_error(command: str, error: object) -> None:
     """Print an error of a subcommand, or of `aiocoll` itself if `command` is empty."""
     write_stderr([f"{styled(f'aiocoll {command}'.strip() + ':', 'bad', sys.stderr)} {error}"])
 

@@ -26,7 +26,7 @@ from time import perf_counter
 import numpy as np
 
 from aiocoll.algorithms.machine import MEDIA, Machine, Medium, SingleCopy
-from aiocoll.cli.terminal import Progress, complain
+from aiocoll.cli.terminal import Progress, print_error
 from aiocoll.cli.tune_single_copy import measure_single_copy
 from aiocoll.errors import AiocollError, BackendUnavailableError
 from aiocoll.group.process_group import ProcessGroup
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"single copy: {_single_copy_text(single_copy)}")
         _write(path, dumps(machines, datetime.now(UTC).isoformat(timespec="seconds"), single_copy))
     except (AiocollError, OSError) as error:
-        complain("bench", error)
+        print_error("bench", error)
         return 1
     print(f"Written to {path}; groups use it from now on.")
     return 0

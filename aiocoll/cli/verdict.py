@@ -10,7 +10,7 @@ from math import inf
 from aiocoll.cli.rank import Exit, Report
 from aiocoll.cli.top.formatting import rank_numbers
 
-__all__ = ["RankOutcome", "culprit", "final_lines", "headline", "interrupted", "replaced", "tracebacks"]
+__all__ = ["RankOutcome", "final_lines", "find_culprit", "headline", "interrupted", "replaced", "tracebacks"]
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class RankOutcome:
         return 128 - code if code < 0 else code
 
 
-def culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome | None:
+def find_culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome | None:
     """Return the rank that failed first by itself, else the first that failed; None if no rank failed.
 
     Args:

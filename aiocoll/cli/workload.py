@@ -135,7 +135,7 @@ class Workload:
         summed = case.kind == "allreduce" and case.op == "sum" and self._dtype.kind == "f"
         return summed and self.world_size > 1 and self._max_exact_calls > 1
 
-    def fresh(self) -> None:
+    def fill_patterns(self) -> None:
         """Fill the arrays with the patterns for a checked call."""
         for block in self._blocks:
             _fill(block.array, block.before)
@@ -144,9 +144,9 @@ class Workload:
         """Count the elements that differ from the result of one call on fresh arrays."""
         return sum(_wrong(block.array, block.after) for block in self._blocks if block.after is not None)
 
-    def steady(self) -> None:
+    def fill_repeatable(self) -> None:
         """Fill the arrays with values on which calls can be repeated."""
-        self.fresh()
+        self.fill_patterns()
         if self.inplace is not None and self._spec.reduces:
             self.inplace.fill(1 if self._sums_ones_in_place else 0)
 

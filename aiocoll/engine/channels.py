@@ -153,10 +153,10 @@ class Channels:
         if (shared := self.to(peer).shared) is not None:
             shared.unmap()
 
-    def departed(self, rank: int, group: int) -> None:
+    def on_departure(self, rank: int, group: int) -> None:
         """Record that a rank has left a group, and will not read further posts of this rank there."""
         if (channel := self._channels.get(rank)) is not None and channel.shared is not None:
-            channel.shared.departed(group)
+            channel.shared.on_departure(group)
 
     def release(self, rank: int, group: int) -> None:
         """Record that a rank has left a group which is closed here: it posts nothing more for it in shared memory."""

@@ -360,11 +360,11 @@ class Communicator:
         if peer not in self.left:
             self.revoke(broken_connection_error(self.name, self.rank, peer))
 
-    def departed(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Handle a rank (numbered as in the job) that has closed the group: operations that need it fail."""
         peer = self.position[rank]
         self.left.add(peer)
-        self.endpoint.channels.departed(rank, self.id)
+        self.endpoint.channels.on_departure(rank, self.id)
         if self.cause is not None:
             self.endpoint.channels.release(rank, self.id)
         for callback in self.on_departed:

@@ -155,7 +155,7 @@ class Endpoint:
             self.attempt(rank, group.devices.handle, rank, message)
         for (rank, _), goodbyes in early.goodbyes.items():
             if goodbyes.frames:
-                self.attempt(rank, group.departed, rank)
+                self.attempt(rank, group.on_departure, rank)
         for channel, header, payload in early.frames:
             self.attempt(channel.peer, channel.redeliver, group.deliver, header, payload)
         for rank in group.ranks:
@@ -163,7 +163,7 @@ class Endpoint:
                 how, detail = self.roster.dead[rank]
                 group.lost(rank, detail, how)
             elif rank in self.registry.finished:
-                group.departed(rank)
+                group.on_departure(rank)
 
     def leave(self, group: Communicator) -> None:
         """Send a goodbye to the ranks of `group`, and remove it."""
@@ -179,7 +179,7 @@ class Endpoint:
         else:
             self._send_goodbye(message, group.ranks, linked)
         roster = self.roster
-        gone = {rank for rank in roster.gone if rank not in roster.suspected}
+        gone = {rank for rank in roster.gone if rank not in roster.suspected_ranks}
         # Before the group is removed, since that may drop its agreements, with a task that waits for one.
         self.agreements.withdraw(group.id, group.ranks)
         self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))

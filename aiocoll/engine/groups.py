@@ -116,7 +116,7 @@ class Groups:
             return True
         if self.closed.sends_notes(identity, peer, direct=False):
             return False
-        self.early.unmade(identity, peer)
+        self.early.buffer_of(identity, peer)
         return True
 
     def keep_frame(self, source: Channel, header: Header, payload: memoryview | None) -> bool:
@@ -132,7 +132,7 @@ class Groups:
         if (group := self._find_group(identity, rank, name)) is not None:
             self._goodbyes[identity].mark(rank, frames, notes)
             if frames:
-                group.departed(rank)
+                group.on_departure(rank)
         elif self.closed.mark(identity, rank, name, frames, notes):
             if frames:
                 self._release(rank, identity)
@@ -150,7 +150,7 @@ class Groups:
             if peer is not None:
                 self._goodbyes[identity].mark(rank, frames, not direct)
                 if frames and peer not in group.left:
-                    group.departed(rank)
+                    group.on_departure(rank)
 
     def own_death(self, cause: dict[str, Any] | None) -> str | None:
         """Return the text of a group's cause of failure if the cause is the death of this rank."""

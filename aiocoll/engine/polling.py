@@ -106,13 +106,13 @@ class Polling:
         `BUDGET`.
         """
         ticks, spin = self._runtime.ticks, self._spin
-        give_way = self._sched_yield if self.crowded or self._shares_core else None
+        yield_gil = self._sched_yield if self.crowded or self._shares_core else None
         now = ticks()
         idle, limit, doubt = now + spin, now + BUDGET, now + DOUBT
         while now < idle and now < limit:
-            if give_way is not None:
+            if yield_gil is not None:
                 # Yield before looking: the caller has just looked, and waits for a rank that may need this core.
-                give_way()
+                yield_gil()
                 given, now = now, ticks()
                 idle += now - given
             moved = False
@@ -129,7 +129,7 @@ class Polling:
             if now > doubt:
                 doubt = limit
                 self._shares_core = self._is_core_shared()
-                give_way = self._sched_yield if self.crowded or self._shares_core else None
+                yield_gil = self._sched_yield if self.crowded or self._shares_core else None
         self._busy = now < idle
         if completion is not None:
             self.turn[0] = now

@@ -137,7 +137,7 @@ class CompletionThread:
             number = self._calls[0].number
             if not number:
                 return None
-            if not self._word.shows(number):
+            if not self._word.is_last_number(number):
                 return False
             ended = deque([self._calls.popleft()])
         self._deliver(ended, loop)

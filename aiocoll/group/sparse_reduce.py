@@ -34,7 +34,7 @@ from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange, in_thread
+from aiocoll.engine.operations.stepped import StepGenerator, Stepped, calculate_in_thread, collective, exchange
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
@@ -122,7 +122,7 @@ class SparseInput(NamedTuple):
 
 def calculate(effort: int, task: Callable[[], T]) -> StepGenerator[T]:
     """Run `task`, a calculation with `effort` numbers, and return its result; a thread runs a long one."""
-    return (yield from in_thread(task)) if effort > INLINE else task()
+    return (yield from calculate_in_thread(task)) if effort > INLINE else task()
 
 
 def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> StepGenerator[list[NDArray[Any]]]:

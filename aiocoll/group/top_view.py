@@ -35,7 +35,7 @@ class GroupView:
         self._comm = comm
         self._directory = directory
 
-    def shown(self) -> dict[str, Any]:
+    def to_data(self) -> dict[str, Any]:
         """Return the current state as plain data."""
         comm = self._comm
         endpoint = comm.endpoint

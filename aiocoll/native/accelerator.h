@@ -67,7 +67,7 @@ typedef struct {
     Word *own_status, *peer_status;
     uint64_t *numbers, rung;
     char *is_reserved;
-    PyObject *reserve, *attend, *writer;
+    PyObject *reserve, *poll_soon, *writer;
     CommonLane *common;
     int eventfd, has_lines;
     int can_post; /* true if the link is open and in use */
@@ -310,7 +310,7 @@ int common_post(const Post *post, PeerLanes **peers, int count, PyObject *lanes)
 int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Head *expected, int compares_length);
 int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group);
 int queue_is_ready(PeerLanes *peer);
-int attend(PeerLanes *peer);
+int poll_soon(PeerLanes *peer);
 void wake(PeerLanes *peer);
 int shares_core(PeerLanes *peer);
 void note_core(PeerLanes *peer);
@@ -327,7 +327,7 @@ int relay_open(Handle *call);
 void relay_close(Handle *call);
 int relay_is_startable(Handle *call);
 int relay_move(Handle *call);
-int relay_attend(Handle *call);
+int relay_poll_soon(Handle *call);
 
 /* journal.c */
 int journal_open(JournalView *view, PyObject *journal, int size);

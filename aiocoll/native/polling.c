@@ -99,7 +99,7 @@ int poll_for(Handle *call) {
     if (!call->is_in_flight) return 0;
     if (!found && call->relay) {
         /* Chunks may arrive after this time, and no wake-up is sent for them. */
-        if (relay_attend(call) < 0) return crash(calls);
+        if (relay_poll_soon(call) < 0) return crash(calls);
         if (!call->is_in_flight) return 0;
     }
     if (found) return found > 0 ? complete(call) : hand_over(call);

@@ -20,10 +20,10 @@ __all__ = [
     "WrongCertificateError",
     "check_job",
     "check_names",
+    "format_names",
     "names_in",
     "part_name",
     "rank_name",
-    "shown",
     "store_name",
 ]
 
@@ -91,11 +91,11 @@ def check_names(names: Sequence[str], expected: str, whose: str) -> None:
         if any(name.startswith(expected) for name in names):
             return
         expected += "..."
-    has = f"names {shown(names)}" if names else "has no URI of the form aiocoll://JOB/... as a name"
+    has = f"names {format_names(names)}" if names else "has no URI of the form aiocoll://JOB/... as a name"
     raise WrongCertificateError(f"{whose} {has}, but {expected} was expected")
 
 
-def shown(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """Return the first names as text, for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}" if names else "no job"

@@ -121,7 +121,7 @@ class ClientLink(FrameProtocol):
             try:
                 self._check_names(names_in(secured.getpeercert()))
             except WrongCertificateError as error:
-                self.broken(error)
+                self.record_failure(error)
                 self.transport.abort()
                 return
         self._expect(CHALLENGE_SIZE, self._challenge_received)
@@ -140,7 +140,7 @@ class ClientLink(FrameProtocol):
         self._requests.clear()
         self._closed.set_result(None)
 
-    def broken(self, exc: Exception) -> None:
+    def record_failure(self, exc: Exception) -> None:
         """Record the reason of the failure for the pending requests."""
         self._failure = f"store {self._where}: {exc}"
         if not self.ready.done():

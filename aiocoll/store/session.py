@@ -107,7 +107,7 @@ class Session(FrameProtocol):
         """Resume reading requests."""
         self.transport.resume_reading()
 
-    def broken(self, exc: Exception) -> None:
+    def record_failure(self, exc: Exception) -> None:
         """Record the reason for the log."""
         self._reason = exc
 
@@ -208,7 +208,7 @@ class Session(FrameProtocol):
             try:
                 self._reply(number, ReplyStatus.RESULT, result)
             except Exception as exc:  # must not fail the command of another client that ended the wait
-                self.broken(exc)
+                self.record_failure(exc)
                 self.abort()
 
         return deliver

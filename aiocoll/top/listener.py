@@ -37,7 +37,7 @@ JOIN_TIMEOUT: Final = 1.0
 class Source(Protocol):
     """A group that `aiocoll top` shows."""
 
-    def shown(self) -> dict[str, Any]:
+    def to_data(self) -> dict[str, Any]:
         """Return the state of the group as plain data; runs in the listener's thread."""
 
 
@@ -238,6 +238,6 @@ def leave(source: Source, path: str) -> None:
 
 def _get_state(source: Source) -> dict[str, Any]:
     try:
-        return source.shown()
+        return source.to_data()
     except Exception as error:  # for example of a group that is closing
         return {"error": f"{type(error).__name__}: {error}"}

@@ -174,7 +174,7 @@ class SharedMemoryLink(Link, Protocol):
                 are freed when they arrive.
         """
 
-    def departed(self, group: int) -> None:
+    def on_departure(self, group: int) -> None:
         """Handle a peer that has left a group: it no longer reads contributions posted there."""
 
     def unmap(self) -> None:

@@ -321,9 +321,9 @@ async def test_calls_in_flight_are_measured(pg: ProcessGroup) -> None:
 
 def test_wrong_result_of_any_call_in_flight_is_found() -> None:
     loads = Workloads(Case("allreduce", 4096, inflight=3), 0, 2)
-    loads.fresh()
+    loads.fill_patterns()
     assert loads.count_wrong() == 3 * loads.all[0].count_wrong() > 0
-    loads.steady()
+    loads.fill_repeatable()
     assert loads.count_wrong_after(1) == 3 * loads.all[2].count_wrong_after(1) > 0
 
 

@@ -39,7 +39,7 @@ class Alone:
         self.agreement = Agreements(parts, lambda identity, peer: None).voter(GROUP, 0, range(world_size))
 
     @property
-    def suspected(self) -> set[int]:
+    def suspected_ranks(self) -> set[int]:
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
     def record_return(self, rank: int) -> None:
@@ -51,7 +51,7 @@ class Alone:
     def flood(self, note: dict[str, Any], ranks: Sequence[int]) -> None:
         """Nobody is told of its end."""
 
-    def reach(self, rank: int) -> None:
+    def probe(self, rank: int) -> None:
         """Nobody is lost for good here."""
 
     def look(self, rank: int) -> None:

@@ -105,10 +105,10 @@ def test_arriving_data_extends_polling_up_to_the_callback_budget() -> None:
 def test_yielded_core_time_does_not_count_as_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Bench] = []
 
-    def give_way() -> None:
+    def yield_gil() -> None:
         given[0].clock.now += SPIN
 
-    monkeypatch.setattr("os.sched_yield", give_way, raising=False)
+    monkeypatch.setattr("os.sched_yield", yield_gil, raising=False)
     bench = Bench([], crowded=True)
     given.append(bench)
     bench.polling.spin(bench.completion)
@@ -133,12 +133,12 @@ def test_peer_on_the_same_core_gets_the_core_after_a_moment(
     bench.beside = beside
     given: list[int] = []
 
-    def give_way() -> None:
+    def yield_gil() -> None:
         given.append(bench.polls)
         if len(given) == 3:
             bench.completion.done = True
 
-    monkeypatch.setattr("os.sched_yield", give_way, raising=False)
+    monkeypatch.setattr("os.sched_yield", yield_gil, raising=False)
     bench.polling = Polling(bench.context, {1: bench}, SPIN, False)  # type: ignore[dict-item]
     bench.polling.links = (bench,)  # type: ignore[assignment]
     bench.polling.spin(bench.completion)

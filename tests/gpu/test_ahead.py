@@ -570,12 +570,12 @@ async def test_what_is_confirmed_while_ranks_halt_is_let_through() -> None:
     it.pacing.place(begun.append)
     it.pacing.place(begun.append)
     it.comparison.reported(1, 1, it.call())
-    it.pacing.halted(0, 0)
+    it.pacing.on_halt(0, 0)
     assert not begun
-    it.pacing.halted(1, 0)
+    it.pacing.on_halt(1, 0)
     assert it.said == [("halt", 0, 0), ("confirm", 1), ("through", 1, 1)]
     assert begun == [False, False]
-    it.pacing.halted(1, 0)  # once more does nothing
+    it.pacing.on_halt(1, 0)  # once more does nothing
     assert len(it.said) == 3
 
 
@@ -595,6 +595,6 @@ async def test_once_a_rank_has_left_all_is_staged() -> None:
     it = Said()
     begun: list[bool] = []
     it.pacing.place(begun.append)
-    it.pacing.departed()
+    it.pacing.on_departure()
     it.pacing.place(begun.append)
     assert begun == [True, True]

@@ -192,10 +192,10 @@ def test_numbers_begin_again_and_none_is_0(cuda: FakeCuda, monkeypatch: pytest.M
     for _ in range(5):
         numbers.append(word.follow(stream))
         finish(cuda, stream)
-        assert [number for number in range(5) if word.shows(number)] == numbers[-1:]
+        assert [number for number in range(5) if word.is_last_number(number)] == numbers[-1:]
     assert numbers == [1, 2, 3, 1, 2]
     word.free()
-    assert not word.shows(2)
+    assert not word.is_last_number(2)
 
 
 def test_the_ends_of_another_loop_are_posted_to_it(cuda: FakeCuda, device: Device) -> None:

@@ -234,7 +234,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "LaunchOrder.settle",
                 "Slots.turn",
                 "CallComparison.compare_reports",
-                "Pacing.halted",
+                "Pacing.on_halt",
                 "ProgramOrder.add",
                 "CallOrder.handle",
             ),

@@ -58,7 +58,7 @@ def source(tmp_path: Path) -> Iterator[Any]:
         asked = 0
         told: dict[str, Any] = {"name": "a"}  # noqa: RUF012 - one object
 
-        def shown(self) -> dict[str, Any]:
+        def to_data(self) -> dict[str, Any]:
             self.asked += 1
             return self.told
 
@@ -285,7 +285,7 @@ def test_what_is_no_answer_is_refused(data: bytes) -> None:
 
 def test_a_source_that_fails_does_not_stop_the_others(source: Any, tmp_path: Path) -> None:
     class Broken:
-        def shown(self) -> dict[str, Any]:
+        def to_data(self) -> dict[str, Any]:
             raise KeyError("gone")
 
     broken = Broken()

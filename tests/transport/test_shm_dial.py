@@ -92,7 +92,7 @@ class Ends:
     def end(self, results: list[Any]) -> None:
         for rank, result in zip(self.ranks, results, strict=True):
             if isinstance(result, LinkParts):
-                rank.give_up(result)
+                rank.release_parts(result)
         for sock in self.socks:
             sock.close()
         assert mapped() == [], "whoever keeps the errors in `results` keeps no memory"
@@ -354,7 +354,7 @@ async def test_abandoned_link_returns_its_lane() -> None:
         results = await ends.meet()
         assert all(isinstance(result, LinkParts) for result in results)
         for rank, result in zip(ends.ranks, results, strict=True):
-            rank.give_up(result)
+            rank.release_parts(result)
         for sock in ends.socks:
             sock.close()
     ends.socks = socks
@@ -620,7 +620,7 @@ async def test_doorbell_is_closed_with_the_last_link() -> None:
     assert second[0] is not None
     assert second[0].own.doorbell is doorbell
     for rank, pair in zip(ends.ranks, results, strict=True):
-        rank.give_up(pair)
+        rank.release_parts(pair)
     assert not doorbell.closed
     ends.end(second)
     assert doorbell.closed
@@ -640,7 +640,7 @@ async def test_lane_of_an_abandoned_link_is_reused() -> None:
         lanes.append(lane.number)
         lane.connect(pairs[0].peer.outbox.words)
         for rank, pair in zip(ends.ranks, pairs, strict=True):
-            rank.give_up(pair)
+            rank.release_parts(pair)
         assert not lane.is_linked
     assert lanes == [1] + [2] * OUTBOX.lanes, "its own lane, and the first of those for links beside it"
     pairs.clear()

@@ -133,7 +133,7 @@ async def test_doorbell_sleeps_with_a_new_number_each_time(pair: Pair) -> None:
         assert pair.status % 2 == 0
         await turns()
         numbers.append(pair.status)
-        pair.doorbell.attend()
+        pair.doorbell.poll_soon()
     assert len(set(numbers)) == 5
     assert all(number % 2 for number in numbers)
 
@@ -144,7 +144,7 @@ async def test_doorbell_status_does_not_depend_on_the_memory_contents(value: int
     await turns()
     before = pair.status
     pair.doorbell.outbox.status[STATUS] = value
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     assert pair.status == before + 1
     pair.doorbell.outbox.status[STATUS] = value
     await turns()
@@ -163,7 +163,7 @@ async def test_doorbell_rings_once_per_sleep_and_never_while_awake(pair: Pair) -
     assert pair.calls() == 1
     pair.peer.ring()
     assert pair.calls() == 0
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     await turns()
     pair.peer.ring()
     assert pair.calls() == 1
@@ -204,7 +204,7 @@ async def test_doorbell_polls_after_its_number_and_the_fence(pair: Pair) -> None
     await turns()
     pair.link.poll = lambda: told.append(("look", pair.status % 2)) or False
     pair.doorbell.fences = Fences(None, lambda: told.append(("fence", pair.status % 2)))
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     await turns()
     assert told == [("look", 0), ("fence", 1), ("look", 1)]
 
@@ -275,12 +275,12 @@ async def test_exception_during_a_poll_does_not_stop_later_wake_ups(pair: Pair) 
         raise mistake
 
     pair.link.poll = fail
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     await turns()
     assert told == [mistake]
     assert pair.status % 2
     before = pair.link.polls
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     await turns()
     assert pair.link.polls > before
     loop.set_exception_handler(None)

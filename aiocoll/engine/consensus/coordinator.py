@@ -151,7 +151,7 @@ class Coordinator:
             return
         declined = map(self._candidacy, self._voters_with("failed"))
         failed = [each["failed"] for each in declined if each["successor"] in groups]
-        absent = set(agreement.ranks) & (agreement.away | agreement.parts.ranks.suspected)
+        absent = set(agreement.ranks) & (agreement.away | agreement.parts.ranks.suspected_ranks)
         if failed or absent or self._expired or len(groups) > 1 or self._voters_with("exclude"):
             reason = failed[0] if failed else "some of its ranks did not meet the newcomers"
             self._refuse(grown, GroupError(f"the group did not grow: {reason}"))

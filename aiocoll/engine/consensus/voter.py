@@ -94,7 +94,7 @@ class Voter:
     def away(self) -> set[int]:
         """Return the ranks that can no longer take part: proven dead, ended, or declared dead by a program."""
         ranks = self.parts.ranks
-        suspected = ranks.suspected
+        suspected = ranks.suspected_ranks
         return {
             rank
             for rank in self.ranks
@@ -272,7 +272,7 @@ class Voter:
     def _send_vote(self) -> None:
         candidacy = self._candidacy
         if candidacy is not None:
-            candidacy = {**candidacy, "lost": sorted(self.parts.ranks.suspected.intersection(self.ranks))}
+            candidacy = {**candidacy, "lost": sorted(self.parts.ranks.suspected_ranks.intersection(self.ranks))}
         vote = {"what": "vote", "ballot": self.promised, "candidacy": candidacy, "accepted": self.accepted}
         self.send(self.promised % self.parts.context.world_size, vote)
 
@@ -284,14 +284,14 @@ class Voter:
 
     def _reach_lost(self) -> None:
         ranks = self.parts.ranks
-        for rank in (ranks.suspected.intersection(self.ranks) - self.away) | self.doubted_ranks:
-            self.parts.links.reach(rank)
+        for rank in (ranks.suspected_ranks.intersection(self.ranks) - self.away) | self.doubted_ranks:
+            self.parts.links.probe(rank)
 
     def _repeat_vote(self) -> None:
         """Repeat the vote, and skip a coordinator that has not answered the last one: it is blocked or disconnected."""
         coordinator = self.promised % self.parts.context.world_size
         if not self._answered and coordinator != self.rank:
-            self._silent |= {coordinator, *self.parts.ranks.suspected}
+            self._silent |= {coordinator, *self.parts.ranks.suspected_ranks}
         self._answered = False
         for rank in set(self.ranks) - self.away - {self.rank}:
             self.parts.look(rank)

@@ -18,6 +18,7 @@ from aiocoll.engine.control.shapes import (
     SchemaError,
     Scope,
     data,
+    describe_value,
     either,
     fields,
     group_rank,
@@ -32,7 +33,6 @@ from aiocoll.engine.control.shapes import (
     refuse,
     row,
     seconds,
-    shown,
     text,
 )
 from aiocoll.errors import ProtocolError
@@ -106,7 +106,7 @@ def _check(message: Any, peer: int, path: str, facts: JobFacts) -> None:
     kind = message.get("t") if type(message) is dict else None
     shape = SHAPES.get(kind) if type(kind) is str else None
     if shape is None:
-        raise SchemaError(f"unknown kind {shown(kind)}")
+        raise SchemaError(f"unknown kind {describe_value(kind)}")
     if path not in shape.paths:
         raise SchemaError(f"{kind!r} is not allowed on {path}")
     identity = message.get("g")
@@ -197,7 +197,7 @@ def _group_message(optional: Mapping[str, Check] | None = None, /, **required: C
 def _candidacy(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _CANDIDACY.items() if type(value) is dict and name in value), None)
     if inner is None:
-        raise SchemaError(f"candidacy: {shown(value)} is not a candidacy")
+        raise SchemaError(f"candidacy: {describe_value(value)} is not a candidacy")
     inner(value, scope)
 
 
@@ -254,7 +254,7 @@ def _shrink(value: Any, scope: Scope) -> None:
     what = value.get("what")
     inner = _SHRINK.get(what) if isinstance(what, str) else None
     if inner is None:
-        raise SchemaError(f"what: unknown value {shown(what)}")
+        raise SchemaError(f"what: unknown value {describe_value(what)}")
     inner(value, scope)
 
 

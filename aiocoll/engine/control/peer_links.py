@@ -62,7 +62,7 @@ class PeerLinks:
             self._held.setdefault(rank, []).append(message)
             self._connect(rank)
 
-    def reach(self, rank: int) -> None:
+    def probe(self, rank: int) -> None:
         """Try to reach a lost rank again."""
         self.send_direct(rank, {"t": "probe"})
 

@@ -17,6 +17,7 @@ __all__ = [
     "Scope",
     "anything",
     "data",
+    "describe_value",
     "either",
     "fields",
     "fitting",
@@ -33,7 +34,6 @@ __all__ = [
     "refuse",
     "row",
     "seconds",
-    "shown",
     "text",
 ]
 
@@ -59,7 +59,7 @@ class SchemaError(ValueError):
     """Raised when a value does not match its schema."""
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return the text of a value for an error message, truncated if it is long."""
     text = repr(value) if isinstance(value, (int, float, str, bytes, bool, type(None))) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
@@ -71,7 +71,7 @@ def refuse(value: Any, wanted: str) -> None:
     Raises:
         SchemaError: always.
     """
-    raise SchemaError(f"{shown(value)} is not {wanted}")
+    raise SchemaError(f"{describe_value(value)} is not {wanted}")
 
 
 def integer(stop: int, start: int = 0) -> Check:
@@ -192,7 +192,7 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
         for name, each in value.items():
             inner = known.get(name)
             if inner is None:
-                raise SchemaError(f"unknown field {shown(name)}")
+                raise SchemaError(f"unknown field {describe_value(name)}")
             try:
                 inner(each, scope)
             except SchemaError as error:
@@ -201,9 +201,9 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
     return check
 
 
-def fitting(words: str) -> str:
+def fitting(message: str) -> str:
     """Return a text that fits into a message: truncated to `TEXT` characters, with lone surrogates replaced."""
-    return words[:TEXT].encode("utf-8", "replace").decode()
+    return message[:TEXT].encode("utf-8", "replace").decode()
 
 
 #: Limit of clock readings in seconds: 30,000 years.

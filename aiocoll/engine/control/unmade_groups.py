@@ -97,7 +97,7 @@ class UnmadeGroups:
         self._named: Counter[int] = Counter()
         self._disowned: Counter[int] = Counter()
 
-    def unmade(self, identity: int, peer: int, name: str | None = None) -> UnmadeGroup:
+    def buffer_of(self, identity: int, peer: int, name: str | None = None) -> UnmadeGroup:
         """Return the buffer of a group that `peer` has named.
 
         Raises:
@@ -121,22 +121,24 @@ class UnmadeGroups:
         if self._closed.sends_frames(identity, channel.peer):
             return True
         channel.hold(header)
-        self.unmade(identity, channel.peer).frames.append((channel, header, b"" if payload is None else bytes(payload)))
+        self.buffer_of(identity, channel.peer).frames.append(
+            (channel, header, b"" if payload is None else bytes(payload))
+        )
         return False
 
     def keep_message(self, identity: int, peer: int, message: ControlMessage, direct: bool) -> None:
         """Buffer a message about CUDA devices; `direct` if it arrived on the data link."""
         if not self._closed.sends_notes(identity, peer, direct):
-            keep_message(self.unmade(identity, peer).messages, peer, message)
+            keep_message(self.buffer_of(identity, peer).messages, peer, message)
 
     def keep_cause(self, identity: int, peer: int, name: str | None, cause: dict[str, Any], direct: bool) -> None:
         """Store the cause of a revocation unless an earlier one is stored; `direct` if it arrived on the data link."""
         if not self._closed.sends_notes(identity, peer, direct, name):
-            self.unmade(identity, peer, name).causes.setdefault((peer, name), cause)
+            self.buffer_of(identity, peer, name).causes.setdefault((peer, name), cause)
 
     def store_goodbye(self, identity: int, peer: int, name: str | None, frames: bool, notes: bool) -> None:
         """Store the goodbye of a rank that has left a group; see `ClosedGroups`."""
-        unmade = self.unmade(identity, peer, name)
+        unmade = self.buffer_of(identity, peer, name)
         unmade.goodbyes.setdefault((peer, name), Goodbyes(name, (peer,))).mark(peer, frames, notes)
 
     def take(self, identity: int, name: str | None, ranks: Collection[int]) -> UnmadeGroup:

@@ -197,7 +197,7 @@ class FailureDetector:
 
     def confirm_death(self, rank: int) -> None:
         """Notify all ranks if the process of a lost rank is gone."""
-        if rank in self._roster.suspected and self._is_visible(rank):
+        if rank in self._roster.suspected_ranks and self._is_visible(rank):
             self._check_until(rank, self._context.runtime.time() + GRACE, cut=False)
 
     def check_process(self, rank: int) -> None:

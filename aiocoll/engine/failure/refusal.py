@@ -55,10 +55,10 @@ class Refusals:
 
     def refuse(self, peer: int, error: Exception, link: Link | None = None) -> None:
         """Reject `peer` and close its links; `link` is a further link that the endpoint has dropped already."""
-        words = str(error)
+        text = str(error)
         if not isinstance(error, ProtocolError):
-            words = f"rank {self._context.rank} could not handle a message of rank {peer}: {error!r}"
-        detail = fitting(words)
+            text = f"rank {self._context.rank} could not handle a message of rank {peer}: {error!r}"
+        detail = fitting(text)
         links = [*([] if link is None else [link]), *self._control.detach(peer), *self._cut(peer)]
         if peer in self._roster.gone and peer not in self._roster.dead:
             self._ended(peer)

@@ -91,7 +91,7 @@ class Roster:
         return self.dead.get(self._context.rank, ("", None))[1]
 
     @property
-    def suspected(self) -> set[int]:
+    def suspected_ranks(self) -> set[int]:
         """Return the lost ranks that may still be alive."""
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
@@ -136,7 +136,7 @@ class Roster:
             return
         context.transport.catch_up()
         known = rank in self.gone
-        if known and (rank not in self.suspected or how != "killed"):
+        if known and (rank not in self.suspected_ranks or how != "killed"):
             if witnessed and how == "killed" and not self._is_linked(rank):
                 self._end_doubt(rank)
             return
@@ -237,6 +237,6 @@ class Roster:
     def record_end(self, rank: int) -> None:
         """Record that a rank has ended in order."""
         self.gone.add(rank)
-        if rank in self.suspected:
+        if rank in self.suspected_ranks:
             del self.dead[rank]
         self._review_disregarded()

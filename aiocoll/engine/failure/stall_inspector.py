@@ -125,7 +125,7 @@ class StallInspector:
         text = operation.describe_wait() or "no rank has answered yet"
         if asked is not None:
             text = f"rank {asked[0]} has not answered the stall report of {self._now() - asked[1]:.2g} s ago"
-        if awaited := operation.awaited():
+        if awaited := operation.awaited_ranks():
             text += f"; data of rank(s) {', '.join(map(str, awaited[:DETAILED]))} has not arrived completely"
         return [], text
 
@@ -234,7 +234,7 @@ class StallInspector:
         report.called[peer] = theirs
         report.absent.pop(peer, None)
         if "asked" in message:
-            report.asked.discard(peer)
+            report.queried.discard(peer)
         other = opposed(theirs, report.called.values())
         if other is not None:
             self._mismatches.revoke(other, theirs)
@@ -247,7 +247,7 @@ class StallInspector:
 
     def _on_absent(self, peer: int, message: dict[str, Any]) -> None:
         report = self._get_report(message["op"])
-        report.asked.discard(peer)
+        report.queried.discard(peer)
         if peer not in report.called:
             report.absent[peer] = message["last"], message["age"], self._now()
             self._schedule_answer(message["op"], report)
@@ -279,15 +279,15 @@ class StallInspector:
         if now < report.again:
             return
         report.again = now + ROUND
-        before = len(report.asked)
+        before = len(report.queried)
         for rank in range(len(group.ranks)):
             if rank in group.left:
                 report.absent.setdefault(rank, ("which has left", None, now))
-            elif rank not in (group.rank, reporter) and rank not in report.asked:
-                report.asked.add(rank)
+            elif rank not in (group.rank, reporter) and rank not in report.queried:
+                report.queried.add(rank)
                 self._silent.setdefault(rank, now)
                 self._send(rank, {"t": "query", "op": op})
-        if len(report.asked) > before:
+        if len(report.queried) > before:
             self._schedule_overdue(op)
 
     def _schedule_overdue(self, op: int) -> None:

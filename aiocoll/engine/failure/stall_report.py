@@ -45,8 +45,8 @@ class MissingRank(NamedTuple):
         silence = f"which has not answered for {self.silent + since:.2f} s" if self.silent else None
         if silence is not None and self.state:
             silence += f", {self.state}"
-        words = "; ".join(filter(None, (known, silence)))
-        return f"rank {self.rank} ({words})" if words else f"rank {self.rank}"
+        text = "; ".join(filter(None, (known, silence)))
+        return f"rank {self.rank} ({text})" if text else f"rank {self.rank}"
 
 
 class Finding(NamedTuple):
@@ -84,16 +84,16 @@ class StallReport:
         called: the call of each rank that has entered.
         absent: for each rank that has not entered: its last known operation, the age of that, and the time of its
             answer.
-        asked: ranks that have not answered a request about the operation.
+        queried: ranks that have not answered a request about the operation.
         again: the time from which requests may be repeated.
         due: whether an answer to the waiting ranks is scheduled.
     """
 
-    __slots__ = ("absent", "again", "asked", "called", "due")
+    __slots__ = ("absent", "again", "called", "due", "queried")
 
     def __init__(self) -> None:
         self.again = 0.0
-        self.asked: set[int] = set()
+        self.queried: set[int] = set()
         self.called: dict[int, Description] = {}
         self.absent: dict[int, tuple[str, float | None, float]] = {}
         self.due = False
@@ -118,10 +118,8 @@ class StallReport:
         for rank in (*missing[:DETAILED], *sorted(slow)[:DETAILED]):
             last, age, answered = self.absent.get(rank, (None, None, now))
             quiet = now - silent[rank] if rank in silent else 0.0
-            words = state(rank) if quiet >= SLOW_AFTER else ""
+            text = state(rank) if quiet >= SLOW_AFTER else ""
             found.append(
-                MissingRank(
-                    rank, rank in self.called, last, None if age is None else age + now - answered, quiet, words
-                )
+                MissingRank(rank, rank in self.called, last, None if age is None else age + now - answered, quiet, text)
             )
         return found

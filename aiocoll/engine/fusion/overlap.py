@@ -36,9 +36,9 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) ->
     """
     reading, writing = _FarthestEnds(), _FarthestEnds()
     for start, end, member, writes in sorted(spans):
-        other = writing.beyond(start, member)
+        other = writing.find_overlap(start, member)
         if other is None and writes:
-            other = reading.beyond(start, member)
+            other = reading.find_overlap(start, member)
         if other is not None:
             first, second = sorted((member, other))
             raise ValueError(
@@ -64,7 +64,7 @@ class _FarthestEnds:
         elif end > self._other_end:
             self._other_end, self._other = end, member
 
-    def beyond(self, start: int, member: int) -> int | None:
+    def find_overlap(self, start: int, member: int) -> int | None:
         """Return a member other than `member` with a span that ends after `start`; None if there is none."""
         if self._member != member:
             return self._member if self._end > start else None

@@ -428,7 +428,7 @@ class Channel:
         """Forget the blocked messages and the destination memory of a failed operation."""
         self._blocked.pop(operation, None)
         if self.shared is not None:
-            self.shared.references.void(operation)
+            self.shared.references.invalidate(operation)
         if self.receiving is operation:
             self.receiving = None
             if self.link is not None:

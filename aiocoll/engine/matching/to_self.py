@@ -51,7 +51,7 @@ class Loopback:
         """Stop counting a frame as waiting."""
         self.nbytes -= max(header[7], LEAST)
 
-    def takes(self, nbytes: int) -> bool:
+    def may_wait(self, nbytes: int) -> bool:
         """Return whether a message of `nbytes` bytes may wait here."""
         return nbytes <= EAGER_WINDOW and self.nbytes + max(nbytes, LEAST) <= LINK_WINDOW
 
@@ -69,7 +69,7 @@ class MessageToSelf(OutboundMessage):
     def enter(self) -> None:
         """Copy the message, or announce it."""
         self._sends.outgoing[self.peer, self.id] = self
-        if self._returns.loopback.takes(self._view.nbytes):
+        if self._returns.loopback.may_wait(self._view.nbytes):
             self._copy(EAGER)
         else:
             self._deliver(FrameKind.READY, EAGER, 0)

@@ -207,13 +207,13 @@ class Operation:
         """Return whether the operation still needs `peer`, which is leaving the group."""
         raise NotImplementedError
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose data has not arrived, as far as this rank knows."""
         return []
 
     def seek(self) -> None:
         """Open links to the ranks that the operation waits for, because they may be unable to open one."""
-        for peer in self.awaited() if self.peer is None else [self.peer]:
+        for peer in self.awaited_ranks() if self.peer is None else [self.peer]:
             if peer != self.comm.rank:
                 self.comm.channels[peer].open()
 

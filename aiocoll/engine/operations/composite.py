@@ -114,9 +114,9 @@ class Children:
         """Return the child that has run longest; None if no child is running."""
         return next(iter(self._running), None)
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose data has not arrived."""
-        return sorted({rank for child in self._running for rank in child.awaited()})
+        return sorted({rank for child in self._running for rank in child.awaited_ranks()})
 
     def find_waiting_for_device(self) -> Operation | None:
         """Return a child that only waits for a device of this rank; None if there is none."""

@@ -75,7 +75,7 @@ class Post(Operation):
         """Return whether a parcel to or from `peer` is incomplete."""
         return peer in self._missing or peer in self._unsent
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose parcel has not arrived completely."""
         return sorted(self._missing)
 

@@ -166,7 +166,7 @@ class ProgramExecutor(Operation):
             action.peer == peer and not self._has_all_bytes(index) for index, action in enumerate(self._plan.program)
         )
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose data has not arrived, and those that have not accepted data that is ready for them."""
         missing = set()
         for index, action in enumerate(self._plan.program):

@@ -402,7 +402,7 @@ class ShmRing(Operation):
             return True
         return peer == self._right and (self._put < len(self._puts) or bool(self._unsent) or not self._is_read())
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the left neighbour until its data has arrived, then the right one until it has read all data."""
         if self._taken < len(self._takes):
             return [self._left]
@@ -413,7 +413,7 @@ class ShmRing(Operation):
         if not self.done:
             self._leave_queue(failed=True)
             if self._pointed and (link := self.comm.channels[self._right].shared) is not None:
-                link.chunks.void(self.id, self.comm.id)
+                link.chunks.invalidate(self.id, self.comm.id)
             self._end()
         super().fail(error)
 

@@ -211,9 +211,9 @@ class SlotProgram(Operation):
         Messages that `peer` has posted stay readable after it has left.
         """
         self.look()
-        return not self.done and (peer in self._unsent or peer in self.awaited())
+        return not self.done and (peer in self._unsent or peer in self.awaited_ranks())
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose contributions have not arrived."""
         slots, identity, fingerprint = self.comm.slots, self.id, self.fingerprint
         return sorted(

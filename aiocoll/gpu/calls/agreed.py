@@ -137,7 +137,7 @@ class Agreed(Compared):
         try:
             self._marks = self._device_state.mark(self._arrays, is_checked=self._is_checked)
         except (DeviceError, RuntimeError) as error:  # the latter if a stream capture has begun within a block
-            self._device_state.broken(error, self)
+            self._device_state.fail_group(error, self)
         else:
             self._device_state.enter(self)
         self._is_checked = False  # the thread's current device may change later
@@ -152,11 +152,11 @@ class Agreed(Compared):
 
     def is_native(self) -> bool:
         """Return whether NCCL carries out the call."""
-        return self._way() != STAGED
+        return self._method() != STAGED
 
     def is_numbered(self) -> bool:
         """Return whether the call must be compared before it starts, in any group."""
-        return self._kind.is_private or self._way() == STAGED
+        return self._kind.is_private or self._method() == STAGED
 
     # -- in the order of the program
 
@@ -167,13 +167,13 @@ class Agreed(Compared):
             self._order, self._position = order, order.program.called + 1
         seq = self.completion.seq
         assert seq is not None
-        order.program.add(self, self.terms(), seq, is_numbered=not ahead)
+        order.program.add(self, self.hash_terms(), seq, is_numbered=not ahead)
 
-    def terms(self) -> bytes:
+    def hash_terms(self) -> bytes:
         """Return a hash of the terms that must be equal on all ranks."""
-        return self._kind.terms(self.completion.shape)
+        return self._kind.hash_terms(self.completion.shape)
 
-    def confirmed(self) -> None:
+    def on_confirmed(self) -> None:
         """Record that all ranks have made the call, and end it if it waited for that."""
         self._is_confirmed = True
         if self._result is not None and not self.done:
@@ -247,15 +247,15 @@ class Agreed(Compared):
     def begin(self, staged: bool) -> None:
         """Start the call, through the host if `staged`; all earlier calls have started."""
         kind = self._kind
-        way = STAGED if staged else self._way()
+        method = STAGED if staged else self._method()
         if kind.is_empty:
             self.ended(self.completion.value, None)
-        elif way == STAGED:
+        elif method == STAGED:
             self._stage()
         else:
             self._launch([Native(kind.enqueue, self._arrays)])
 
-    def give_up(self, error: Exception) -> None:
+    def fail_on_all_ranks(self, error: Exception) -> None:
         """Fail the call on all ranks; the group stays usable."""
         self.refused()
         self.ended(None, error)
@@ -267,7 +267,7 @@ class Agreed(Compared):
     def expire(self) -> None:
         """Handle the expired timeout."""
         if self.is_waiting_for_device():
-            self._device_state.hung(self, "all ranks have made this call, but ")
+            self._device_state.fail_hung_device(self, "all ranks have made this call, but ")
         else:
             super().expire()
 
@@ -341,7 +341,7 @@ class Agreed(Compared):
         if last:
             self._enqueued.put(launched)
 
-    def _way(self) -> int:
+    def _method(self) -> int:
         """Return how the call is carried out."""
         return self._kind.choose_method(self._plan, self._device_state.decision)
 
@@ -351,7 +351,7 @@ class Agreed(Compared):
         self._device_state.unmark(self._marks)
         self._marks = ()
         if not self._is_on_device and self._staged is not None:
-            self._staged.give_back()
+            self._staged.release_memory()
             self._staged = None
 
     def _input_output_positions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

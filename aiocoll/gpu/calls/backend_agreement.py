@@ -122,7 +122,7 @@ class BackendAgreement:
         with contextlib.suppress(DeviceError):
             self._nccl.init(len(self._comm.ranks), unique_id, self._comm.rank).abort()
 
-    def departed(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Handle a rank that closed the group, perhaps before the decision."""
         if self._is_decided:
             return

@@ -56,7 +56,7 @@ class BatchedCalls(Agreed):
         """Return whether the calls must be compared before they start, in any group."""
         return self.is_private() or any(member.choose_method() == STAGED for member in self._members)
 
-    def terms(self) -> bytes:
+    def hash_terms(self) -> bytes:
         """Return a hash of the terms that must be equal on all ranks."""
         return hashed([member.plan.signature[:5] for member in self._members])
 
@@ -67,8 +67,8 @@ class BatchedCalls(Agreed):
             kind, arrays = member.kind, member.arrays
             if kind.is_empty:
                 continue
-            way = STAGED if staged else member.choose_method()
-            if way == STAGED:
+            method = STAGED if staged else member.choose_method()
+            if method == STAGED:
                 others.append(member)
             else:
                 native.append(Native(kind.enqueue, arrays))

@@ -70,10 +70,10 @@ class CallOrder:
         """Return whether an unconfirmed call needs the leaving rank `peer`."""
         return peer == 0 if self._comparison is None else not self._comparison.has_called(peer, position)
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Handle a rank that closed the group."""
         if self._comparison is not None:
-            self._comparison.pacing.departed()
+            self._comparison.pacing.on_departure()
 
     def end(self) -> None:
         """Forget all calls; the group has ended."""
@@ -98,7 +98,7 @@ class CallOrder:
             self._check_seq(peer, index(message["called"]), index(message["seq"]))
             self._require_comparison().reported(peer, index(message["called"]), index(message["hash"]))
         elif "halted" in message:
-            self._require_comparison().pacing.halted(peer, index(message["halted"]))
+            self._require_comparison().pacing.on_halt(peer, index(message["halted"]))
         elif "differs" in message:
             self._require_comparison()
             self._mismatch(index(message["position"]), {**message["differs"], "rank": peer})
@@ -146,7 +146,7 @@ class CallOrder:
         if self._comparison is None:
             self._send(0, {"halted": position})
         else:
-            self._comparison.pacing.halted(0, position)
+            self._comparison.pacing.on_halt(0, position)
 
     def _find(self, start: int, theirs: Sequence[int]) -> None:
         """Report to rank 0 the first call whose hash differs on this rank."""

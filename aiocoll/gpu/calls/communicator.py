@@ -190,7 +190,7 @@ class DeviceCommunicator:
         else:
             waited = min(2 * waited, latest)
             if self._device.is_launching:
-                self.comm.runtime.give_way()
+                self.comm.runtime.yield_gil()
         self.comm.call_later(waited, self._yield_to_launcher, waiting[0], waited)
 
     # -- while something is in flight

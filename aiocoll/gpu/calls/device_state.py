@@ -207,7 +207,7 @@ class DeviceState:
         decision = self.decision
         assert decision is not None
         if (refusal := decision.refusal(self.comm.name, self._forced)) is not None:
-            operation.give_up(BackendUnavailableError(refusal))
+            operation.fail_on_all_ranks(BackendUnavailableError(refusal))
         else:
             operation.begin(staged or not decision.native)
 
@@ -233,12 +233,12 @@ class DeviceState:
 
     def _on_rank_departed(self, rank: int) -> None:
         """Handle a rank that closed the group."""
-        self._agreement.departed(rank)
-        self.messages.departed(rank)
+        self._agreement.on_departure(rank)
+        self.messages.on_departure(rank)
         if self.order is not None:
-            self.order.departed()
+            self.order.on_departure()
         if self.slots is not None:
-            self.slots.departed(rank)
+            self.slots.on_departure(rank)
 
     # -- the decision
 
@@ -308,14 +308,14 @@ class DeviceState:
         assert self.nccl is not None
         try:
             self.communicator = DeviceCommunicator(
-                self.comm, self.device, self.nccl, decision.unique_id, self._agreement.end_turn, self.broken
+                self.comm, self.device, self.nccl, decision.unique_id, self._agreement.end_turn, self.fail_group
             )
         except DeviceError as error:
-            self.broken(error)
+            self.fail_group(error)
 
     # -- failing
 
-    def hung(self, operation: Operation, others: str = "") -> None:
+    def fail_hung_device(self, operation: Operation, others: str = "") -> None:
         """Fail the group: the device did not finish `operation` in time; `others` describes the other ranks."""
         comm, completion = self.comm, operation.completion
         comm.revoke(
@@ -345,7 +345,7 @@ class DeviceState:
             "does, on all ranks, and restart the processes"
         )
 
-    def broken(self, error: BaseException, operation: Operation | None = None) -> None:
+    def fail_group(self, error: BaseException, operation: Operation | None = None) -> None:
         """Fail the group: the device or the communicator has failed, perhaps in `operation`."""
         comm = self.comm
         completion = None if operation is None else operation.completion
@@ -372,7 +372,7 @@ class DeviceState:
         if operation.done:
             leave()
         elif error is not None:
-            self.broken(error, operation)
+            self.fail_group(error, operation)
         return not operation.done
 
     def end(self) -> None:

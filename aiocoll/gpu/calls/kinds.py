@@ -58,7 +58,7 @@ class Kind:
                 self.enqueue = enqueuing(plan, self._way)
         return self._way
 
-    def terms(self, shape: tuple[int, ...]) -> bytes:
+    def hash_terms(self, shape: tuple[int, ...]) -> bytes:
         """Return a hash of the terms of a call whose main array has this shape; they must be equal on all ranks."""
         if shape != self._shape:
             self._describe(shape)

@@ -75,7 +75,7 @@ class _MessageEnd(Operation):
         try:
             self._marks = self._device_state.mark([self.array])
         except DeviceError as error:
-            self._device_state.broken(error, self)
+            self._device_state.fail_group(error, self)
         except RuntimeError as error:  # the message was in a block, and a stream capture began after its call
             self.fail(error)
             self._report_not_carried()
@@ -109,9 +109,9 @@ class _MessageEnd(Operation):
         if not self._is_on_device:
             super().expire()
         elif self._by_nccl:
-            self._device_state.hung(self, "both of its ranks have made this call, but ")
+            self._device_state.fail_hung_device(self, "both of its ranks have made this call, but ")
         else:
-            self._device_state.hung(self)
+            self._device_state.fail_hung_device(self)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
@@ -141,7 +141,7 @@ class _MessageEnd(Operation):
         self._enqueued.over()
         self._device_state.unmark(self.taken_marks())
         if not self._is_on_device:
-            self._staged.give_back()
+            self._staged.release_memory()
 
 
 class DeviceSend(OutboundMessage, _MessageEnd):
@@ -287,7 +287,7 @@ class DeviceRecv(PostedReceive, _MessageEnd):
         if self.done:
             self._release()
         elif error is not None:
-            self._device_state.broken(error, self)
+            self._device_state.fail_group(error, self)
         else:
             self.set_buffer(self._staged.bytes_of(0))
             if self.arrival is not None:

@@ -151,7 +151,7 @@ def _call_all(after: list[Callable[[], None]]) -> None:
         after.clear()
 
 
-def enqueuing(plan: Plan, way: int) -> Enqueue:
+def enqueuing(plan: Plan, method: int) -> Enqueue:
     """Return the function that enqueues the calls of a plan in this way."""
     signature = plan.signature
     spec, root = signature.spec, signature.root or 0
@@ -163,9 +163,9 @@ def enqueuing(plan: Plan, way: int) -> Enqueue:
         case "broadcast":
             return partial(_broadcast, root)
         case "all_gather":
-            return partial(_all_gather, way)
+            return partial(_all_gather, method)
         case "reduce_scatter":
-            return partial(_reduce_scatter, _Reduction.of(signature), way)
+            return partial(_reduce_scatter, _Reduction.of(signature), method)
         case "send_recv":
             return partial(_send_recv, spec, signature)
         case _:
@@ -232,9 +232,9 @@ def _drop_missing(arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
     return [each for each in arrays if each is not None]
 
 
-def _all_gather(way: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+def _all_gather(method: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
     *blocks, source = _drop_missing(arrays)
-    if way == PACKED and not _is_packed(blocks):
+    if method == PACKED and not _is_packed(blocks):
         whole = _scratch(sum(block.nbytes for block in blocks), tools)
         for address, block in _places(whole, blocks):
             tools.after.append(partial(tools.cuda.copy, block.ptr, address, block.nbytes, tools.stream))
@@ -244,7 +244,7 @@ def _all_gather(way: int, arrays: Sequence[DeviceArray | None], tools: Tools) ->
     if source.size and _overlaps_out_of_place(source, blocks, tools.rank):
         given = _scratch(source.nbytes, tools)
         tools.cuda.copy(given, source.ptr, source.nbytes, tools.stream)
-    if way == PACKED:
+    if method == PACKED:
         tools.end.all_gather(given, blocks[0].ptr, source.nbytes, _BYTES, tools.stream)
         return
     with _group_calls(tools):
@@ -254,17 +254,17 @@ def _all_gather(way: int, arrays: Sequence[DeviceArray | None], tools: Tools) ->
                 tools.end.broadcast(start, block.ptr, block.nbytes, _BYTES, rank, tools.stream)
 
 
-def _reduce_scatter(reduction: _Reduction, way: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+def _reduce_scatter(reduction: _Reduction, method: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
     *blocks, target = _drop_missing(arrays)
     each, dtype, number = reduction
     starts = [block.ptr for block in blocks]
-    if way == PACKED and not _is_packed(blocks):
+    if method == PACKED and not _is_packed(blocks):
         whole = _scratch(sum(block.nbytes for block in blocks), tools)
         starts = []
         for address, block in _places(whole, blocks):
             starts.append(address)
             tools.cuda.copy(address, block.ptr, block.nbytes, tools.stream)
-    if way == PACKED:
+    if method == PACKED:
         tools.end.reduce_scatter(starts[0], target.ptr, target.size * each, dtype, number, tools.stream)
         return
     with _group_calls(tools):

@@ -85,7 +85,7 @@ class NativeMessages:
         """Return whether a message is matched and rank 0 has not started it."""
         return (src, number) in self._matched
 
-    def departed(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Handle a rank that closed the group; without rank 0, receive the waiting messages through the host."""
         if rank == 0:
             self._give_back([Match(src, self._device_state.comm.rank, number) for src, number in self._matched])

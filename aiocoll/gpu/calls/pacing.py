@@ -115,7 +115,7 @@ class Pacing:
             self._halted.clear()
             self._pace("halt", 0, self._confirmed)
 
-    def halted(self, rank: int, position: int) -> None:
+    def on_halt(self, rank: int, position: int) -> None:
         """Record the position at which a rank halted."""
         self._halted[rank] = position
         if self._state == HALTING and len(self._halted) == self._size:
@@ -123,7 +123,7 @@ class Pacing:
             self._admit_up_to(max(self._confirmed, *self._halted.values()))
             self._place_queued()
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Stage all waiting and later operations, since a rank left and NCCL needs all ranks."""
         self._is_short = True
         self._stage()

@@ -132,7 +132,7 @@ class ProgramOrder:
             if len(self._known) >= KEPT:
                 self._known.clear()
             self._known.add(entry.pair)
-            entry.call.confirmed()
+            entry.call.on_confirmed()
         if self._waiting:
             self._go_on()
 

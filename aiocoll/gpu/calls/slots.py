@@ -130,7 +130,7 @@ class Slots:
             self._lane.begin(number, partial(self._begin, number))
         return None
 
-    def departed(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Handle a rank that closed the group; without rank 0, stage all calls without a time, and launch no more."""
         if rank == 0:
             for number in [number for number, time in self._times.items() if time is None]:

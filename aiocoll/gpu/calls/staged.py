@@ -135,7 +135,7 @@ class Staged:
         assert copy is not None
         return byte_view(copy)
 
-    def give_back(self) -> None:
+    def release_memory(self) -> None:
         """Return the memory to the pool; neither device nor host uses it any more."""
         block, self._block = self._block, None
         self.arrays = []

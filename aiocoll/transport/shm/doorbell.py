@@ -88,14 +88,14 @@ class Doorbell:
             self._runtime.loop.add_reader(self.eventfd, self._on_ring)
         self._links.append(link)
         # Polls for frames that the peer wrote before: the doorbell was not rung for them.
-        self.attend()
+        self.poll_soon()
 
     def remove(self, link: Link) -> None:
         """Stop polling `link`."""
         if link in self._links:
             self._links.remove(link)
 
-    def attend(self) -> None:
+    def poll_soon(self) -> None:
         """Poll all links in the next turn of the loop; until then no peer has to wake this rank."""
         if not self.awake:
             self.awake = True
@@ -121,7 +121,7 @@ class Doorbell:
             os.eventfd_read(self.eventfd)
         except BlockingIOError:
             pass  # a peer has reset the eventfd: peers can read it, too
-        self.attend()
+        self.poll_soon()
 
     def _on_turn(self) -> None:
         again = False
@@ -141,7 +141,7 @@ class Doorbell:
             self.fences.full()
             if self.poll():
                 # There may be more work than this poll has done.
-                self.attend()
+                self.poll_soon()
 
 
 class PeerDoorbell:
@@ -169,7 +169,7 @@ class PeerDoorbell:
         This rank also polls its links in the next turn of its loop, so the peer need not wake it to answer.
         """
         if not self.own.awake:
-            self.own.attend()
+            self.own.poll_soon()
         self._full()
         status = self.status[STATUS]
         if status & 1 and status != self.rung_status:
@@ -198,7 +198,7 @@ def ring_all(doorbells: Sequence[PeerDoorbell]) -> None:
     """Ring the doorbells of several peers, as `PeerDoorbell.ring` does, with one fence for all of them."""
     own = doorbells[0].own
     if not own.awake:
-        own.attend()
+        own.poll_soon()
     own.fences.full()
     for doorbell in doorbells:
         status = doorbell.status[STATUS]

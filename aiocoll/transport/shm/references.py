@@ -143,7 +143,7 @@ class ReferenceWriter:
 
         Args:
             header: header of a frame with a payload of at most `MOST_BY_REFERENCE` bytes.
-            place: place of the payload, from `find`. The payload must stay unchanged until `read` is called, or `void`.
+            place: place of the payload, from `find`. The payload stays unchanged until `read` or `invalidate` is called.
             owner: owner of the payload.
             read: called once the peer has read it.
         """
@@ -170,11 +170,11 @@ class ReferenceWriter:
         self.unread.clear()
         del self._out  # the memory is unmapped with the last view of it
 
-    def void(self, owner: object) -> None:
+    def invalidate(self, owner: object) -> None:
         """Mark the unread payloads of `owner`: they may change from now on, and the peer drops them."""
         for frame in self.unread:
             if frame.owner is owner:
-                self._out.void(frame.number)
+                self._out.invalidate(frame.number)
 
 
 class UnreadableError(ConnectionResetError):

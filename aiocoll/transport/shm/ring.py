@@ -136,7 +136,7 @@ class RingWriter:
         words[word] = self._sent = number
         return number
 
-    def void(self, number: int) -> None:
+    def invalidate(self, number: int) -> None:
         """Mark the payload of an entry that the reader has not taken: it may change from now on."""
         if self.taken < number:
             self._words[(self._ring + (number - 1) % ENTRIES * LINE >> 3) + PLACE] |= VOID

@@ -101,7 +101,7 @@ class Sharing:
                 own.drop()
         return pair
 
-    def give_up(self, pair: LinkParts) -> None:
+    def release_parts(self, pair: LinkParts) -> None:
         """Release the parts of a link that is not made."""
         pair.region.close()
         pair.peer.close()

@@ -167,7 +167,7 @@ class LinkTable:
                 pair = await share(sock, peer.rank)
         if self.has(key):
             if pair is not None:
-                self.sharing.give_up(pair)
+                self.sharing.release_parts(pair)
             if carried is not None:
                 carried.close()
             return None
