@@ -11,8 +11,8 @@ from math import inf
 
 __all__ = [
     "UNREACHABLE_AFTER",
-    "between_hosts",
     "enable_keepalive",
+    "is_between_hosts",
     "is_ready",
     "retry_soon",
     "round_trip",
@@ -53,7 +53,7 @@ _WINDOW = struct.Struct("=16xI60xI")
 _ROUND_TRIP = struct.Struct("=148xI")
 
 
-def between_hosts(sock: socket.socket) -> bool:
+def is_between_hosts(sock: socket.socket) -> bool:
     """Return whether the other end of a connected socket may be on another host."""
     return sock.family != getattr(socket, "AF_UNIX", None) and sock.getpeername()[0] != sock.getsockname()[0]
 

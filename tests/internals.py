@@ -64,7 +64,7 @@ LIMITS = {
     "unmade_groups": ("aiocoll.engine.control.unmade_groups.GROUPS",),
     "window_lot": ("aiocoll.engine.links.channel.WINDOW_LOT",),
     # sizes of objects
-    "compared_size": ("aiocoll.engine.operations.verify.Compared.LIMIT",),
+    "compared_size": ("aiocoll.engine.operations.verify.VerifiedOperation.LIMIT",),
     "exchanged_size": ("aiocoll.engine.operations.object_exchange.ObjectExchange.LIMIT",),
     "received_size": ("aiocoll.engine.matching.posted.MAX_BYTES",),
     "metrics_names": ("aiocoll.metrics.watched.MOST",),
@@ -175,11 +175,11 @@ PARTS = {
     "probe_dtype": "aiocoll.engine.matching.probe.array_dtype",
     "receive_entered": "aiocoll.engine.matching.posted.PostedReceive.enter",
     "sparse_is_dense_faster": "aiocoll.group.sparse_reduce.is_dense_faster",
-    "sparse_gathered": "aiocoll.group.sparse_reduce.gathered",
+    "sparse_gathered": "aiocoll.group.sparse_reduce.gather_entries",
     "sparse_merged": "aiocoll.group.sparse_reduce.merged",
     "sparse_scattered": "aiocoll.group.sparse_reduce.scattered",
     "sparse_unpack": "aiocoll.group.sparse_reduce.unpack",
-    "unsized_counted": "aiocoll.engine.operations.stepped.Stepped._complete",
+    "unsized_counted": "aiocoll.engine.operations.stepped.SteppedOperation._complete",
     "call_finished": "aiocoll.completion.Completion.finish",
     # failure
     "peer_seen": "aiocoll.engine.failure.failure_detector.FailureDetector.is_known_alive",
@@ -191,7 +191,7 @@ PARTS = {
     "vote_said": "aiocoll.engine.consensus.voter.Voter.send",
     # certificates
     "certificate_clock": "aiocoll.security.user_ca.clock",
-    "certificate_made": "aiocoll.security.user_ca.of_this_process",
+    "certificate_made": "aiocoll.security.user_ca.make_own_contexts",
     "certificate_refused": "aiocoll.security.user_ca._refuse",
     "client_secured": "aiocoll.store.tcp.prepare",
     "rank_secured": "aiocoll.transport.stream.tls_stream.prepare",

@@ -12,8 +12,8 @@ import pytest
 
 from aiocoll import sockets
 from aiocoll.sockets import (
-    between_hosts,
     enable_keepalive,
+    is_between_hosts,
     is_ready,
     retry_soon,
     round_trip,
@@ -94,9 +94,9 @@ def test_store_connections_survive_an_outage_at_both_ends() -> None:
 
 
 def test_loopback_peer_is_on_this_host(pair: tuple[socket.socket, socket.socket]) -> None:
-    assert not any(map(between_hosts, pair))
+    assert not any(map(is_between_hosts, pair))
     for sock in (unix := socket.socketpair()):
-        assert not between_hosts(sock)
+        assert not is_between_hosts(sock)
     for sock in unix:
         sock.close()
 

@@ -28,7 +28,7 @@ from aiocoll import (
 )
 from aiocoll.credentials import TlsFiles, tls_files
 from aiocoll.security.names import WrongCertificateError, check_names, part_name, rank_name, store_name
-from aiocoll.security.tls import Tls, binding, of_this_process
+from aiocoll.security.tls import Tls, binding, make_own_contexts
 from aiocoll.security.user_ca import RenewedContexts, prepare, read
 from aiocoll.store import StoreServer
 from aiocoll.transport.byte_stream import receive_message, send_message
@@ -161,7 +161,7 @@ def test_rank_certificate_cannot_sign_others(tmp_path: Path, authority: Authorit
 
 
 def test_certificate_without_files_is_that_of_the_process() -> None:
-    assert prepare(None, "", "") is of_this_process()
+    assert prepare(None, "", "") is make_own_contexts()
 
 
 Change = Callable[[TlsFiles], TlsFiles | None]
@@ -410,12 +410,12 @@ async def test_another_ca_is_reported_at_both_ends(tmp_path: Path, authority: Au
 
 async def test_end_without_files_is_refused_by_an_end_with_files(authority: Authority) -> None:
     ours = prepare(authority.make(ANY), "train", RANK0)
-    dialling, dialled = await refused(ours, of_this_process())
+    dialling, dialled = await refused(ours, make_own_contexts())
     assert dialling.startswith(
         "WrongCertificateError: 127.0.0.1 accepts only certificates of a CA: give this process the files "
     )
     assert dialled.startswith("WrongCertificateError: 127.0.0.1 presented no certificate: give it the files tls_")
-    dialling, dialled = await refused(of_this_process(), ours)
+    dialling, dialled = await refused(make_own_contexts(), ours)
     assert dialling.startswith(f"{CERTIFICATE} is not signed by the CA in tls_ca of this process")
     assert "ALERT_UNKNOWN_CA" in dialled
 
@@ -440,7 +440,7 @@ async def test_refusal_reason_reaches_an_end_that_cannot_send(authority: Authori
     async def opened(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> TlsStream:
         refused.clear()
         try:
-            stream = await open_tls(of_this_process() if dialled else ours, loop, sock, dialled=dialled)
+            stream = await open_tls(make_own_contexts() if dialled else ours, loop, sock, dialled=dialled)
         except OSError:
             refused.set()
             raise

@@ -9,7 +9,7 @@ import numpy as np
 
 from aiocoll.elements.buffers import Buffer
 from aiocoll.elements.device import CopyBack, DeviceArray
-from aiocoll.elements.dtypes import DType, of_numpy
+from aiocoll.elements.dtypes import DType, from_numpy
 
 __all__ = ["KIND", "LABEL", "CudaArray", "cuda_dtype", "spare_buffer"]
 
@@ -36,7 +36,7 @@ def cuda_dtype(dtype: np.dtype[Any], name: str) -> DType:
         TypeError: elements of this dtype cannot be exchanged between devices.
     """
     try:
-        found = of_numpy(dtype)
+        found = from_numpy(dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
     if found.kind in ("record", "pair"):

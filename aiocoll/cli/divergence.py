@@ -14,7 +14,7 @@ from aiocoll.cli.top.formatting import duration
 from aiocoll.dump.files import KEYS
 from aiocoll.dump.timeline import named
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
-from aiocoll.engine.operations.differences import called, mismatch, opposed
+from aiocoll.engine.operations.differences import called, find_mismatch, mismatch
 
 __all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "lateness", "report"]
 
@@ -107,7 +107,7 @@ def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
     # Calls of debug="detail" are compared by the same rules as all others.
     calls = [{**entry, "debug": None} for _, entry in sorted(call.entries.items())]
     for index, each in enumerate(calls[1:], 1):
-        other = opposed(each, calls[:index])
+        other = find_mismatch(each, calls[:index])
         if other is not None:
             return str(mismatch(group.name, other, each))
     return None

@@ -81,7 +81,7 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, notify
         await stack.enter_async_context(stack.enter_context(Progress()).watching(rounds.stage))
         await stack.enter_async_context(store)
         report = {"nnodes": hosts.nnodes, "store": store.reached, "listens": listens, "facts": _facts(options)}
-        came = await rounds.first(report, timeout)
+        came = await rounds.claim_number(report, timeout)
         visitor = await stack.enter_async_context(_Visitor(hosts, options, [*came]))
         met = await _dial_hosts(rounds, visitor, came, timeout)
         await rounds.leave()
@@ -138,7 +138,7 @@ class _Rounds:
                 doing = f"{sum(came)} of {self._nnodes} hosts have come"
         return f"{doing}, {seconds} s"
 
-    async def first(self, mine: Mapping[str, Any], timeout: float) -> dict[int, Any]:
+    async def claim_number(self, mine: Mapping[str, Any], timeout: float) -> dict[int, Any]:
         """Claim the number of this host, and run the first round; return the reports of the hosts that came in time.
 
         Raises:

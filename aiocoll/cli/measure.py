@@ -68,10 +68,10 @@ class Figures(NamedTuple):
     @classmethod
     def of(cls, case: Case, world_size: int, nanoseconds: Sequence[int]) -> Figures:
         """Compute the figures from the times of the iterations of a case."""
-        return cls.at(case, world_size, *np.percentile(nanoseconds, (50, 95, 99)) / 1e9)
+        return cls.from_percentiles(case, world_size, *np.percentile(nanoseconds, (50, 95, 99)) / 1e9)
 
     @classmethod
-    def at(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
+    def from_percentiles(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
         """Compute the figures from percentiles; the bandwidths are for the median."""
         algbw = case.size(world_size) / p50
         return cls(float(p50), float(p95), float(p99), float(algbw), float(algbw * bus_factor(case.kind, world_size)))

@@ -15,11 +15,11 @@ from aiocoll.engine.control.shapes import (
     Check,
     SchemaError,
     Scope,
-    anything,
+    any_value,
     fields,
     integer,
-    listed,
-    mapped,
+    list_of,
+    map_of,
     none_or,
     one_of,
     seconds,
@@ -34,15 +34,15 @@ Entry = dict[str, Any]
 _NUMBER, _TEXT = integer(1 << 64), text()
 #: The used fields of a dump; `_ENTRY` and `_PERHAPS` have those of an entry.
 _DUMP: dict[str, Check] = {
-    "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": listed(_NUMBER),
-    "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": mapped(_NUMBER),
-    "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": none_or(mapped(anything)),
-    "entries": listed(anything, 1 << 20),
+    "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": list_of(_NUMBER),
+    "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": map_of(_NUMBER),
+    "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": none_or(map_of(any_value)),
+    "entries": list_of(any_value, 1 << 20),
 }  # fmt: skip
 #: A field that dumps of version 0.1 lack.
-_LATER: dict[str, Check] = {"blocked": none_or(listed(anything, 2))}
+_LATER: dict[str, Check] = {"blocked": none_or(list_of(any_value, 2))}
 _ENTRY: dict[str, Check] = {
-    **NAMED, "kind": one_of("collective", "message"), "shape": listed(_NUMBER), "entered": seconds,
+    **NAMED, "kind": one_of("collective", "message"), "shape": list_of(_NUMBER), "entered": seconds,
     "finished": none_or(seconds), "state": one_of("pending", "finished", "failed"), "site": _TEXT, "function": _TEXT,
 }  # fmt: skip
 _PERHAPS: dict[str, Check] = {

@@ -12,7 +12,17 @@ from typing import NamedTuple, Protocol
 
 from aiocoll.store import StoreServer
 
-__all__ = ["Alone", "HostState", "News", "Notice", "OtherHosts", "Phase", "RestartGrant", "Restarts", "Verdict"]
+__all__ = [
+    "HostState",
+    "News",
+    "Notice",
+    "OtherHosts",
+    "Phase",
+    "RestartGrant",
+    "Restarts",
+    "SingleHostRestarts",
+    "Verdict",
+]
 
 
 class Phase(StrEnum):
@@ -109,7 +119,7 @@ class Restarts(Protocol):
         """Leave the job."""
 
 
-class Alone:
+class SingleHostRestarts:
     """The restarts of a job on one host.
 
     Args:

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from aiocoll.cli.arguments import describe_command, natural, positive, positives, seconds
+from aiocoll.cli.arguments import describe_command, natural_number, positive, positives, seconds
 from aiocoll.cli.hosts import Hosts, add_host_arguments, reach_store, read_hosts, serve
 from aiocoll.cli.hosts_link import HostsLink
 from aiocoll.cli.logs import Logs
-from aiocoll.cli.program import Program, Start
-from aiocoll.cli.restarts import Alone, Restarts
+from aiocoll.cli.program import Program, RankStart
+from aiocoll.cli.restarts import Restarts, SingleHostRestarts
 from aiocoll.cli.shutdown import KILL_AFTER
 from aiocoll.cli.supervise import supervise
 from aiocoll.cli.terminal import write_stderr
@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(nnodes=None)
     parser.add_argument(
         "--max-restarts",
-        type=natural,
+        type=natural_number,
         default=0,
         metavar="N",
         help="largest number of restarts in the whole job, of all ranks or of a single one (default: 0)",
@@ -145,7 +145,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             reach = partial(reach_store, hosts, options, (host, port))
             restarts: Restarts = HostsLink(hosts, same, args.max_restarts, reach, server)
         else:
-            restarts = Alone(args.max_restarts, server)
+            restarts = SingleHostRestarts(args.max_restarts, server)
         code = supervise(program, restarts, args.kill_after, verbose=args.verbose)
         return code or int(logs is not None and not logs.complete)
 
@@ -214,7 +214,7 @@ def _make_job_folder(stack: ExitStack, command: Sequence[str], ranks: int) -> Jo
         return None
 
 
-def _variables(start: Start, hosts: Hosts, nprocs: Sequence[int], store: tuple[str, int]) -> dict[str, str]:
+def _variables(start: RankStart, hosts: Hosts, nprocs: Sequence[int], store: tuple[str, int]) -> dict[str, str]:
     host, port = store
     return {
         **({"AIOCOLL_JOIN": "1"} if start.joins else {"RANK": str(start.rank)}),

@@ -17,7 +17,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from aiocoll.cli.program import Program, Start
+from aiocoll.cli.program import Program, RankStart
 from aiocoll.cli.rank import DRAIN, ElasticReport, Exit, RankProcess, Report
 from aiocoll.cli.restarts import HostState, News, Notice, OtherHosts, Phase, RestartGrant, Restarts, Verdict
 from aiocoll.cli.shutdown import KILL_AFTER, Shutdown
@@ -25,7 +25,7 @@ from aiocoll.cli.signals import signals_to
 from aiocoll.cli.sink import Sink, limit_waits, on_loss
 from aiocoll.cli.stuck import find_stuck
 from aiocoll.cli.terminal import write_stderr
-from aiocoll.cli.top.jobs import End
+from aiocoll.cli.top.jobs import JobOutcome
 from aiocoll.cli.verdict import RankOutcome, final_lines, find_culprit, headline, interrupted, replaced, tracebacks
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
@@ -86,7 +86,7 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
     if program.record_end is not None:
         said = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
-        program.record_end(End(ending.code, tuple(said)))
+        program.record_end(JobOutcome(ending.code, tuple(said)))
     if readers_gone and ending.code == 0:  # found only in the last output of the ranks
         return 128 + signal.SIGPIPE
     return ending.code
@@ -157,7 +157,7 @@ class _Attempt:
         """Start all ranks and wait for their end; return the exit code, the final lines, and the verdict."""
         try:
             for rank in self._program.ranks:
-                self._start(Start(rank, self._number, joins=False))
+                self._start(RankStart(rank, self._number, joins=False))
             while self._running or (not self._is_signalled and (self._ranks_to_replace() or self._verdict is None)):
                 self._report_state()
                 self._handle_next()
@@ -174,7 +174,7 @@ class _Attempt:
                 process.kill_children()
         return ending
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: RankStart) -> None:
         process = self._program.start(start, self._events.put)
         self._processes.append(process)
         self._running[start.rank] = process
@@ -372,7 +372,7 @@ class _Attempt:
             return
         write_stderr(replaced(self._outcomes[rank], f"restart {number} of {self._restarts.allowed}"))
         self._outcomes[rank] = RankOutcome(rank)
-        self._start(Start(rank, number, joins=True))
+        self._start(RankStart(rank, number, joins=True))
 
     def _look_for_members(self) -> None:
         """Schedule the end of replacements if no member is left: events of joins and exits may arrive in any order."""

@@ -22,7 +22,7 @@ from aiocoll.elements.adapters import (
     provided_adapter_of,
 )
 from aiocoll.elements.device import DeviceArray
-from aiocoll.elements.dtypes import DType, by_name, of_numpy
+from aiocoll.elements.dtypes import DType, by_name, from_numpy
 from aiocoll.elements.strides import check_disjoint
 
 __all__ = [
@@ -158,7 +158,7 @@ def scalar(value: Any) -> Buffer:
     """
     if isinstance(value, np.generic):
         given = np.array(value)
-        dtype = of_numpy(given.dtype)
+        dtype = from_numpy(given.dtype)
         buffer = Buffer(given.reshape(1).view(dtype.storage), dtype, (), value, lambda: given[()])
         buffer.count = 1
         return buffer
@@ -224,7 +224,7 @@ def byte_view(array: npt.NDArray[Any]) -> memoryview:
 def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
     """Return a view of a contiguous, aligned array. Nearly every call uses this function, so it must be fast."""
     try:
-        dtype = of_numpy(array.dtype)
+        dtype = from_numpy(array.dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
     shape = array.shape

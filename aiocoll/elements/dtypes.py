@@ -20,7 +20,7 @@ from aiocoll.elements.element_type import DType, Kind
 from aiocoll.elements.records import LAYOUT, Record, record, record_by_code, record_by_name
 from aiocoll.errors import BackendUnavailableError
 
-__all__ = ["DType", "Kind", "array_dtype", "by_code", "by_name", "from_float32", "of_numpy", "to_float32"]
+__all__ = ["DType", "Kind", "array_dtype", "by_code", "by_name", "from_float32", "from_numpy", "to_float32"]
 
 Convert = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 
@@ -99,7 +99,7 @@ _BY_NAME: Mapping[str, DType] = MappingProxyType({d.name: d for d in _ALL})
 _NATIVE: Mapping[np.dtype[Any], DType] = MappingProxyType({d.storage: d for d in _ALL if d.name == d.storage.name})
 
 
-def of_numpy(dtype: np.dtype[Any]) -> DType:
+def from_numpy(dtype: np.dtype[Any]) -> DType:
     """Return the element type of arrays with a dtype of NumPy or ml_dtypes.
 
     Raises:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aiocoll.elements.dtypes import DType, from_float32, to_float32
 
-__all__ = ["Entries", "checked", "coalesced", "gathered", "merged", "pack", "scattered", "unpack"]
+__all__ = ["Entries", "checked", "coalesce_entries", "gather_entries", "merged", "pack", "scattered", "unpack"]
 
 Array = NDArray[Any]
 
@@ -32,7 +32,7 @@ class Entries(NamedTuple):
     values: Array
 
 
-def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
+def coalesce_entries(places: Array, values: Array, dtype: DType) -> Entries:
     """Sort entries by index and add up entries with the same index, as torch's ``coalesce`` does.
 
     float16, bfloat16 and float8 values are added up in float32 and rounded once.
@@ -107,7 +107,7 @@ def scattered(entries: Entries, size: int) -> tuple[Array, Array]:
     return dense.reshape(-1), np.packbits(marks)
 
 
-def gathered(dense: Array, bits: Array, size: int, like: Entries) -> Entries:
+def gather_entries(dense: Array, bits: Array, size: int, like: Entries) -> Entries:
     """Return the entries of a flat dense array: the elements whose bits are set.
 
     Args:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.adapters import adapter_of_type
-from aiocoll.elements.dtypes import DType, of_numpy
-from aiocoll.elements.entries import Entries, checked, coalesced, unpack
+from aiocoll.elements.dtypes import DType, from_numpy
+from aiocoll.elements.entries import Entries, checked, coalesce_entries, unpack
 
 __all__ = [
     "SparseArray",
@@ -129,7 +129,7 @@ def _describe_coo(obj: Any, name: str) -> SparseArray:
     shape, dtype = obj.shape, _scipy_dtype(obj, name)
 
     def read() -> Entries:
-        return coalesced(flat_places(obj.coords, shape, name), _plain(obj.data), dtype)
+        return coalesce_entries(flat_places(obj.coords, shape, name), _plain(obj.data), dtype)
 
     def build(entries: Entries) -> Callable[[], Any]:
         like = np.result_type(*(each.dtype for each in obj.coords))
@@ -153,7 +153,7 @@ def _describe_compressed(obj: Any, name: str) -> SparseArray:
     def read() -> Entries:
         coords = expand_pointers(obj.indptr, obj.indices, name)
         values = _plain(obj.data[: len(coords[0])])
-        return coalesced(flat_places(coords[::-1] if by_column else coords, shape, name), values, dtype)
+        return coalesce_entries(flat_places(coords[::-1] if by_column else coords, shape, name), values, dtype)
 
     def build(entries: Entries) -> Callable[[], Any]:
         places, values = entries
@@ -178,7 +178,7 @@ def _describe_compressed(obj: Any, name: str) -> SparseArray:
 
 def _scipy_dtype(obj: Any, name: str) -> DType:
     try:
-        return of_numpy(obj.dtype)
+        return from_numpy(obj.dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
 

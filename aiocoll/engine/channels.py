@@ -74,7 +74,7 @@ class Channels:
             channel = self._channels[rank] = Channel(self._context, rank, self._groups.made, self)
         return channel
 
-    def of_group(self, ranks: Sequence[int]) -> Sequence[Channel]:
+    def for_ranks(self, ranks: Sequence[int]) -> Sequence[Channel]:
         """Return the channels to `ranks`, in order. For a large group, iteration yields only existing channels."""
         return (
             [self.to(rank) for rank in ranks] if len(ranks) <= FEW else _LazyChannels(self, self._context.rank, ranks)

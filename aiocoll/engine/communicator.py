@@ -105,7 +105,7 @@ class Communicator:
         #: Whether the arithmetic of all ranks produces the same NaNs.
         self.makes_same_nans = len({endpoint.cards[rank].get("nans", 0) for rank in self.ranks}) == 1
         self.position = _RankPositions((rank, index) for index, rank in enumerate(self.ranks))
-        self.channels = endpoint.channels.of_group(self.ranks)
+        self.channels = endpoint.channels.for_ranks(self.ranks)
         self.slots = Slots(self.channels, identity, chunk_nbytes)
         natives = sum(endpoint.cards[rank].get("native", False) for rank in self.ranks)
         # Queues to or from a rank without the accelerator have larger chunks.

@@ -14,7 +14,7 @@ from aiocoll.engine.consensus.quorum import is_majority
 from aiocoll.engine.control.causes import cause_of, error_from
 from aiocoll.engine.control.messages import PROTOCOL, ControlMessage, JobFacts
 from aiocoll.engine.control.peer_links import PeerLinks
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.deadlines import Deadlines
 from aiocoll.engine.failure.failure_detector import FailureDetector
@@ -130,7 +130,7 @@ class Endpoint:
         try:
             self.failure_detector.start()
         except AiocollError as error:
-            message = {"t": "died", "rank": self.rank, "detail": fitting(str(error)), "how": "unreachable"}
+            message = {"t": "died", "rank": self.rank, "detail": fit_text(str(error)), "how": "unreachable"}
             self.control.flood(message, range(self.world_size))
             raise
 
@@ -169,7 +169,7 @@ class Endpoint:
         """Send a goodbye to the ranks of `group`, and remove it."""
         # On separate paths, the goodbye may overtake the revocation, so it also carries the cause.
         cause = None if group.cause is None else cause_of(group.cause)
-        message = {"t": "bye", "g": group.id, "name": fitting(group.name), "cause": cause}
+        message = {"t": "bye", "g": group.id, "name": fit_text(group.name), "cause": cause}
         # Peers with a link must wait for the goodbye on it, which follows all data.
         linked = {channel.peer for channel in group.channels if channel.send_after_data(message)}
         if cause is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aiocoll.engine.control.causes import cause_of, error_from
 from aiocoll.engine.control.closed_groups import ClosedGroups, Goodbyes
 from aiocoll.engine.control.messages import DEVICE, ControlMessage
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.control.unmade_groups import UnmadeGroup, UnmadeGroups
 from aiocoll.engine.job.context import Context
@@ -72,7 +72,7 @@ class Groups:
             raise self._refuse(group, other, name)
         self.made[identity] = group
         self.closed.reuse(identity)
-        goodbyes = self._goodbyes[identity] = Goodbyes(fitting(group.name), group.position)
+        goodbyes = self._goodbyes[identity] = Goodbyes(fit_text(group.name), group.position)
         early = self.early.take(identity, goodbyes.name, group.position)
         for (rank, _), each in early.goodbyes.items():
             goodbyes.mark(rank, bool(each.frames), bool(each.notes))
@@ -90,7 +90,7 @@ class Groups:
             "which only some of its ranks have closed; make another group, which gets a different id",
             group=group.name,
         )
-        me, wire_name = self._context.rank, fitting(group.name)
+        me, wire_name = self._context.rank, fit_text(group.name)
         message = {"t": "bye", "g": group.id, "name": wire_name, "cause": cause_of(error), "linked": False}
         self._control.flood(message, group.ranks)
         for each in group.channels:

@@ -9,7 +9,7 @@ from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.control.messages import DATA, PROTOCOL, ControlMessage, JobFacts, read
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.failure_detector import FailureDetector
-from aiocoll.engine.failure.refusal import Refusals, cannot_be_taken
+from aiocoll.engine.failure.refusal import Refusals, is_data_error
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Groups
 from aiocoll.errors import ProtocolError
@@ -45,7 +45,7 @@ class Receiver(NamedTuple):
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
         """Reject `peer` if `error` means that its message was unacceptable; return whether it does."""
-        if not cannot_be_taken(error):
+        if not is_data_error(error):
             return False
         self.refusals.refuse(peer, error, link)
         return True
@@ -136,6 +136,6 @@ class Receiver(NamedTuple):
     def _handle_died(self, peer: int, message: ControlMessage) -> None:
         rank, how = message["rank"], message["how"]
         if rank != self.facts.rank:
-            self.roster.died(rank, message["detail"], tell=False, how=how)
+            self.roster.died(rank, message["detail"], notify=False, how=how)
         elif how == PROTOCOL:
-            self.roster.died(peer, message["detail"], tell=False, how=how)
+            self.roster.died(peer, message["detail"], notify=False, how=how)

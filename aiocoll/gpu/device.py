@@ -248,7 +248,7 @@ class Device:
     def mark(self, stream: int, is_checked: bool = False) -> int:
         """Return an event that is done once the work on the caller's `stream` so far is done.
 
-        Pass the event to `after` or `unmark`.
+        Pass the event to `make_streams_wait` or `unmark`.
 
         Args:
             stream: the stream.
@@ -261,7 +261,7 @@ class Device:
         self._check()
         return self._marks.record(stream) if is_checked else self._marks.on_device(self._mark, stream)
 
-    def after(self, marks: Sequence[int], *streams: int) -> None:
+    def make_streams_wait(self, marks: Sequence[int], *streams: int) -> None:
         """Make later work on `streams` wait for `marks`, which are used up; runs in the launcher."""
         try:
             for mark in marks:

@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.machine import Machine
 from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name
-from aiocoll.elements.entries import Entries, gathered, merged, pack, scattered, unpack
+from aiocoll.elements.entries import Entries, gather_entries, merged, pack, scattered, unpack
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.engine.operations.stepped import StepGenerator, Stepped, calculate_in_thread, collective, exchange
+from aiocoll.engine.operations.stepped import StepGenerator, SteppedOperation, calculate_in_thread, collective, exchange
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
@@ -77,7 +77,7 @@ def reduce_sparse(
     plan = dispatcher.plans.counting_plan(signature)
 
     def make(identity: int, completion: Completion) -> Operation:
-        return Stepped(dispatcher.comm, identity, plan, _reduce(given, op, tensor), completion)
+        return SteppedOperation(dispatcher.comm, identity, plan, _reduce(given, op, tensor), completion)
 
     # Bytes sent to all other ranks if there are few entries: each entry with its position.
     nbytes = given.nbytes * (dispatcher.size - 1)
@@ -201,7 +201,7 @@ def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[
     yield from collective("mark", plan, [bits])
     if not given.is_receiver:
         return None
-    return (yield from calculate(effort, lambda: array.build(gathered(dense, bits, array.size, own))))
+    return (yield from calculate(effort, lambda: array.build(gather_entries(dense, bits, array.size, own))))
 
 
 def is_dense_faster(

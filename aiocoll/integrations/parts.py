@@ -102,7 +102,7 @@ class Parts:
         self._tickets: dict[int, Ticket] = {}
 
     @property
-    def meets(self) -> bool:
+    def has_meeting(self) -> bool:
         """Return whether there is a meeting."""
         return self._meeting is not None
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.meeting.holders import arrival, death
 from aiocoll.numerals import to_int
 from aiocoll.rendezvous.new_group import new_group
@@ -187,7 +187,7 @@ class Meeting:
         """
         if ticket.job != self._job:
             raise ValueError("ticket belongs to another meeting; pass one that this meeting made")
-        self._server.put(*death(next(self._deaths), ticket.holder, fitting(reason)))
+        self._server.put(*death(next(self._deaths), ticket.holder, fit_text(reason)))
 
     def _ticket(self, world_size: int, rank: int | None) -> Ticket:
         if not self._started:

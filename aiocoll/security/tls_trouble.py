@@ -14,7 +14,7 @@ __all__ = [
     "PURPOSE",
     "WRONG_PURPOSE",
     "clock",
-    "closed_without_reason",
+    "explain_silent_close",
     "explain_tls_error",
     "format_utc",
 ]
@@ -74,7 +74,7 @@ def explain_tls_error(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertific
     )
 
 
-def closed_without_reason(tls: Tls) -> str:
+def explain_silent_close(tls: Tls) -> str:
     """Return possible reasons of a peer that closes the connection without an alert, as asyncio does."""
     if tls.own is None:
         return "an end that accepts only certificates of a CA: then this process needs tls_ca, as every rank does"

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from aiocoll.credentials import TlsFiles, read_private
 from aiocoll.log import logger
-from aiocoll.security.names import WrongCertificateError, check_job, check_names, names_in
-from aiocoll.security.tls import OwnCertificate, Tls, load_chain, new_context, of_this_process
+from aiocoll.security.names import WrongCertificateError, certificate_names, check_job, check_names
+from aiocoll.security.tls import OwnCertificate, Tls, load_chain, make_own_contexts, new_context
 from aiocoll.security.tls_trouble import EXPIRED, NOT_YET, PURPOSE, WRONG_PURPOSE, clock, format_utc
 
 __all__ = ["RenewedContexts", "prepare", "read"]
@@ -41,7 +41,7 @@ def prepare(files: TlsFiles | None, job: str, name: str) -> Tls:
         BackendUnavailableError: without files, the package `cryptography` is not installed.
     """
     if files is None:
-        return of_this_process()
+        return make_own_contexts()
     check_job(job)
     tls = read(files)
     assert tls.own is not None
@@ -226,4 +226,4 @@ def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> t
             f"tls_certificate={files.certificate!r} {trouble}: it is valid from {format_utc(begins)} until "
             f"{format_utc(ends)}, and the clock of this host shows {format_utc(clock())}; renew it, or set the clock"
         )
-    return certificate, OwnCertificate(files.certificate, names_in(found), begins, ends)
+    return certificate, OwnCertificate(files.certificate, certificate_names(found), begins, ends)

@@ -18,7 +18,7 @@ from aiocoll.security.handshake import (
     Status,
 )
 from aiocoll.security.loop_timeout import LoopTimeout
-from aiocoll.security.names import WrongCertificateError, check_names, names_in, part_name
+from aiocoll.security.names import WrongCertificateError, certificate_names, check_names, part_name
 from aiocoll.sockets import is_ready
 from aiocoll.store.commands import COMMANDS, LEFT, LEFT_SUFFIX, SERVER_COMMANDS, WAITS, check_request
 from aiocoll.store.core import PendingWait, StoreCore
@@ -162,7 +162,7 @@ class Session(FrameProtocol):
     def _decide(self, peer: Peer) -> Status:
         if self._job is not None:
             address, *_ = self.transport.get_extra_info("peername")
-            names = names_in(self.transport.get_extra_info("ssl_object").getpeercert())
+            names = certificate_names(self.transport.get_extra_info("ssl_object").getpeercert())
             try:
                 check_names(names, part_name(self._job), f"the certificate of {address}")
             except WrongCertificateError as error:

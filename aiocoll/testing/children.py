@@ -104,7 +104,7 @@ class Child:
         self.send(job)
 
     async def call(self, call: RemoteCall) -> Any:
-        """Make `call` in a standing child; return its result or raise its exception."""
+        """Make `call` in a persistent child; return its result or raise its exception."""
         self.unretrieved = []
         self.send(call)
         outcome = await self._next_outcome()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiocoll.cli import main
-from aiocoll.cli.program import Program, Start
+from aiocoll.cli.program import Program, RankStart
 from aiocoll.cli.restarts import HostState, Phase, Verdict
 from aiocoll.cli.supervise import supervise
 
@@ -112,7 +112,7 @@ def test_rank_has_the_whole_limit_when_another_host_ends_at_once(
 ) -> None:
     limits(run_release=0.05, run_grace=0.05)
 
-    def environment(start: Start) -> dict[str, str]:
+    def environment(start: RankStart) -> dict[str, str]:
         return {**os.environ, "RANK": str(start.rank)}
 
     program = Program((launch.write(SAVES),), range(1, 2), environment, b"k" * 32)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiocoll.cli.program import Program, Start
+from aiocoll.cli.program import Program, RankStart
 from aiocoll.cli.restarts import HostState, News, OtherHosts, Phase, RestartGrant, Verdict
 from aiocoll.cli.supervise import supervise
 
@@ -64,7 +64,7 @@ def test_ranks_are_replaced_if_others_may_be_in_the_group(
     script = tmp_path / "script.py"
     script.write_text(LOST)
 
-    def environment(start: Start) -> dict[str, str]:
+    def environment(start: RankStart) -> dict[str, str]:
         return {**os.environ, **({"AIOCOLL_JOIN": "1"} if start.joins else {})}
 
     restarts = TwoHosts(other)

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from aiocoll.cli.top.command import Watch
-from aiocoll.cli.top.jobs import End, job_folder, jobs
+from aiocoll.cli.top.jobs import JobOutcome, job_folder, jobs
 from aiocoll.cli.top.model import GroupView
 from aiocoll.cli.top.web import MOST, Page
 from aiocoll.process import ProcessId
@@ -212,7 +212,7 @@ def test_a_rank_that_is_killed(running: tuple[Job, dict[int, int]], watch: Watch
 
 
 def test_outcome_of_a_job_can_be_read_after_its_folder_is_gone(env: Mapping[str, str]) -> None:
-    end = End(3, ("rank 1 exited with code 3",))
+    end = JobOutcome(3, ("rank 1 exited with code 3",))
     with job_folder(env, ["a.py"], 3) as (folder, record_end):
         watch = Watch(folder)
         assert (watch.over, watch.end, watch.sample()) == (False, None, [])

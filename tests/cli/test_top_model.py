@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aiocoll.cli.top import formatting
-from aiocoll.cli.top.jobs import End
+from aiocoll.cli.top.jobs import JobOutcome
 from aiocoll.cli.top.model import KEPT, GroupView, HostLoad, Model
 from aiocoll.top.viewer import Process, State
 
@@ -336,12 +336,14 @@ def test_history_has_one_value_per_answer() -> None:
 
 def test_text_of_a_job_that_has_ended_has_exit_code_cause_and_last_state() -> None:
     group = measured(0.05, 0.8, 0.05)
-    end = End(137, ("ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)", "rank 1 was killed by SIGKILL"))
+    end = JobOutcome(
+        137, ("ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)", "rank 1 was killed by SIGKILL")
+    )
     lines = formatting.ended("job 7: a.py", end, [group], 80).splitlines()
     assert lines[:3] == ["job 7: a.py: it has ended with exit code 137", *end.lines]
     assert lines[3:6] == ["", "last state:", group.verdict]
 
 
 def test_host_line_names_load_and_cores() -> None:
-    assert formatting.host_line(HostLoad(0.5, 1)) == "host: load 0.5 on 1 core"
-    assert formatting.host_line(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; ranks wait for a free core"
+    assert formatting.format_host_load(HostLoad(0.5, 1)) == "host: load 0.5 on 1 core"
+    assert formatting.format_host_load(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; ranks wait for a free core"

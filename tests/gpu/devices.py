@@ -72,7 +72,7 @@ def begin(
 
     def ordered() -> None:
         if mark is not None:
-            device.after((mark,), stream)
+            device.make_streams_wait((mark,), stream)
         call()
 
     return device.launch(stream, ordered, keep, done), ended

@@ -122,7 +122,7 @@ async def test_a_call_that_is_launched_later_comes_after_a_mark(cuda: FakeCuda, 
     second = cuda.gate(0)
 
     def call() -> None:
-        device.after([mark], stream)
+        device.make_streams_wait([mark], stream)
         cuda.kernel(stream, lambda: ran.append("call"))
 
     launched, ended = begin(device, stream, call, before=None)

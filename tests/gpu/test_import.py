@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiocoll.errors import BackendUnavailableError
-from aiocoll.gpu.provider import driver_devices, needed, provide, runtime, why_no_nccl
+from aiocoll.gpu.provider import driver_devices, install_command, missing_nccl_reason, provide, runtime
 from aiocoll.group.dispatch.devices import devices
 
 from ..fakes.cuda import FakeCuda
@@ -116,7 +116,7 @@ def test_what_to_install(torch: str | None, driver: int | None, message: str, mo
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(0, 3))
-    assert "could not be determined" in needed()
+    assert "could not be determined" in install_command()
 
 
 # -- what there is
@@ -127,15 +127,15 @@ def test_what_a_test_provides() -> None:
     nccl: Any = object()
     with provide(cuda, nccl):
         assert runtime() == (cuda, nccl)
-        assert why_no_nccl() is None
+        assert missing_nccl_reason() is None
         with provide(cuda, missing="it rains"):
             assert runtime() == (cuda, None)
-            assert why_no_nccl() == "it rains"
+            assert missing_nccl_reason() == "it rains"
         assert runtime() == (cuda, nccl)
     with pytest.raises(ZeroDivisionError), provide(cuda):
         raise ZeroDivisionError
     with provide(cuda):
-        assert why_no_nccl() == "it was left out"
+        assert missing_nccl_reason() == "it was left out"
 
 
 @pytest.mark.parametrize("nccl", [True, False])
@@ -146,5 +146,5 @@ def test_what_cupy_has(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     api = loaded(log)
     assert runtime() == (api.cuda(), api.nccl()[0])
     assert runtime()[0] is api.cuda()
-    assert (why_no_nccl() is None) is nccl is (runtime()[1] is not None)
+    assert (missing_nccl_reason() is None) is nccl is (runtime()[1] is not None)
     forget()

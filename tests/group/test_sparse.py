@@ -15,7 +15,7 @@ from aiocoll import GroupOptions, ProcessGroup, ReduceOp, testing
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name, from_float32, to_float32
-from aiocoll.elements.entries import Entries, coalesced, merged, pack, unpack
+from aiocoll.elements.entries import Entries, coalesce_entries, merged, pack, unpack
 from aiocoll.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, GroupRevokedError
 from aiocoll.group import sparse_reduce
 from aiocoll.group.prepared_call import PreparedCall
@@ -493,7 +493,7 @@ def test_narrow_floats_are_rounded_once(name: str, many: int) -> None:
     places = np.zeros(many, np.int32)
     for summed in (
         merged([Entries(places[:1], one)] * many, dtype),
-        coalesced(places, np.repeat(one, many), dtype),
+        coalesce_entries(places, np.repeat(one, many), dtype),
     ):
         to_float32(dtype)(summed.values, got)
         assert got[0] == many

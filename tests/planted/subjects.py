@@ -180,7 +180,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "Recording.settle",
                 "PostedReceive.succeed",
                 "ProgramExecutor._progress",
-                "Compared._conclude",
+                "VerifiedOperation._conclude",
                 "_AnnouncedSend.succeed",
                 "DeviceSend.succeed",
             ),
@@ -207,12 +207,12 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("test_claim.py", "test_exchange.py"), ("test_tickets.py", "test_parts.py")),
         ),
         "machine load": Subject(("LoadMeter.lap",), (("test_machine_load.py",),)),
-        "tls": Subject(("of_this_process", "RenewedContexts.get"), (("test_tls.py", "test_user_ca.py"),)),
+        "tls": Subject(("make_own_contexts", "RenewedContexts.get"), (("test_tls.py", "test_user_ca.py"),)),
         "blocking": Subject(
             ("LoopThread.post", "BlockingGroup.submit"), (("test_blocking.py", "test_loop_thread.py"),)
         ),
         "sparse messages": Subject(("_AnnouncedSend._on_payload",), (("test_sparse_messages.py",),)),
-        "steps": Subject(("Stepped.fail", "Children.start"), (("test_stepped.py",),)),
+        "steps": Subject(("SteppedOperation.fail", "Children.start"), (("test_stepped.py",),)),
         "devices": Subject(
             (
                 "Device.page_locked",

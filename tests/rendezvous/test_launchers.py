@@ -390,7 +390,7 @@ def test_single_copy_permits_only_the_launcher(
 ) -> None:
     """Only the launcher is permitted, and no process if `single_copy` is off."""
     named: list[int] = []
-    monkeypatch.setattr(same_host, "permit", named.append)
+    monkeypatch.setattr(same_host, "permit_reading", named.append)
     by_hand = env is EXPLICIT
     assert common_parent(env) == (None if by_hand else os.getppid())
     assert same_host.single_copy(GroupOptions.resolve(None, {}), env)

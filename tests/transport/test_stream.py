@@ -36,7 +36,7 @@ from aiocoll.security.handshake import (
     job_id,
 )
 from aiocoll.security.loop_timeout import _TURNS
-from aiocoll.security.tls import of_this_process
+from aiocoll.security.tls import make_own_contexts
 from aiocoll.security.unproven_connections import MIN_PLACES
 from aiocoll.sockets import UNREACHABLE_AFTER
 from aiocoll.transport.base import Card, Header, Link
@@ -137,7 +137,7 @@ async def started(world_size: int, flavour: str = "unix", **options: object) -> 
     transport = flavour if flavour in ("unix", "shm") else "tcp"
     options = {"transport": transport, "connect_timeout": 20.0, **options}
     if flavour == "tls":
-        options["open_stream"] = partial(open_tls, of_this_process())
+        options["open_stream"] = partial(open_tls, make_own_contexts())
     runtime = options.pop("runtime", None) or Runtime(asyncio.get_running_loop())
     job, key = options.pop("job", "job"), options.pop("key", KEY)
     chosen = StreamOptions(**options)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from aiocoll.cli.arguments import describe_command
 from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.top import formatting
-from aiocoll.cli.top.jobs import End, Job, jobs, open_description, read_end
+from aiocoll.cli.top.jobs import Job, JobOutcome, jobs, open_description, read_end
 from aiocoll.cli.top.model import GroupView, HostLoad, Model
 from aiocoll.errors import AiocollError
 from aiocoll.machine_load import load_average, usable_cores
@@ -99,7 +99,7 @@ class Watch:
         return self._viewer.over
 
     @property
-    def end(self) -> End | None:
+    def end(self) -> JobOutcome | None:
         """Return the outcome of a job that has ended; None if it runs, or `aiocoll run` has not started it."""
         return read_end(self._description) if self.over and self._description is not None else None
 

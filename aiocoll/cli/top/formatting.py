@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from aiocoll.cli.top.jobs import End
+from aiocoll.cli.top.jobs import JobOutcome
 from aiocoll.cli.top.model import GroupView, HostLoad, PendingView, RankView
 
 __all__ = [
-    "BAD", "LIMITED", "duration", "ended", "headline", "history", "host_line", "kind_table", "name_ranks", "notes",
-    "plain", "rank_numbers", "rank_table", "size",
+    "BAD",
+    "LIMITED",
+    "duration",
+    "ended",
+    "format_host_load",
+    "headline",
+    "history",
+    "kind_table",
+    "name_ranks",
+    "notes",
+    "plain",
+    "rank_numbers",
+    "rank_table",
+    "size",
 ]  # fmt: skip
 
 #: States in which a rank delays the others.
@@ -38,7 +50,7 @@ def headline(group: GroupView) -> str:
     return f"{group.name}: {group.size} ranks, {state}{rates}"
 
 
-def host_line(load: HostLoad | None) -> str:
+def format_host_load(load: HostLoad | None) -> str:
     """Return the line about the load of this host."""
     if load is None:
         return ""
@@ -55,7 +67,7 @@ def history(group: GroupView) -> str:
     return f"ops/s, last {len(group.history)} rounds: {bars} (highest {_count(most)})"
 
 
-def ended(title: str, end: End | None, groups: Sequence[GroupView], width: int) -> str:
+def ended(title: str, end: JobOutcome | None, groups: Sequence[GroupView], width: int) -> str:
     """Return the text about a job that has ended: its exit code and cause, and the last state of its groups."""
     lines = [f"{title}: it has ended" + (f" with exit code {end.code}" if end is not None else "")]
     lines += end.lines if end is not None else ()
@@ -118,7 +130,7 @@ def plain(groups: Sequence[GroupView], width: int, load: HostLoad | None = None)
         if group.kinds:
             lines += ["", *_aligned(kind_table(group))]
         lines += [history(group)] * bool(history(group))
-    lines += [host_line(load)] * (load is not None and bool(groups))
+    lines += [format_host_load(load)] * (load is not None and bool(groups))
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -10,9 +10,9 @@ from aiocoll.cli.top.formatting import (
     BAD,
     LIMITED,
     Table,
+    format_host_load,
     headline,
     history,
-    host_line,
     kind_table,
     notes,
     rank_table,
@@ -60,7 +60,7 @@ def render(
 ) -> RenderableType:
     """Return the content of the screen, with as many ranks as fit above the other lines."""
     most = max(LEAST, height // max(1, len(groups)) - AROUND)
-    about = " · ".join(filter(None, (title, host_line(load))))
+    about = " · ".join(filter(None, (title, format_host_load(load))))
     parts: list[RenderableType] = [Text(about, style="dim", overflow="ellipsis", no_wrap=True)]
     if not groups:
         parts.append(Text("\nno rank has an open group yet"))

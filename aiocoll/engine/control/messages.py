@@ -17,14 +17,14 @@ from aiocoll.engine.control.shapes import (
     Check,
     SchemaError,
     Scope,
+    any_of,
     data,
     describe_value,
-    either,
     fields,
     group_rank,
     integer,
     job_rank,
-    listed,
+    list_of,
     none_or,
     one_of,
     per_rank,
@@ -138,7 +138,7 @@ _GROUP = integer(_U62)
 _CALL: dict[str, Check] = {
     "device": text(64),
     "dtype": none_or(text(LONGEST_NAME)),
-    "counts": none_or(listed(_COUNT)),
+    "counts": none_or(list_of(_COUNT)),
     "sends": none_or(per_rank),
     "receives": none_or(per_rank),
     "root": none_or(group_rank),
@@ -148,14 +148,14 @@ _MEMBERS = fields(
     size=integer(MEMBERS),
     told=integer(MEMBERS),
     rest=integer(_U32),
-    runs=listed(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
+    runs=list_of(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
 )
 #: The description of a rank's call, see `aiocoll.engine.operations.signature.description`: the required fields, and the
 #: optional ones.
 NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": none_or(integer(_U64)), "key": none_or(_TEXT)}
 CALLED: dict[str, Check] = {
     **_CALL,
-    "shape": listed(_COUNT),
+    "shape": list_of(_COUNT),
     "members": none_or(_members),
     "debug": none_or(text(64)),
 }
@@ -165,16 +165,16 @@ _CAUSE = fields(
     kind=text(64),
     text=_TEXT,
     op=none_or(_TEXT),
-    seq=none_or(either(integer(_U64), _TEXT)),
+    seq=none_or(any_of(integer(_U64), _TEXT)),
     group=none_or(_TEXT),
-    ranks=listed(integer(_U32)),
+    ranks=list_of(integer(_U32)),
     how=none_or(text(64)),
 )
 #: See `aiocoll.engine.consensus.completed`.
 _REPORT = fields(
     upto=integer(_U63, -1),
-    missing=listed(_COUNT),
-    keyed=listed(row(_TEXT, _COUNT)),
+    missing=list_of(_COUNT),
+    keyed=list_of(row(_TEXT, _COUNT)),
 )
 _BALLOT = integer(_U63)
 _OUTCOME = fields(
@@ -185,7 +185,7 @@ _CANDIDACY: dict[str, Check] = {
     "grown": fields(grown=text(MAX_KEY), lost=rank_list),
     "failed": fields(failed=_TEXT, successor=text(MAX_KEY), lost=rank_list),
 }
-_LINEAGE = listed(row(_GROUP, integer(_U32), none_or(_TEXT), rank_order), LEVELS)
+_LINEAGE = list_of(row(_GROUP, integer(_U32), none_or(_TEXT), rank_order), LEVELS)
 _OPERATION = integer(_U63)
 _HOW = one_of("killed", "stopped", "unreachable", PROTOCOL)
 
@@ -202,7 +202,7 @@ def _candidacy(value: Any, scope: Scope) -> None:
 
 
 def _shrink_message(**required: Check) -> Check:
-    dead = listed(row(job_rank, _TEXT))
+    dead = list_of(row(job_rank, _TEXT))
     return fields(t=_TEXT, g=_GROUP, n=_COUNT, ranks=rank_order, what=_TEXT, dead=dead, assumed=rank_list, **required)
 
 
@@ -234,8 +234,8 @@ _DEVICE: dict[str, Check] = {
     "decision": _device_message(
         number=integer(_U63), decision=row(_BOOL, _TEXT, data(UNIQUE_ID), _BOOL, _BOOL, _BOOL, _BOOL)
     ),
-    "match": _device_message(match=none_or(_MATCH), batches=listed(row(group_rank, integer(_U32), integer(_U16)), 2)),
-    "begin": _device_message(number=integer(_U63), begin=listed(_MATCH)),
+    "match": _device_message(match=none_or(_MATCH), batches=list_of(row(group_rank, integer(_U32), integer(_U16)), 2)),
+    "begin": _device_message(number=integer(_U63), begin=list_of(_MATCH)),
     "called": _device_message(called=_COUNT, hash=integer(_U64), seq=integer(_U63)),
     "confirmed": _device_message(confirmed=_COUNT),
     "pace": _device_message(
@@ -245,7 +245,7 @@ _DEVICE: dict[str, Check] = {
     "crowded": _device_message(crowded=_TRUE),
     "shared": _device_message(shared=integer(_U63)),
     "slot": fields({"clock": _COUNT, "at": _COUNT}, t=_TEXT, g=_GROUP, slot=integer(_U63)),
-    "compare": _device_message(compare=listed(integer(_U64)), position=_COUNT),
+    "compare": _device_message(compare=list_of(integer(_U64)), position=_COUNT),
     "differs": _device_message(differs=_DESCRIPTION, position=_COUNT),
 }
 
@@ -291,8 +291,8 @@ SHAPES: dict[str, _Shape] = {
     "waits": _shape(fields(t=_TEXT), CONTROL),
     "probe": _shape(fields(t=_TEXT), CONTROL),
     "alive": _shape(fields(t=_TEXT), CONTROL),
-    "end": _shape(fields({"linked": rank_list}, t=_TEXT, moved=listed(_GROUP)), CONTROL, DATA),
-    "ended": _shape(fields(t=_TEXT, ranks=listed(row(job_rank, rank_list, listed(_GROUP)))), CONTROL, RELAYED),
+    "end": _shape(fields({"linked": rank_list}, t=_TEXT, moved=list_of(_GROUP)), CONTROL, DATA),
+    "ended": _shape(fields(t=_TEXT, ranks=list_of(row(job_rank, rank_list, list_of(_GROUP)))), CONTROL, RELAYED),
     "died": _shape(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
     # Messages about groups, whether or not this rank has made them.
     "bye": _shape(
@@ -308,8 +308,8 @@ SHAPES: dict[str, _Shape] = {
     "status": _shape(
         _group_message(
             op=_OPERATION,
-            missing=listed(group_rank),
-            known=listed(row(group_rank, _BOOL, none_or(_TEXT), none_or(seconds), seconds, _TEXT)),
+            missing=list_of(group_rank),
+            known=list_of(row(group_rank, _BOOL, none_or(_TEXT), none_or(seconds), seconds, _TEXT)),
         ),
         CONTROL,
         RELAYED,

@@ -15,17 +15,17 @@ __all__ = [
     "Check",
     "SchemaError",
     "Scope",
-    "anything",
+    "any_of",
+    "any_value",
     "data",
     "describe_value",
-    "either",
     "fields",
-    "fitting",
+    "fit_text",
     "group_rank",
     "integer",
     "job_rank",
-    "listed",
-    "mapped",
+    "list_of",
+    "map_of",
     "none_or",
     "one_of",
     "per_rank",
@@ -114,7 +114,7 @@ def one_of(*values: Any) -> Check:
     return check
 
 
-def either(*checks: Check) -> Check:
+def any_of(*checks: Check) -> Check:
     """Return a check that passes if one of `checks` passes."""
 
     def check(value: Any, scope: Scope) -> None:
@@ -139,7 +139,7 @@ def none_or(inner: Check) -> Check:
     return check
 
 
-def listed(inner: Check, limit: int = LIST) -> Check:
+def list_of(inner: Check, limit: int = LIST) -> Check:
     """Return a check for a list of at most `limit` values that pass `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
@@ -151,7 +151,7 @@ def listed(inner: Check, limit: int = LIST) -> Check:
     return check
 
 
-def mapped(inner: Check) -> Check:
+def map_of(inner: Check) -> Check:
     """Return a check for a map from texts to values that pass `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
@@ -163,7 +163,7 @@ def mapped(inner: Check) -> Check:
     return check
 
 
-def anything(value: Any, scope: Scope) -> None:
+def any_value(value: Any, scope: Scope) -> None:
     """Accept any value: other code checks it, or it is only displayed."""
 
 
@@ -201,7 +201,7 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
     return check
 
 
-def fitting(message: str) -> str:
+def fit_text(message: str) -> str:
     """Return a text that fits into a message: truncated to `TEXT` characters, with lone surrogates replaced."""
     return message[:TEXT].encode("utf-8", "replace").decode()
 
@@ -226,21 +226,21 @@ def group_rank(value: Any, scope: Scope) -> None:
 
 def rank_list(value: Any, scope: Scope) -> None:
     """Check a list of ranks of the job in ascending order."""
-    listed(job_rank)(value, scope)
+    list_of(job_rank)(value, scope)
     if any(one >= two for one, two in pairwise(value)):
         refuse(value, "an ascending list of ranks")
 
 
 def rank_order(value: Any, scope: Scope) -> None:
     """Check a list of different ranks of the job, in the order of their numbers in a group."""
-    listed(job_rank)(value, scope)
+    list_of(job_rank)(value, scope)
     if len(set(value)) < len(value):
         refuse(value, "a list of different ranks")
 
 
 def per_rank(value: Any, scope: Scope) -> None:
     """Check a list with one number for each rank of the group."""
-    listed(_COUNT)(value, scope)
+    list_of(_COUNT)(value, scope)
     if scope.group not in (None, len(value)):
         raise SchemaError(f"expected {scope.group} numbers, one per rank of the group; got {len(value)}")
 

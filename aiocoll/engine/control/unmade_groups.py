@@ -95,7 +95,7 @@ class UnmadeGroups:
         self._closed = closed
         self._unmade: dict[int, UnmadeGroup] = {}
         self._named: Counter[int] = Counter()
-        self._disowned: Counter[int] = Counter()
+        self._refused: Counter[int] = Counter()
 
     def buffer_of(self, identity: int, peer: int, name: str | None = None) -> UnmadeGroup:
         """Return the buffer of a group that `peer` has named.
@@ -166,8 +166,8 @@ class UnmadeGroups:
         """Drop and ignore everything about a group that `peer` has named: this rank, `me`, will never be in it."""
         if self._closed.is_known(identity):
             return
-        self._disowned[peer] += 1
-        if self._disowned[peer] > GROUPS:
+        self._refused[peer] += 1
+        if self._refused[peer] > GROUPS:
             raise ProtocolError(f"rank {peer} has split off more than {GROUPS} groups that this rank is not in")
         self._closed.close(identity, self.drop(identity, name, ranks), (rank for rank in ranks if rank != me))
 

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from aiocoll.engine.control.messages import PROTOCOL
 from aiocoll.engine.control.sending import send_message
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.job.context import Context
@@ -21,7 +21,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import Header
 
-__all__ = ["LINGER", "DiscardingSink", "Refusals", "cannot_be_taken"]
+__all__ = ["LINGER", "DiscardingSink", "Refusals", "is_data_error"]
 
 #: Seconds for which a link stays open to send queued data, and for the peer to close its side.
 LINGER = 1.0
@@ -58,7 +58,7 @@ class Refusals:
         text = str(error)
         if not isinstance(error, ProtocolError):
             text = f"rank {self._context.rank} could not handle a message of rank {peer}: {error!r}"
-        detail = fitting(text)
+        detail = fit_text(text)
         links = [*([] if link is None else [link]), *self._control.detach(peer), *self._cut(peer)]
         if peer in self._roster.gone and peer not in self._roster.dead:
             self._ended(peer)
@@ -113,6 +113,6 @@ class DiscardingSink:
         """Ignore a drained link: no part waits for it."""
 
 
-def cannot_be_taken(error: Exception | None) -> TypeGuard[Exception]:
+def is_data_error(error: Exception | None) -> TypeGuard[Exception]:
     """Return whether a link ended because of the peer's data, or because handling the data raised an exception."""
     return error is not None and not isinstance(error, OSError)

@@ -18,7 +18,7 @@ from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Finding, MissingRank, StallReport
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.differences import called, opposed
+from aiocoll.engine.operations.differences import called, find_mismatch
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import RepeatLimiter, logger
 from aiocoll.runtime import Runtime
@@ -235,7 +235,7 @@ class StallInspector:
         report.absent.pop(peer, None)
         if "asked" in message:
             report.queried.discard(peer)
-        other = opposed(theirs, report.called.values())
+        other = find_mismatch(theirs, report.called.values())
         if other is not None:
             self._mismatches.revoke(other, theirs)
             return

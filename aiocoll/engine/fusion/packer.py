@@ -118,7 +118,7 @@ class Packer:
         self._working = False
         if not self._left and not self.done:
             self.done = True
-            self.ended()
+            self.on_ended()
             self._drop_references()
         self._schedule_next()
 

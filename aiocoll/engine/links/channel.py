@@ -386,7 +386,7 @@ class Channel:
     ) -> None:
         """Deliver a buffered frame to `take`, which may buffer it again."""
         nbytes = self._waiting.remove(header)
-        if self._waiting.again(take, self, header, memoryview(payload)):
+        if self._waiting.redeliver(take, self, header, memoryview(payload)):
             self.consume(nbytes)
 
     def release(self, header: Header) -> None:

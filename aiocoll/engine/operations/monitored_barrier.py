@@ -30,7 +30,7 @@ class MonitoredBarrier(ProgramExecutor):
         self._max_named: int | None = 1
 
     @classmethod
-    def of_all(
+    def naming_all_ranks(
         cls, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], completion: Completion
     ) -> MonitoredBarrier:
         """Create a barrier that names all missing ranks."""

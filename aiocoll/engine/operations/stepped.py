@@ -30,12 +30,12 @@ from aiocoll.engine.operations.program_executor import ProgramExecutor
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["Step", "StepGenerator", "Stepped", "calculate_in_thread", "collective", "exchange"]
+__all__ = ["Step", "StepGenerator", "SteppedOperation", "calculate_in_thread", "collective", "exchange"]
 
 T = TypeVar("T")
 
 #: Starts a step of an operation, which continues with the result of the step.
-Step = Callable[["Stepped"], None]
+Step = Callable[["SteppedOperation"], None]
 #: Yields steps, receives their results, and returns the result of the call.
 StepGenerator = Generator[Step, Any, T]
 
@@ -60,7 +60,7 @@ def calculate_in_thread(task: Callable[[], T]) -> StepGenerator[T]:
     return result
 
 
-class Stepped(ProgramExecutor):
+class SteppedOperation(ProgramExecutor):
     """The part of one rank in a stepped call. It carries out the exchange itself, and other collectives as children.
 
     Args:

@@ -23,10 +23,10 @@ from aiocoll.errors import CollectiveMismatchError, GroupError
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["Compared", "RejectedCall"]
+__all__ = ["RejectedCall", "VerifiedOperation"]
 
 
-class Compared(Post):
+class VerifiedOperation(Post):
     """The part of one rank in one collective that is verified first.
 
     Args:
@@ -165,7 +165,7 @@ class Compared(Post):
         self.ended(None, error)
 
 
-class RejectedCall(Compared):
+class RejectedCall(VerifiedOperation):
     """A call that this rank cannot carry out. All other ranks receive the reason.
 
     Args:

@@ -27,7 +27,7 @@ from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference
 from aiocoll.engine.operations.signature import KEYED, Signature
-from aiocoll.engine.operations.verify import Compared
+from aiocoll.engine.operations.verify import VerifiedOperation
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import LIBRARY, DeviceError
 from aiocoll.gpu.calls.call_order import CallOrder
@@ -83,7 +83,7 @@ class DeviceCall(PlannedCall):
         return self.kind.choose_method(self.plan, self.state.decision)
 
 
-class Agreed(Compared):
+class Agreed(VerifiedOperation):
     """A collective on CUDA arrays, seen by one rank.
 
     Args:

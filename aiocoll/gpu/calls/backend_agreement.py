@@ -28,7 +28,7 @@ from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.calls.cards import Card, Decision, card, decide, read_card, read_decision
 from aiocoll.gpu.calls.communicator import connect_at_once
 from aiocoll.gpu.device import Device
-from aiocoll.gpu.provider import why_no_nccl
+from aiocoll.gpu.provider import missing_nccl_reason
 from aiocoll.gpu.turns import Turn
 
 __all__ = ["BackendAgreement"]
@@ -63,7 +63,7 @@ class BackendAgreement:
         self._nccl = nccl
         self._number = number
         self._follow = follow
-        self._card = card(device.cuda, nccl, device.ordinal, why_no_nccl() or "", ahead)
+        self._card = card(device.cuda, nccl, device.ordinal, missing_nccl_reason() or "", ahead)
         self._turn: Turn | None = None
         #: Done once the decision is made, or will never be; None before this rank has reported its turn.
         self._settled: asyncio.Future[None] | None = None

@@ -12,7 +12,7 @@ import msgpack
 
 from aiocoll.completion import Completion
 from aiocoll.gpu.calls.agreed import Agreed, DeviceCall
-from aiocoll.gpu.calls.kinds import described, hashed
+from aiocoll.gpu.calls.kinds import described, hash_data
 from aiocoll.gpu.calls.native import STAGED, Native
 from aiocoll.group.prepared_call import PlannedCall
 
@@ -58,7 +58,7 @@ class BatchedCalls(Agreed):
 
     def hash_terms(self) -> bytes:
         """Return a hash of the terms that must be equal on all ranks."""
-        return hashed([member.plan.signature[:5] for member in self._members])
+        return hash_data([member.plan.signature[:5] for member in self._members])
 
     def begin(self, staged: bool) -> None:
         """Launch the calls that NCCL can carry out, and stage the others."""

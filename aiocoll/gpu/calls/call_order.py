@@ -152,7 +152,7 @@ class CallOrder:
         """Report to rank 0 the first call whose hash differs on this rank."""
         mine = self.program.hashes(start, start + len(theirs) - 1)
         offset = next(at for at, (one, two) in enumerate(zip(mine, theirs, strict=True)) if one != two)
-        self._send(0, {"differs": self.program.at(start + offset).describe(), "position": start + offset})
+        self._send(0, {"differs": self.program.call_at(start + offset).describe(), "position": start + offset})
 
     # -- as rank 0
 
@@ -181,7 +181,7 @@ class CallOrder:
     def _mismatch(self, position: int, theirs: dict[str, Any]) -> None:
         """Fail the group: two ranks called different operations at one position."""
         comm = self._comm
-        mine = self.program.at(position).describe()
+        mine = self.program.call_at(position).describe()
         found = mismatch(comm.name, {**mine, "debug": None}, {**theirs, "debug": None})
         comm.revoke(
             CollectiveMismatchError(

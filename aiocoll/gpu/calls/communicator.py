@@ -131,7 +131,7 @@ class DeviceCommunicator:
         at_once, loop = kind in self._connected, self.comm.endpoint.loop
 
         def call() -> None:
-            self._device.after(marks, *others, self.stream)
+            self._device.make_streams_wait(marks, *others, self.stream)
             with self._calling:
                 tools = self._tools
                 if tools is None or self._over:

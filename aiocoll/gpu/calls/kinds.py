@@ -14,7 +14,7 @@ from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.gpu.calls.cards import Decision
 from aiocoll.gpu.calls.native import STAGED, Enqueue, enqueuing, way_of
 
-__all__ = ["Kind", "described", "hashed"]
+__all__ = ["Kind", "described", "hash_data"]
 
 
 class Kind:
@@ -72,7 +72,7 @@ class Kind:
 
     def _describe(self, shape: tuple[int, ...]) -> None:
         signature = self.signature
-        self._terms = hashed([(*signature[:5], shape if signature.op in SHAPED else ())])
+        self._terms = hash_data([(*signature[:5], shape if signature.op in SHAPED else ())])
         self._described = described(signature, shape)
         self._shape = shape
 
@@ -82,6 +82,6 @@ def described(signature: Signature, shape: tuple[int, ...]) -> bytes:
     return packed(description(0, signature, shape, None, None), None)
 
 
-def hashed(terms: Sequence[object]) -> bytes:
+def hash_data(terms: Sequence[object]) -> bytes:
     """Return a hash of plain data, the same on every machine."""
     return blake2b(repr(terms).encode(), digest_size=16).digest()

@@ -141,7 +141,7 @@ class ProgramOrder:
         self._hash_all()
         return [entry.hash for entry in self._entries if start <= entry.position <= stop]
 
-    def at(self, position: int) -> Agreed:
+    def call_at(self, position: int) -> Agreed:
         """Return the call at an unconfirmed position."""
         return self._entries[position - self._entries[0].position].call
 

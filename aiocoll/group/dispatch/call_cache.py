@@ -16,7 +16,7 @@ import numpy as np
 
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.buffers import Buffer, clash
-from aiocoll.elements.dtypes import DType, of_numpy
+from aiocoll.elements.dtypes import DType, from_numpy
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
@@ -165,7 +165,7 @@ class CallCache:
         """Return the plan of a barrier."""
         return self.plan("barrier", None, ())
 
-    def of_buffer(self, kind: str, buffer: Buffer, op: ReduceOp | None, root: Any) -> Plan:
+    def find_for_buffer(self, kind: str, buffer: Buffer, op: ReduceOp | None, root: Any) -> Plan:
         """Return the plan of a call on one buffer with equal counts on all ranks."""
         key = kind, buffer.dtype, id(op), root, buffer.shape
         found = self.known.get(key)
@@ -198,7 +198,7 @@ class CallCache:
     ) -> Plan | None:
         """Make the plan of a call on plain arrays; return None if the arrays need conversion to another dtype."""
         try:
-            element = of_numpy(dtype)
+            element = from_numpy(dtype)
         except TypeError:
             return None
         if element.storage is not dtype:

@@ -271,7 +271,7 @@ class Flusher:
             d.enter(make(identity, completion))
         else:
             self.intercepted[completion] = None
-            packer.ended = lambda: completion.finish(None)
+            packer.on_ended = lambda: completion.finish(None)
             packer.advance()
         return completion
 

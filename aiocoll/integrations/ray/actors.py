@@ -215,7 +215,7 @@ class group:
         actor = None if self._replace is None else self._replace(number)
         if actor is not None:
             self._actors[number] = checked(actor, f"replace({number})")
-        elif not self._parts.meets or len(self._actors) == 1:
+        elif not self._parts.has_meeting or len(self._actors) == 1:
             raise RuntimeError(
                 f"actor {number} has died and is not replaced: {error}; pass replace=, or set max_restarts"
             ) from error

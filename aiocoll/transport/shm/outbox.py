@@ -28,7 +28,7 @@ from aiocoll.transport.shm.layout import (
     SLOTS,
     OutboxLayout,
 )
-from aiocoll.transport.shm.region import OwnRegion, no_memory
+from aiocoll.transport.shm.region import OwnRegion, no_memory_error
 from aiocoll.transport.shm.slots import CommonWriter, LaneWriter, SlotReader
 
 __all__ = ["Outbox", "PeerOutbox"]
@@ -83,7 +83,7 @@ class Outbox:
             self._lanes[number] = lane
         self.common.withdraw(lane)
         if not lane.reset():
-            raise no_memory()
+            raise no_memory_error()
         self._open.add(number)
         return lane
 

@@ -143,7 +143,7 @@ class ReferenceWriter:
 
         Args:
             header: header of a frame with a payload of at most `MOST_BY_REFERENCE` bytes.
-            place: place of the payload, from `find`. The payload stays unchanged until `read` or `invalidate` is called.
+            place: place of the payload, from `find`. The payload stays the same until `read` or `invalidate` is called.
             owner: owner of the payload.
             read: called once the peer has read it.
         """

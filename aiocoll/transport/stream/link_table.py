@@ -10,7 +10,7 @@ from math import inf
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind, Peer
-from aiocoll.sockets import UNREACHABLE_AFTER, between_hosts, enable_keepalive, round_trip, send_evenly, silence
+from aiocoll.sockets import UNREACHABLE_AFTER, enable_keepalive, is_between_hosts, round_trip, send_evenly, silence
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.registry import DataCarrier, DataLink
@@ -174,7 +174,7 @@ class LinkTable:
         link: _Link
         if carried is not None:
             link = carried
-            if between_hosts(sock):
+            if is_between_hosts(sock):
                 self._silence.watch(link, sock)
         elif pair is not None:
             link = ShmLink(self._runtime, stream, pair, self.sharing.in_place, *key)
@@ -204,12 +204,12 @@ class LinkTable:
 
     def _prepare(self, link: StreamLink, sock: socket.socket) -> None:
         """Start pacing and monitoring of a connection between hosts."""
-        if between_hosts(sock):
+        if is_between_hosts(sock):
             if FAR <= round_trip(sock) < inf:
                 send_evenly(sock)
             self._silence.watch(link, sock)
 
-    async def adopt_bare(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
+    async def adopt_stream(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
         """Return `stream` for a use without frames, and count it as a link that has ended."""
         self._ended[peer.rank, peer.kind] += 1
         return stream

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from aiocoll.credentials import tls_files
-from aiocoll.security.names import check_names, names_in, rank_name
+from aiocoll.security.names import certificate_names, check_names, rank_name
 from aiocoll.security.tls import Tls, TlsOptions, binding
 from aiocoll.security.tls_trouble import explain_tls_error
 from aiocoll.security.user_ca import prepare
@@ -54,7 +54,7 @@ class TlsStream(SocketStream):
     def check_rank(self, rank: int) -> None:
         """Check that the certificate of the other end is for this rank, if the user's CA issues certificates."""
         if self._tls.job is not None:
-            shown = names_in(self._ssl.getpeercert() or {})
+            shown = certificate_names(self._ssl.getpeercert() or {})
             check_names(shown, rank_name(self._tls.job, rank), f"the certificate of {self._address}")
 
     def send(self, data: Bytes) -> int:

@@ -26,7 +26,7 @@ from aiocoll.security.handshake import ConnKind, Identity, Peer, ServerHandshake
 from aiocoll.security.loop_timeout import LoopTimeout
 from aiocoll.security.names import WrongCertificateError
 from aiocoll.security.unproven_connections import UnprovenConnections
-from aiocoll.sockets import between_hosts, enable_keepalive, is_ready
+from aiocoll.sockets import enable_keepalive, is_between_hosts, is_ready
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
 from aiocoll.transport.shm.transport import Sharing
@@ -239,12 +239,12 @@ class StreamTransport:
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
         """Open a connection for heartbeats. It has the same results and errors as `connect`."""
         target = self._addresses.find(peer, card)
-        return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_bare)
+        return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_stream)
 
     async def connect_probe(self, peer: int, card: Card) -> ByteStream:
         """Open a connection for `transport.stream.probe.measure`. It raises the same errors as `connect`."""
         target = self._addresses.find(peer, card)
-        stream = await self._dialler.connect((peer, ConnKind.PROBE), target, self._links.adopt_bare)
+        stream = await self._dialler.connect((peer, ConnKind.PROBE), target, self._links.adopt_stream)
         assert stream is not None  # None would mean a link of this kind, but a probe never becomes a link
         return stream
 
@@ -381,18 +381,18 @@ class StreamTransport:
         """
         self._serving[task].cancel()
         self._unproven.release(task)
-        if between_hosts(sock):
+        if is_between_hosts(sock):
             enable_keepalive(sock)
 
     async def _adopt(self, stream: ByteStream, peer: Peer) -> Callable[[], None] | None:
         if peer.kind is ConnKind.HEARTBEAT:
-            await self._links.adopt_bare(stream, peer)
+            await self._links.adopt_stream(stream, peer)
             return partial(self.heartbeat_accepted, peer.rank, stream)
         if peer.kind is ConnKind.PROBE:
-            await self._links.adopt_bare(stream, peer)
+            await self._links.adopt_stream(stream, peer)
             return partial(self._start, "measured", self._answer_probe, stream)
         if peer.kind is ConnKind.STRIPE:
-            await self._links.adopt_bare(stream, peer)
+            await self._links.adopt_stream(stream, peer)
             return partial(self._add_connection, peer.rank, stream)
         link = await self._links.adopt(stream, peer, dialled=False, striped=peer.striped)
         return None if link is None else partial(self.accepted, link)
@@ -406,7 +406,7 @@ class StreamTransport:
         """Open further connections of a data link. If that fails, the link continues with its present connections."""
         for _ in range(count):
             try:
-                stream = await self._dialler.connect((peer, ConnKind.STRIPE), target, self._links.adopt_bare)
+                stream = await self._dialler.connect((peer, ConnKind.STRIPE), target, self._links.adopt_stream)
             except (AiocollError, OSError):
                 return
             assert stream is not None  # None would mean a link of this kind, but a stripe never becomes one

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 from aiocoll import BackendUnavailableError
 from aiocoll.gpu.device import close_devices
-from aiocoll.gpu.provider import by_ctypes, provide, runtime, why_no_nccl
+from aiocoll.gpu.provider import by_ctypes, missing_nccl_reason, provide, runtime
 from aiocoll.testing.skips import _gpus
 
 from ...fakes.nccl import FakeNccl
@@ -72,7 +72,9 @@ def world(
     with ExitStack() as played:
         if kind == "played":
             played.enter_context(machine(devices, library))
-        cuda, nccl, lacking = by_ctypes() if os.environ.get(ADAPTER) == "ctypes" else (*runtime(), why_no_nccl())
+        cuda, nccl, lacking = (
+            by_ctypes() if os.environ.get(ADAPTER) == "ctypes" else (*runtime(), missing_nccl_reason())
+        )
         made = _WORLDS[kind]()
         try:
             with provide(cuda, nccl if way == "nccl" else None, lacking or "it was left out"):
