@@ -230,7 +230,7 @@ class Completion:
     def note_await(self) -> None:
         """Record that the program, or another operation, waits for this one."""
         if self.unretrieved is not None:
-            self.unretrieved.awaited()
+            self.unretrieved.mark_awaited()
 
     def note_retrieval(self) -> None:
         """Record that the program has retrieved the outcome."""

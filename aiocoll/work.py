@@ -35,7 +35,7 @@ class Handle:
     def __await__(self) -> Generator[Any, None, Any]:
         completion = self._completion
         if completion.unretrieved is not None:
-            completion.unretrieved.awaited()
+            completion.unretrieved.mark_awaited()
         if not completion.done:
             progress = completion.progress
             # A running loop in this thread is the current one. Looking it up takes Python 3.11 a system call.
@@ -60,7 +60,7 @@ class Handle:
         """Return whether the operation has ended."""
         completion = self._completion
         if completion.unretrieved is not None and completion.done:
-            completion.unretrieved.awaited()
+            completion.unretrieved.mark_awaited()
         return completion.done
 
     def exception(self) -> BaseException | None:

@@ -10,11 +10,11 @@ from statistics import fmean
 from typing import Any
 
 from aiocoll.cli.merge import Entry, GroupDumps, MergedCall
-from aiocoll.cli.top.formatting import duration
+from aiocoll.cli.top.formatting import format_duration
 from aiocoll.dump.files import KEYS
 from aiocoll.dump.timeline import named
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
-from aiocoll.engine.operations.differences import called, find_mismatch, mismatch
+from aiocoll.engine.operations.differences import called, find_mismatch, mismatch_error
 
 __all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "lateness", "report"]
 
@@ -109,7 +109,7 @@ def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
     for index, each in enumerate(calls[1:], 1):
         other = find_mismatch(each, calls[:index])
         if other is not None:
-            return str(mismatch(group.name, other, each))
+            return str(mismatch_error(group.name, other, each))
     return None
 
 
@@ -169,7 +169,7 @@ def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None)
         return Finding("no failure: no collective diverged")
     return Finding(
         f"no failure; rank {late.rank} arrived last in {late.last} of {late.calls} collectives, "
-        f"{duration(late.seconds)} after the first on average"
+        f"{format_duration(late.seconds)} after the first on average"
     )
 
 
@@ -240,7 +240,7 @@ def _waited(group: GroupDumps, call: MergedCall, with_call: bool = False) -> str
     if not times:
         return ""
     return (
-        f"; {_ranks(sorted(times))} waited {duration(max(times.values()))}"
+        f"; {_ranks(sorted(times))} waited {format_duration(max(times.values()))}"
         + f" in {_first_call_text(call)}" * with_call
     )
 

@@ -152,7 +152,7 @@ class RankProcess:
                 self._sent.add(number)
                 os.killpg(self._process.pid, number)
 
-    def ask(self, number: signal.Signals) -> bool:
+    def send_signal(self, number: signal.Signals) -> bool:
         """Send a signal to the rank alone, if it has a handler for it; return whether it has one."""
         if self._process.returncode is not None or not _expects(self._process.pid, number):
             return False

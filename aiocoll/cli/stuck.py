@@ -38,7 +38,7 @@ def find_stuck(processes: Mapping[int, int], folder: str | None) -> dict[int, st
 def _request_states(processes: Mapping[int, int], folder: str) -> Iterator[tuple[int, str]]:
     viewer = Viewer(folder, time.monotonic)
     try:
-        viewer.ask(MAX_WAIT)
+        viewer.request_answers(MAX_WAIT)
         for rank, number in processes.items():
             process = viewer.processes.get(number)
             if process is None:

@@ -26,7 +26,15 @@ from aiocoll.cli.sink import Sink, limit_waits, on_loss
 from aiocoll.cli.stuck import find_stuck
 from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.top.jobs import JobOutcome
-from aiocoll.cli.verdict import RankOutcome, final_lines, find_culprit, headline, interrupted, replaced, tracebacks
+from aiocoll.cli.verdict import (
+    RankOutcome,
+    final_lines,
+    find_culprit,
+    format_headline,
+    format_interruption,
+    replaced,
+    tracebacks,
+)
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
 
@@ -225,7 +233,7 @@ class _Attempt:
             to_blame = self._find_culprit()
             phase = Phase.ENDED if to_blame is None else Phase.FAILED
             if to_blame is not None and to_blame.degree < 2 and to_blame.time <= self._stopped:
-                why = headline(to_blame)
+                why = format_headline(to_blame)
         well = any(outcome.exit is not None and not outcome.failed for outcome in self._outcomes.values())
         state = HostState(self._number, phase, self._elastic, len(self._members), well, why)
         if state != self._reported_state:
@@ -242,7 +250,7 @@ class _Attempt:
             code, lines = int(bool(verdict.why)), []
         elif number is not None:
             stopped = f"aiocoll run: stopped by {number.name}"
-            lines = list(interrupted(self._outcomes, self._shutdown.began, self._verbose))
+            lines = list(format_interruption(self._outcomes, self._shutdown.began, self._verbose))
             return _Outcome(128 + number, [*lines, stopped], Verdict(None))
         else:
             elsewhere = self._failing_elsewhere and to_blame.time > self._stopped
@@ -425,7 +433,9 @@ class _Attempt:
         """Request dumps from the ranks. Processes that the signal would end do not receive it."""
         for rank, process in sorted(self._running.items()):
             asked = (
-                "dump requested" if process.ask(signal.SIGUSR2) else "no dump requested: it has no handler for SIGUSR2"
+                "dump requested"
+                if process.send_signal(signal.SIGUSR2)
+                else "no dump requested: it has no handler for SIGUSR2"
             )
             write_stderr([f"aiocoll run: rank {rank}, process {process.pid}: {asked}"])
         for rank in sorted(self._outcomes.keys() - self._running.keys()):

@@ -10,7 +10,15 @@ from math import inf
 from aiocoll.cli.rank import Exit, Report
 from aiocoll.cli.top.formatting import rank_numbers
 
-__all__ = ["RankOutcome", "final_lines", "find_culprit", "headline", "interrupted", "replaced", "tracebacks"]
+__all__ = [
+    "RankOutcome",
+    "final_lines",
+    "find_culprit",
+    "format_headline",
+    "format_interruption",
+    "replaced",
+    "tracebacks",
+]
 
 
 @dataclass(slots=True)
@@ -94,7 +102,7 @@ def final_lines(
         yield f"aiocoll run: rank {rank} was stuck: {reason}; it {_end(outcomes[rank])}"
 
 
-def headline(outcome: RankOutcome) -> str:
+def format_headline(outcome: RankOutcome) -> str:
     """Return how a rank failed, in one line."""
     report = outcome.report
     failed = f"failed: {report.error_and_place}" if report is not None and report.code is None else _end(outcome)
@@ -103,11 +111,11 @@ def headline(outcome: RankOutcome) -> str:
 
 def replaced(outcome: RankOutcome, restart: str) -> Iterator[str]:
     """Yield how a rank failed that a newcomer replaces; its traceback comes last."""
-    yield f"aiocoll run: {headline(outcome)}; a newcomer is started in its place ({restart})"
+    yield f"aiocoll run: {format_headline(outcome)}; a newcomer is started in its place ({restart})"
     yield from tracebacks({outcome.rank: outcome})
 
 
-def interrupted(outcomes: Mapping[int, RankOutcome], began: float, verbose: bool) -> Iterator[str]:
+def format_interruption(outcomes: Mapping[int, RankOutcome], began: float, verbose: bool) -> Iterator[str]:
     """Yield the lines about ranks after a signal to the launcher.
 
     A rank that reported an exception has one line, shared with ranks that ended in the same way.

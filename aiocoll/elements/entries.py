@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 
 from aiocoll.elements.dtypes import DType, from_float32, to_float32
 
-__all__ = ["Entries", "checked", "coalesce_entries", "gather_entries", "merged", "pack", "scattered", "unpack"]
+__all__ = [
+    "Entries",
+    "check_entries",
+    "coalesce_entries",
+    "gather_entries",
+    "merge_entries",
+    "pack",
+    "scatter_entries",
+    "unpack",
+]
 
 Array = NDArray[Any]
 
@@ -55,7 +64,7 @@ def coalesce_entries(places: Array, values: Array, dtype: DType) -> Entries:
     return Entries(places[starts], _narrow(sums, dtype))
 
 
-def checked(entries: Entries, size: int) -> Entries:
+def check_entries(entries: Entries, size: int) -> Entries:
     """Return entries that another rank has sent, after the check that their indices fit an array with `size` indices.
 
     Raises:
@@ -69,7 +78,7 @@ def checked(entries: Entries, size: int) -> Entries:
     return entries
 
 
-def merged(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], None] | None = None) -> Entries:
+def merge_entries(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], None] | None = None) -> Entries:
     """Add up the entries of several ranks: return the union of their indices, and the sum at each index.
 
     Values are added in the order of `parts`. float16, bfloat16 and float8 values are added up in float32 and rounded
@@ -98,7 +107,7 @@ def merged(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], Non
     return Entries(places, _narrow(sums, dtype))
 
 
-def scattered(entries: Entries, size: int) -> tuple[Array, Array]:
+def scatter_entries(entries: Entries, size: int) -> tuple[Array, Array]:
     """Return a flat dense array of `size` elements, and a bitmap (uint8) of the indices that have an entry."""
     dense = np.zeros((size, *entries.values.shape[1:]), entries.values.dtype)
     dense[entries.places] = entries.values
@@ -112,7 +121,7 @@ def gather_entries(dense: Array, bits: Array, size: int, like: Entries) -> Entri
 
     Args:
         dense: 1-D array of `size` entries.
-        bits: bitmap (uint8), as made by `scattered`.
+        bits: bitmap (uint8), as made by `scatter_entries`.
         size: number of indices.
         like: entries with the dtypes and the width of the result.
     """

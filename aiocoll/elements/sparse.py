@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from aiocoll.elements.adapters import adapter_of_type
 from aiocoll.elements.dtypes import DType, from_numpy
-from aiocoll.elements.entries import Entries, checked, coalesce_entries, unpack
+from aiocoll.elements.entries import Entries, check_entries, coalesce_entries, unpack
 
 __all__ = [
     "SparseArray",
@@ -113,7 +113,7 @@ def entries_of(array: SparseArray, packed: Array) -> Entries:
     Raises:
         ValueError: the indices do not fit such an array.
     """
-    return checked(unpack(packed, None, empty_entries(array)), array.size)
+    return check_entries(unpack(packed, None, empty_entries(array)), array.size)
 
 
 def fresh_like(obj: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:

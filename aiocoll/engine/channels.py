@@ -117,7 +117,7 @@ class Channels:
         except (OSError, AiocollError) as error:
             channel.dialling = False
             if channel.peer not in self._roster.gone:
-                self._roster.died(channel.peer, f"it cannot be reached ({error})", how="unreachable")
+                self._roster.record_loss(channel.peer, f"it cannot be reached ({error})", how="unreachable")
             return
         if link is not None:
             self._context.quiet.run(self.attach, link)

@@ -208,7 +208,7 @@ class Communicator:
         try:
             operation.enter()
         except Exception as error:
-            self.crashed(error)
+            self.revoke_after_crash(error)
         if self.early and (frames := self.early.pop(identity, None)):
             take = partial(self.deliver, is_early=True)
             for channel, header, payload in frames:
@@ -339,7 +339,7 @@ class Communicator:
             extra=self.log_extra,
         )
         if notify:
-            self.endpoint.control.flood(revocation(self.id, self.name, cause), self.ranks)
+            self.endpoint.control.send_to_others(revocation(self.id, self.name, cause), self.ranks)
         for operation in list(self.in_flight.pending):
             operation.fail(failure_by(cause))
         self._drop_early()
@@ -388,7 +388,7 @@ class Communicator:
         """Revoke the group after a computation of `operation` on this rank has raised `error`."""
         self.revoke(raised_error(self.name, self.rank, operation.completion, error, what))
 
-    def crashed(self, error: Exception) -> None:
+    def revoke_after_crash(self, error: Exception) -> None:
         """Revoke the group after library code has raised an unexpected error."""
         self.revoke(crashed_error(self.name, self.rank, error))
 
@@ -397,7 +397,7 @@ class Communicator:
         try:
             callback(*args)
         except Exception as error:
-            self.crashed(error)
+            self.revoke_after_crash(error)
 
     def divert(self, operation: Operation) -> None:
         """Stop receiving into the memory of `operation`, which belongs to the caller again."""

@@ -75,7 +75,7 @@ class Endpoint:
         refusals = self._refusals = Refusals(context, control, roster, self.channels.cut, registry.on_rank_end)
         self.attempt = refusals.attempt
         self.watch = Deadlines(runtime, self.groups, detector.check_awaited)
-        parts = Parts(context, roster, self.direct, control.flood, detector.check_process, self.groups)
+        parts = Parts(context, roster, self.direct, control.send_to_others, detector.check_process, self.groups)
         self.agreements = self._make_agreements(parts)
         #: Memory of this rank that peers read in place.
         self.registered_memory = transport.registered_memory
@@ -131,7 +131,7 @@ class Endpoint:
             self.failure_detector.start()
         except AiocollError as error:
             message = {"t": "died", "rank": self.rank, "detail": fit_text(str(error)), "how": "unreachable"}
-            self.control.flood(message, range(self.world_size))
+            self.control.send_to_others(message, range(self.world_size))
             raise
 
     def _ranks_changed(self) -> None:

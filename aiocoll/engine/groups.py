@@ -92,7 +92,7 @@ class Groups:
         )
         me, wire_name = self._context.rank, fit_text(group.name)
         message = {"t": "bye", "g": group.id, "name": wire_name, "cause": cause_of(error), "linked": False}
-        self._control.flood(message, group.ranks)
+        self._control.send_to_others(message, group.ranks)
         for each in group.channels:
             if other is None or each.peer not in other.position:
                 each.purge(group.id, has_left=False)

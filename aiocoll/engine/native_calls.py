@@ -65,7 +65,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Ca
             "operation": seams.operation,
             "remember": comm.in_flight.remember,
             "scope": scope,
-            "rest": polling.rest,
+            "stop_polling": polling.stop_until_next_iteration,
             "quiet": seams.run_quietly,
             "wait": seams.wait,
         },
@@ -171,7 +171,7 @@ class _NativeCallbacks:
             if native.waiting == before and now - self._since > MAX_WAIT:
                 native.give_up()
         except Exception as error:
-            comm.crashed(error)
+            comm.revoke_after_crash(error)
         if not native.waiting:
             return
         if native.waiting < before:

@@ -134,7 +134,7 @@ class Polling:
         if completion is not None:
             self.turn[0] = now
         if completion is not None or not self._busy:
-            self.rest()
+            self.stop_until_next_iteration()
 
     def _is_core_shared(self) -> bool:
         return any(link.shared.shares_core() for link in self.links if link.shared is not None)
@@ -179,7 +179,7 @@ class Polling:
                 if operation.look():
                     moved = True
             except Exception as error:
-                operation.comm.crashed(error)
+                operation.comm.revoke_after_crash(error)
             if ticks() > deadline:
                 # The operation that has just looked goes last next time.
                 if operation in self.lookers:
@@ -207,7 +207,7 @@ class Polling:
                 if operation.look():
                     moved = True
             except Exception as error:
-                operation.comm.crashed(error)
+                operation.comm.revoke_after_crash(error)
             if not len(scan) % READERS_PER_CLOCK and ticks() > deadline:
                 break
         return moved or bool(scan) or self._has_news
@@ -215,7 +215,7 @@ class Polling:
     def _in_flight(self) -> int:
         return sum([len(group.in_flight) for group in self._groups.values()])
 
-    def rest(self) -> None:
+    def stop_until_next_iteration(self) -> None:
         """Stop polling without result in this loop iteration."""
         self.spun = True
         self._runtime.call_soon(self._on_iteration_end)

@@ -136,6 +136,6 @@ class Receiver(NamedTuple):
     def _handle_died(self, peer: int, message: ControlMessage) -> None:
         rank, how = message["rank"], message["how"]
         if rank != self.facts.rank:
-            self.roster.died(rank, message["detail"], notify=False, how=how)
+            self.roster.record_loss(rank, message["detail"], notify=False, how=how)
         elif how == PROTOCOL:
-            self.roster.died(peer, message["detail"], notify=False, how=how)
+            self.roster.record_loss(peer, message["detail"], notify=False, how=how)

@@ -133,7 +133,7 @@ def _refuse(
     for split in history:
         identity = split.identity()
         early.refuse_group(identity, peer, None, split.ranks, me)
-        control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
+        control.send_to_others({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
 
 
 def _mismatch(parent: Communicator, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:

@@ -102,7 +102,7 @@ class Lifetime:
         """Wait for all works that are pending now."""
         self._dispatcher.check_caller()
         works = await self.settle()
-        self._dispatcher.failures.forgive()
+        self._dispatcher.failures.forget_dropped_works()
         for error in [work.exception() for work in works]:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error

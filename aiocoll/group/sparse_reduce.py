@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.machine import Machine
 from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name
-from aiocoll.elements.entries import Entries, gather_entries, merged, pack, scattered, unpack
+from aiocoll.elements.entries import Entries, gather_entries, merge_entries, pack, scatter_entries, unpack
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
 from aiocoll.engine.operations.base import Operation
@@ -184,7 +184,7 @@ def _merge(
         # For AVG, `divide` turns the sums into averages.
         wide = by_name("float32") if array.dtype.kind == "half" else array.dtype
         divide = kernel(op, wide, len(counts)).finalize
-        return array.build(merged(parts, array.dtype, divide))
+        return array.build(merge_entries(parts, array.dtype, divide))
 
     return (yield from calculate(sum(counts) * max(array.width, 1), merge))
 
@@ -193,7 +193,7 @@ def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[
     """Reduce dense arrays; return a function that stores the result, None on other ranks than receivers."""
     array, root, plans = given.array, given.root, given.dispatcher.plans
     effort = array.size * array.width
-    dense, bits = yield from calculate(effort, lambda: scattered(own, array.size))
+    dense, bits = yield from calculate(effort, lambda: scatter_entries(own, array.size))
     kind = "allreduce" if root is None else "reduce"
     plan = plans.plan(kind, array.dtype, (len(dense),), op=op, root=root)
     yield from collective("add", plan, [dense])

@@ -214,8 +214,8 @@ enum { ENTERED, BARRED, DIVERTS, GATE };
 typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
         *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten, *scope;
-    PyObject *left, *early, *asked_early, *hooks, *due, *watch, *runtime, *polling, *is_running, *create_future, *rest,
-        *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists that Python changes */
+    PyObject *left, *early, *asked_early, *hooks, *due, *watch, *runtime, *polling, *is_running, *create_future,
+        *stop_polling, *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists that Python changes */
     allocfunc allocate;
     PeerLanes **peers;
     Handle *first, *last, *first_waiting; /* in flight; calls that wait for a slot come last */

@@ -135,7 +135,7 @@ int crash(Calls *calls) {
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     if (value && traceback) PyException_SetTraceback(value, traceback);
-    PyObject *done = PyObject_CallMethod(calls->comm, "crashed", "O", value ? value : Py_None);
+    PyObject *done = PyObject_CallMethod(calls->comm, "revoke_after_crash", "O", value ? value : Py_None);
     if (done && !is_error) {
         PyErr_Restore(type, value, traceback);
     } else {

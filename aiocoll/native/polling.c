@@ -105,7 +105,7 @@ int poll_for(Handle *call) {
     if (found) return found > 0 ? complete(call) : hand_over(call);
     /* No progress: no other await polls in this loop iteration. */
     *(double *)calls->turn.buf = now;
-    PyObject *done = PyObject_CallNoArgs(calls->rest);
+    PyObject *done = PyObject_CallNoArgs(calls->stop_polling);
     DROP(done);
     return done ? 0 : -1;
 }

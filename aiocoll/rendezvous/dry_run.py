@@ -172,7 +172,7 @@ class _DiscardingControlPlane(ControlPlane):
     def send(self, rank: int, message: ControlMessage) -> None:
         pass
 
-    def flood(self, message: ControlMessage, ranks: Sequence[int]) -> None:
+    def send_to_others(self, message: ControlMessage, ranks: Sequence[int]) -> None:
         pass
 
 

@@ -121,7 +121,7 @@ class Process:
 
 
 class Viewer:
-    """A viewer of all processes in a folder; each `ask` updates it.
+    """A viewer of all processes in a folder; each `request_answers` updates it.
 
     Args:
         path: path of the folder.
@@ -139,7 +139,7 @@ class Viewer:
         self._clock = clock
         self.processes: dict[int, Process] = {}
 
-    def ask(self, timeout: float) -> None:
+    def request_answers(self, timeout: float) -> None:
         """Send a request to all processes, and wait at most `timeout` seconds for their answers."""
         for number in folders.processes(self._folder):
             known = self.processes.get(number)

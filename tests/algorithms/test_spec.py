@@ -17,7 +17,7 @@ from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import NcclCommunicator
-from aiocoll.gpu.calls.native import PACKED, enqueuing, way_of
+from aiocoll.gpu.calls.native import PACKED, make_enqueue, way_of
 from aiocoll.group.dispatch.planner import Planner
 from aiocoll.group.interceptors.fuse import Fuser
 
@@ -178,7 +178,7 @@ READERS: dict[str, Callable[[], object]] = {
     "fusing one": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(),)),
     "fusing several": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(), unknown())),
     "the way on a device": lambda: way_of(unknown(), False),
-    "a device": lambda: enqueuing(unknown(), PACKED),
+    "a device": lambda: make_enqueue(unknown(), PACKED),
     "a benchmark's sizes": lambda: Benchmark("rotate", 4).count(2),
     "a benchmark's arrays": lambda: Workload(Benchmark("rotate", 4), 0, 2),
     "a benchmark's bandwidth": lambda: bus_factor("rotate", 2),
@@ -194,4 +194,4 @@ def test_unknown_kind_is_refused(reader: str) -> None:
 def test_kind_without_an_nccl_call_is_refused() -> None:
     plan = Plan(Signature("SCAN", "uint8", (4,), None, "SUM"), Program(()), None, None, ProgramExecutor)
     with pytest.raises(ValueError, match="NCCL cannot carry out scan: stage it"):
-        enqueuing(plan, PACKED)
+        make_enqueue(plan, PACKED)

@@ -178,7 +178,7 @@ def test_a_group_that_failed_and_one_that_is_over() -> None:
     job = Job()
     (group,) = job.look(1.0, said(0, 1.0, 1, cause="rank 3 was lost"))
     assert (group.state, group.cause, group.ranks[0].state) == ("revoked", "rank 3 was lost", "revoked")
-    assert "world:0: 1 ranks, revoked: rank 3 was lost" in formatting.plain([group], 80)
+    assert "world:0: 1 ranks, revoked: rank 3 was lost" in formatting.format_groups([group], 80)
     job.processes[0].state = State.CLOSED
     (group,) = job.model.look(job.processes.values(), 1.0 + KEPT)
     assert group.state == "closed"
@@ -197,7 +197,7 @@ def test_the_oldest_pending_operations_with_all_who_are_in_them() -> None:
         ("BARRIER (sequence 4)", (0, 1, 2), 2.0, (3,)),
         ("SEND", (0, 1, 2), 1.0, ()),
     ]
-    text = formatting.plain([group], 80)
+    text = formatting.format_groups([group], 80)
     assert "BARRIER (sequence 4) pending for 2 s on rank 0-2, rank 3 missing, called at job.py:3 in main" in text
 
 
@@ -220,7 +220,7 @@ def full(size: int = 8) -> GroupView:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_text_fits(width: int) -> None:
-    lines = formatting.plain([full()], width).splitlines()
+    lines = formatting.format_groups([full()], width).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0] == "healthy: no rank is late"
     assert ("process" in lines[2].split()) == (width == 120)
@@ -238,7 +238,7 @@ def test_the_live_table_fits(width: int) -> None:
     recording.file.close()
     shown = recording.export_text(clear=False)
     assert "…" not in shown
-    plain = [line.split() for line in formatting.plain([full()], width).splitlines() if line]
+    plain = [line.split() for line in formatting.format_groups([full()], width).splitlines() if line]
     assert [line.split() for line in shown.splitlines()[1:] if line.strip()] == plain
     assert re.search(r'class="[^"]*-r\d+"[^>]*>ok', recording.export_svg().replace("&#160;", " "))
 
@@ -339,7 +339,7 @@ def test_text_of_a_job_that_has_ended_has_exit_code_cause_and_last_state() -> No
     end = JobOutcome(
         137, ("ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)", "rank 1 was killed by SIGKILL")
     )
-    lines = formatting.ended("job 7: a.py", end, [group], 80).splitlines()
+    lines = formatting.format_ended_job("job 7: a.py", end, [group], 80).splitlines()
     assert lines[:3] == ["job 7: a.py: it has ended with exit code 137", *end.lines]
     assert lines[3:6] == ["", "last state:", group.verdict]
 

@@ -188,7 +188,7 @@ class Bed:
         cards[self._me] = {"host": "here", "process": this_process()}
         self.hub = self._me if self._me < 0 else self.chance.choice((LIVING, KILLED))
         roster: Any = SimpleNamespace(
-            died=self._died, on_connection_broken=self._cut_off, gone=set(), suspected={LIVING, KILLED}
+            record_loss=self._died, on_connection_broken=self._cut_off, gone=set(), suspected_ranks={LIVING, KILLED}
         )
         links = [self._link(rank) for rank in self._pids if self.hub in (self._me, rank)]
         control: Any = SimpleNamespace(links=links, hub=self.hub, send=lambda *_: None)

@@ -144,7 +144,7 @@ async def test_marks_that_cannot_be_waited_for_are_given_back(cuda: FakeCuda, de
     for _ in range(3):
         marks = [device.mark(0) for _ in range(2)]
         cuda.fail_next("stream_wait", "busy")
-        _, ended = begin(device, stream, partial(device.after, marks, stream), before=None)
+        _, ended = begin(device, stream, partial(device.make_streams_wait, marks, stream), before=None)
         with pytest.raises(DeviceError, match="busy"):
             await ended
     assert cuda.live()["events"] <= 3
@@ -518,7 +518,7 @@ def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device)
                 mine.append(number)
                 ended.set_result(None)
 
-            device.launch(stream, partial(device.after, stream, device.mark(2)), None, done)
+            device.launch(stream, partial(device.make_streams_wait, stream, device.mark(2)), None, done)
             if number % 10 == 9:
                 await ended
         assert threading.active_count() <= before + 4 + 6  # the loops, and what the fake plays streams with

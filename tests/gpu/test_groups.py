@@ -693,7 +693,7 @@ async def test_what_nccl_has_nothing_for_is_not_left_to_it() -> None:
         await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
         plan = next(plan for plan in plans_of(pg) if plan.signature.op == "SCAN")
         with pytest.raises(ValueError, match="NCCL cannot carry out scan: stage it"):
-            native.enqueuing(plan, native.PACKED)
+            native.make_enqueue(plan, native.PACKED)
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

@@ -113,7 +113,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "Channels.lost",
                 "Groups.on_rank_end",
                 "Context.spawn",
-                "Roster.died",
+                "Roster.record_loss",
                 "UnmadeGroups.keep_frame",
             ),
             (
@@ -128,7 +128,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("Session.message_received",),
             (("test_tcp.py", "-k", "cut_off or has_no_deadline or never_wins"), ("test_claim.py", "-k", "server")),
         ),
-        "control": Subject(("ControlPlane.flood", "Departure.on_end", "Receiver.receive"), (GOODBYE,)),
+        "control": Subject(("ControlPlane.send_to_others", "Departure.on_end", "Receiver.receive"), (GOODBYE,)),
         "slots": Subject(
             (
                 "_Writer.reserve",

@@ -42,7 +42,7 @@ def ask(folder: str) -> list[dict[str, Any]]:
     """Return the groups of this process."""
     viewer = Viewer(folder, time.monotonic)
     try:
-        viewer.ask(20)
+        viewer.request_answers(20)
         (process,) = viewer.processes.values()
         assert (process.number, process.state, process.left_out) == (os.getpid(), State.ANSWERS, 0)
         return sorted(process.groups, key=lambda group: (group["name"], group["rank"]))

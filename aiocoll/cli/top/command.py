@@ -73,7 +73,7 @@ class Watch:
         """Send a request to all ranks and return the groups; after the end of the job, return its last state."""
         if self.over:
             return self._last
-        self._viewer.ask(MAX_WAIT)
+        self._viewer.request_answers(MAX_WAIT)
         self.load = _read_load()
         groups = self._model.look(self._viewer.processes.values(), time.monotonic(), self.load)
         # When a job ends, its ranks close their groups one after another: keep the state before that.
@@ -164,7 +164,7 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
     from aiocoll.cli.top import terminal
 
     terminal.watch(title, watch.sample, lambda: watch.load, lambda: watch.over, INTERVAL)
-    print(formatting.ended(title, watch.end, watch.last, shutil.get_terminal_size().columns), end="")
+    print(formatting.format_ended_job(title, watch.end, watch.last, shutil.get_terminal_size().columns), end="")
     return 0
 
 
@@ -177,7 +177,7 @@ def _print(args: argparse.Namespace, watch: Watch) -> int:
             print(json.dumps(watch.news()), flush=True)
         else:
             groups = watch.sample()
-            print(formatting.plain(groups, shutil.get_terminal_size().columns, watch.load), end="")
+            print(formatting.format_groups(groups, shutil.get_terminal_size().columns, watch.load), end="")
         if args.once or watch.over:
             return 0
 
@@ -216,6 +216,6 @@ def _find(job: str | None) -> tuple[str, str]:
 def _list_jobs(running: Sequence[Job]) -> str:
     now = time.time()
     return "".join(
-        f"\n  {each.number}  {each.ranks} ranks  {formatting.duration(now - each.started)}  {each.command}"
+        f"\n  {each.number}  {each.ranks} ranks  {formatting.format_duration(now - each.started)}  {each.command}"
         for each in running
     )

@@ -10,8 +10,8 @@ from aiocoll.cli.top.formatting import (
     BAD,
     LIMITED,
     Table,
+    format_headline,
     format_host_load,
-    headline,
     history,
     kind_table,
     notes,
@@ -67,7 +67,7 @@ def render(
     for group in groups:
         style = "bold" if group.state == "open" else "bold red"
         verdict_style = "bold red" if group.culprits or group.state == "revoked" else "bold green"
-        parts += [Text(""), Text(group.verdict, style=verdict_style), Text(headline(group), style=style)]
+        parts += [Text(""), Text(group.verdict, style=verdict_style), Text(format_headline(group), style=style)]
         parts.append(_table(rank_table(group, width, most), state=1))
         parts += [Text(text, style=_STYLES.get(state, "")) for state, text in notes(group, most)]
         if group.kinds:

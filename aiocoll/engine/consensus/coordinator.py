@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Iterable
 
 from aiocoll.engine.consensus.completed import combine
-from aiocoll.engine.consensus.quorum import connected, decides, is_majority
+from aiocoll.engine.consensus.quorum import can_decide, connected, is_majority
 from aiocoll.engine.consensus.voter import Outcome, Voter
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.control.messages import PROTOCOL, ControlMessage
@@ -137,7 +137,7 @@ class Coordinator:
         agreement = self._agreement
         if agreement.doubted_ranks:
             return is_majority(ranks, range(agreement.parts.context.world_size))
-        return decides(ranks, agreement.ranks, agreement.away)
+        return can_decide(ranks, agreement.ranks, agreement.away)
 
     def _consider_growth(self) -> None:
         """Propose the larger group once all ranks have made it, or refuse to grow."""

@@ -190,7 +190,7 @@ class Voter:
             "refuse": self._on_refusal,
         }[message["what"]]
         for rank, why in message["dead"]:
-            self.parts.ranks.died(rank, why, notify=False)
+            self.parts.ranks.record_loss(rank, why, notify=False)
         self.assumed.update(message["assumed"])
         handler(peer, message)
 
@@ -214,7 +214,7 @@ class Voter:
             step()
         except Exception as error:
             if (group := self.parts.groups.get(self.group)) is not None:
-                group.crashed(error)
+                group.revoke_after_crash(error)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(error)
 
@@ -232,7 +232,7 @@ class Voter:
         outcome = self.outcome or (self.accepted and self.accepted[1])
         if outcome and not self.taken and not outcome["grown"] and self.rank in outcome["members"]:
             message = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
-            self.parts.flood(message, outcome["members"])
+            self.parts.send_to_others(message, outcome["members"])
 
     def promise(self, ballot: int) -> bool:
         """Promise a ballot that this rank coordinates; return False if it has promised a higher one."""

@@ -101,7 +101,7 @@ class Departure:
         for rank in range(self._context.world_size):
             others = [each for each in ended if each[0] != rank]
             if others:
-                self._control.flood({"t": "ended", "ranks": others}, [rank])
+                self._control.send_to_others({"t": "ended", "ranks": others}, [rank])
         for rank, _, _ in ended:
             if self._control.link(rank) is not None:
                 self._control.send(rank, {"t": "known"})

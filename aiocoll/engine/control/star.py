@@ -158,7 +158,7 @@ class ControlPlane:
             else:
                 self._backlog.append((rank, message))
 
-    def flood(self, message: ControlMessage, ranks: Sequence[int]) -> None:
+    def send_to_others(self, message: ControlMessage, ranks: Sequence[int]) -> None:
         """Send `message` to all other `ranks`."""
         for rank in ranks:
             if rank != self._context.rank:
@@ -239,7 +239,7 @@ class ControlPlane:
             await self._dial(rank)
         except (OSError, AiocollError) as error:
             # A rank that was ending as well has sent its goodbye before the last hub did.
-            self._ranks.died(rank, f"it cannot be reached ({error})", how="unreachable")
+            self._ranks.record_loss(rank, f"it cannot be reached ({error})", how="unreachable")
         finally:
             self._dialling.discard(rank)
 

@@ -63,7 +63,7 @@ class Refusals:
         if peer in self._roster.gone and peer not in self._roster.dead:
             self._ended(peer)
         else:
-            self._roster.died(peer, detail, how=PROTOCOL)
+            self._roster.record_loss(peer, detail, how=PROTOCOL)
         self._control.remove_rank(peer)
         for each in links:
             send_message(each, {"t": "died", "rank": peer, "detail": detail, "how": PROTOCOL})

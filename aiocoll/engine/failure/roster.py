@@ -110,7 +110,7 @@ class Roster:
             return None
         return {"t": "died", "rank": rank, "detail": self.dead[rank][1], "how": "killed"}
 
-    def died(self, rank: int, detail: str, notify: bool = True, how: str = "killed") -> None:
+    def record_loss(self, rank: int, detail: str, notify: bool = True, how: str = "killed") -> None:
         """Record a lost rank: its groups fail here and, if this rank is the first to know, on all other ranks.
 
         Args:
@@ -150,7 +150,7 @@ class Roster:
         self._record_lost(rank, detail, how)
         if notify and self.own_death is None:
             message = {"t": "died", "rank": rank, "detail": detail, "how": how}
-            self._control.flood(message, range(context.world_size))
+            self._control.send_to_others(message, range(context.world_size))
         if not known:
             for group in list(self._groups.values()):
                 if rank in group.position:
@@ -183,7 +183,7 @@ class Roster:
                 self._disregarded[sender] = detail
             return
         self.dead[context.rank] = "killed", detail
-        self._control.flood(
+        self._control.send_to_others(
             {"t": "died", "rank": context.rank, "detail": detail, "how": "killed"}, range(context.world_size)
         )
         for group in list(self._groups.values()):

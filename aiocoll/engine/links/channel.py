@@ -188,7 +188,7 @@ class Channel:
                 try:
                     self._send_segment(link, message)
                 except Exception as error:
-                    message.operation.comm.crashed(error)
+                    message.operation.comm.revoke_after_crash(error)
             if self._queue and ticks() > deadline:
                 self._schedule_pump()
                 break
@@ -271,7 +271,7 @@ class Channel:
         try:
             message.operation.sent(message, nbytes)
         except Exception as error:
-            message.operation.comm.crashed(error)
+            message.operation.comm.revoke_after_crash(error)
 
     def _block(self, link: Link, message: Message) -> None:
         if message.blocked:

@@ -123,7 +123,7 @@ class Matching:
         if kind == FrameKind.READY:
             arrival.ready = True
             if arrival.posted is not None:
-                arrival.ask(self.group.id)
+                arrival.grant(self.group.id)
             else:
                 self._wake_listeners(arrival.tag)
             return self._is_delivered(arrival, header)
@@ -181,7 +181,7 @@ class Matching:
                     runtime.call_soon(self._end_turn)
                 return arrival
             if arrival is not None and arrival.is_grant_pending:
-                arrival.ask(self.group.id)
+                arrival.grant(self.group.id)
             listener = runtime.loop.create_future()
             self._listeners.setdefault(tag, {})[listener] = None
             try:

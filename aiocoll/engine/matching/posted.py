@@ -111,7 +111,7 @@ class PostedReceive(Receive):
         if arrival.received:
             mark_begun(self)
         if arrival.is_grant_pending:
-            arrival.ask(self.comm.id)
+            arrival.grant(self.comm.id)
 
     def complete(self) -> None:
         """Handle the arrival of the last byte."""
@@ -176,4 +176,4 @@ class PostedReceive(Receive):
         if arrival.complete:
             self._receives.forget(arrival)
         else:
-            arrival.ask(self.comm.id)
+            arrival.grant(self.comm.id)

@@ -168,7 +168,7 @@ class Operation:
     def advance(self) -> None:
         """Continue local work that was deferred to keep a callback short."""
 
-    def silence(self) -> None:
+    def suppress_reports(self) -> None:
         """Suppress warnings and reports, because another operation reports them or no rank caused the delay."""
         self.warned, self.reported = True, inf
 

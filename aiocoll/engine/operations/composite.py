@@ -100,7 +100,7 @@ class Children:
         self.algorithm = child.algorithm()
         speaker, silent = (child, parent) if reported else (parent, child)
         speaker.warned = parent.warned
-        silent.silence()
+        silent.suppress_reports()
         self._running[child] = None
         return child
 

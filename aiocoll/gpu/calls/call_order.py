@@ -13,7 +13,7 @@ from typing import Any
 
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.messages import DEVICE
-from aiocoll.engine.operations.differences import mismatch
+from aiocoll.engine.operations.differences import mismatch_error
 from aiocoll.errors import CollectiveMismatchError
 from aiocoll.gpu.calls.call_comparison import CallComparison
 from aiocoll.gpu.calls.pacing import Pacing
@@ -182,7 +182,7 @@ class CallOrder:
         """Fail the group: two ranks called different operations at one position."""
         comm = self._comm
         mine = self.program.call_at(position).describe()
-        found = mismatch(comm.name, {**mine, "debug": None}, {**theirs, "debug": None})
+        found = mismatch_error(comm.name, {**mine, "debug": None}, {**theirs, "debug": None})
         comm.revoke(
             CollectiveMismatchError(
                 f"{found}. Arrays on CUDA devices of these calls and of all later ones are undefined: they may have "

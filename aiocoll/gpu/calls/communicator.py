@@ -316,7 +316,7 @@ class _ShutdownExchange(Post):
         super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, completion)
         self._communicator = comm
         # No stall reports: the wait is short, and a missing rank is not an error.
-        self.silence()
+        self.suppress_reports()
 
     def enter(self) -> None:
         """Notify the other ranks."""

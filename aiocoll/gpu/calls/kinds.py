@@ -12,7 +12,7 @@ from aiocoll.engine.operations.comparison import SHAPED, packed
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.gpu.calls.cards import Decision
-from aiocoll.gpu.calls.native import STAGED, Enqueue, enqueuing, way_of
+from aiocoll.gpu.calls.native import STAGED, Enqueue, make_enqueue, way_of
 
 __all__ = ["Kind", "described", "hash_data"]
 
@@ -55,7 +55,7 @@ class Kind:
         if self._way is None:
             self._way = way_of(plan, decision.float8)
             if self._way != STAGED:
-                self.enqueue = enqueuing(plan, self._way)
+                self.enqueue = make_enqueue(plan, self._way)
         return self._way
 
     def hash_terms(self, shape: tuple[int, ...]) -> bytes:

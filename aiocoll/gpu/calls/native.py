@@ -26,7 +26,18 @@ from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
-__all__ = ["GROUPED", "PACKED", "STAGED", "Enqueue", "Native", "Tools", "carry_out", "enqueuing", "exchange", "way_of"]
+__all__ = [
+    "GROUPED",
+    "PACKED",
+    "STAGED",
+    "Enqueue",
+    "Native",
+    "Tools",
+    "carry_out",
+    "exchange",
+    "make_enqueue",
+    "way_of",
+]
 
 #: Ways to carry out a call.
 STAGED, GROUPED, PACKED = 0, 1, 2
@@ -96,7 +107,7 @@ class Native(NamedTuple):
     """A call that NCCL carries out.
 
     Attributes:
-        enqueue: result of `enqueuing` for its plan.
+        enqueue: result of `make_enqueue` for its plan.
         arrays: numbered as the plan's buffers.
     """
 
@@ -151,7 +162,7 @@ def _call_all(after: list[Callable[[], None]]) -> None:
         after.clear()
 
 
-def enqueuing(plan: Plan, method: int) -> Enqueue:
+def make_enqueue(plan: Plan, method: int) -> Enqueue:
     """Return the function that enqueues the calls of a plan in this way."""
     signature = plan.signature
     spec, root = signature.spec, signature.root or 0
