@@ -31,6 +31,6 @@ class Parts(NamedTuple):
     context: Context
     ranks: Roster
     links: PeerLinks
-    flood: Callable[[ControlMessage, Sequence[int]], None]
+    send_to_others: Callable[[ControlMessage, Sequence[int]], None]
     look: Callable[[int], None]
     groups: Mapping[int, Communicator]
