@@ -45,7 +45,7 @@ class Alone:
     def record_return(self, rank: int) -> None:
         self.dead.pop(rank, None)
 
-    def send(self, rank: int, note: dict[str, Any]) -> None:
+    def send_direct(self, rank: int, note: dict[str, Any]) -> None:
         self.said.append((rank, note))
 
     def flood(self, note: dict[str, Any], ranks: Sequence[int]) -> None:
