@@ -12,7 +12,7 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.loops import LoopThread, Started
 from aiocoll.rendezvous.new_group import new_group
 
-__all__ = ["BlockingGroup", "blocking_on"]
+__all__ = ["BlockingGroup", "make_blocking_group"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def _blocking(method: Callable[Concatenate[ProcessGroup, P], Any]) -> Callable[C
     @functools.wraps(method)
     def call(self: BlockingGroup, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         made = self._start(functools.partial(method, self._group, *args, **kwargs)).result()
-        return blocking_on(self._loop, made) if isinstance(made, ProcessGroup) else made
+        return make_blocking_group(self._loop, made) if isinstance(made, ProcessGroup) else made
 
     return call
 
@@ -158,7 +158,7 @@ class BlockingGroup:
     report_death = _blocking(ProcessGroup.report_death)
 
 
-def blocking_on(loop: LoopThread, group: ProcessGroup) -> BlockingGroup:
+def make_blocking_group(loop: LoopThread, group: ProcessGroup) -> BlockingGroup:
     """Return a group that runs on a loop already; closing it does not end the loop's thread."""
     made = object.__new__(BlockingGroup)
     made._loop, made._group, made._owner, made._pid = loop, group, False, os.getpid()

@@ -230,7 +230,7 @@ class Completion:
     def note_await(self) -> None:
         """Record that the program, or another operation, waits for this one."""
         if self.unretrieved is not None:
-            self.unretrieved.awaited()
+            self.unretrieved.mark_awaited()
 
     def note_retrieval(self) -> None:
         """Record that the program has retrieved the outcome."""
@@ -239,7 +239,7 @@ class Completion:
 
     # -- waiting
 
-    def want(self) -> None:
+    def start_if_held(self) -> None:
         """Start the operation if a block holds it back, because a caller waits for it without an await."""
 
     def add_waiter(self) -> asyncio.Future[None]:

@@ -24,7 +24,7 @@ from aiocoll.errors import (
 )
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.launcher import say_elastic
+from aiocoll.launcher import report_elastic
 from aiocoll.log import logger
 from aiocoll.numerals import to_int
 from aiocoll.options import seconds
@@ -91,7 +91,7 @@ async def elastic(
     if max_mends is not None and max_mends < 0:
         raise ValueError(f"max_mends={max_mends}: must not be negative")
     made = new_group(**given)
-    mending = _Mending(await _join_first_group(made), state, size, wait, begun=not made.newcomer)
+    mending = _ElasticRank(await _join_first_group(made), state, size, wait, begun=not made.newcomer)
     try:
         failure = await mending.begin()
         while True:
@@ -104,7 +104,7 @@ async def elastic(
             except TimeoutError as error:
                 if not limit.expired():
                     raise
-                raise mending.give_up(f"no new group within mend_timeout={mend_timeout:g} s") from error
+                raise mending.abort_group(f"no new group within mend_timeout={mend_timeout:g} s") from error
             yield mending.pg
             if (failure := mending.failure) is None:
                 return
@@ -125,7 +125,7 @@ async def _join_first_group(made: new_group) -> ProcessGroup:
                 raise
 
 
-class _Mending:
+class _ElasticRank:
     """The state of one rank that persists from group to group.
 
     Attributes:
@@ -164,7 +164,7 @@ class _Mending:
         await self._change_to(await self.pg.shrink())
         return await self._catch_failure(self._grow())
 
-    def give_up(self, reason: str) -> CollectiveTimeoutError:
+    def abort_group(self, reason: str) -> CollectiveTimeoutError:
         """Abort the group, so that the other ranks stop waiting, too, and return the error to raise."""
         pg = self.pg
         text = f"group {pg.group_name!r}, rank {pg.rank()} of {pg.size()}: {reason}, {self.step}"
@@ -254,7 +254,7 @@ class _Mending:
         if state is not None and arrays is not None:
             state.update(await self._receive(state, arrays, root))
         self._has_started = True
-        say_elastic()
+        report_elastic()
         if pg.rank() == 0 and pg.size() < self._size:
             self._newcomer_task = running_loop().create_task(self._await_newcomers(pg), name="aiocoll newcomers")
 

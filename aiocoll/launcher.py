@@ -1,6 +1,6 @@
 """Messages between `aiocoll run` and the ranks that it has started.
 
-With ``--max-restarts``, a rank calls `say_elastic` when it is in a group that continues without lost ranks. The
+With ``--max-restarts``, a rank calls `report_elastic` when it is in a group that continues without lost ranks. The
 launcher then starts newcomers as replacements, with ``AIOCOLL_JOIN=1`` in their environment.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-__all__ = ["is_newcomer", "say_elastic"]
+__all__ = ["is_newcomer", "report_elastic"]
 
 #: The start code of a rank registers itself under this name, so other programs inherit nothing.
 _START = "aiocoll.cli.start"
 
 
-def say_elastic() -> None:
+def report_elastic() -> None:
     """Notify the launcher, if there is one, that this rank is in an elastic group, which accepts newcomers.
 
     Call this whenever such a group exists, since a newcomer that starts earlier would wait in vain. Repeated calls are
     harmless.
     """
     if (start := sys.modules.get(_START)) is not None:
-        start.say_elastic()
+        start.report_elastic()
 
 
 def is_newcomer(env: Mapping[str, str]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from aiocoll.user_code import contain
 
-__all__ = ["Repeats", "logger"]
+__all__ = ["RepeatLimiter", "logger"]
 
 #: Seconds from the first warning of a kind to the next one that is logged. Later intervals are ten times as long each.
 _AGAIN: Final = 10.0
@@ -41,7 +41,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
                 traceback.print_exception(error)
 
 
-class Repeats:
+class RepeatLimiter:
     """Rate limit for repeated warnings: logs the first, then the next ones after 10 s, 100 s, 1000 s, ..."""
 
     def __init__(self) -> None:

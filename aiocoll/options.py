@@ -180,16 +180,19 @@ class GroupOptions:
     top_dir: str | None = _UNSET
 
     def __post_init__(self) -> None:
-        for name, value in self._given().items():
+        for name, value in self._explicit_values().items():
             _CHECKS[name](name, value)
             if (convert := _CONVERSIONS.get(name)) is not None and value is not None:
                 object.__setattr__(self, name, convert(value))
 
     def __repr__(self) -> str:
-        shown = (f"{name}={'<hidden>' if name == 'job_key' else repr(value)}" for name, value in self._given().items())
+        shown = (
+            f"{name}={'<hidden>' if name == 'job_key' else repr(value)}"
+            for name, value in self._explicit_values().items()
+        )
         return f"GroupOptions({', '.join(shown)})"
 
-    def _given(self) -> dict[str, Any]:
+    def _explicit_values(self) -> dict[str, Any]:
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in values if value is not _UNSET}
 
@@ -209,7 +212,7 @@ class GroupOptions:
         Raises:
             ValueError: a variable is unknown, or its value is invalid. The message lists the allowed ones.
         """
-        resolved = cls(**{**_DEFAULTS, **_from_environ(environ), **(explicit._given() if explicit else {})})
+        resolved = cls(**{**_DEFAULTS, **_from_environ(environ), **(explicit._explicit_values() if explicit else {})})
         _check_together(resolved.advertise, resolved.port_range)
         tls_files(resolved.tls_ca, resolved.tls_certificate, resolved.tls_key)
         return resolved

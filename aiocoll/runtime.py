@@ -119,7 +119,7 @@ class Runtime:
         """Return `n` random bytes that are fit for keys and nonces."""
         return random_bytes(n)
 
-    def give_way(self) -> None:
+    def yield_gil(self) -> None:
         """Release the interpreter lock for 50 µs, so that other threads can run.
 
         Python takes the lock from a thread that has held it for 5 ms. A loop with a constant stream of shorter

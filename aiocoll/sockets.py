@@ -11,9 +11,9 @@ from math import inf
 
 __all__ = [
     "UNREACHABLE_AFTER",
-    "between_hosts",
+    "enable_keepalive",
+    "is_between_hosts",
     "is_ready",
-    "keep_asking",
     "retry_soon",
     "round_trip",
     "send_evenly",
@@ -53,7 +53,7 @@ _WINDOW = struct.Struct("=16xI60xI")
 _ROUND_TRIP = struct.Struct("=148xI")
 
 
-def between_hosts(sock: socket.socket) -> bool:
+def is_between_hosts(sock: socket.socket) -> bool:
     """Return whether the other end of a connected socket may be on another host."""
     return sock.family != getattr(socket, "AF_UNIX", None) and sock.getpeername()[0] != sock.getsockname()[0]
 
@@ -110,7 +110,7 @@ def send_evenly(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _ANY_RATE)
 
 
-def keep_asking(sock: socket.socket) -> None:
+def enable_keepalive(sock: socket.socket) -> None:
     """Enable keepalive probes to the other host while the connection is idle, as required by `silence`."""
     if _LINUX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -114,7 +114,7 @@ class Unretrieved:
         if self._calls is not None:
             self._calls.append(call)
 
-    def awaited(self) -> None:
+    def mark_awaited(self) -> None:
         """Ignore the start of an await, since only its end retrieves a failure."""
 
     def retrieved(self) -> None:
@@ -149,11 +149,11 @@ class Unawaited(Unretrieved):
         self._call = call
         self._failures: UnretrievedFailures | None = failures
 
-    def awaited(self) -> None:
+    def mark_awaited(self) -> None:
         """Record that the work has been awaited or has failed, so that no warning follows."""
         self._failures = None
 
-    retrieved = awaited
+    retrieved = mark_awaited
 
     def __del__(self) -> None:
         if self._failures is not None and not sys.is_finalizing():
@@ -218,13 +218,16 @@ class UnretrievedFailures:
             unretrieved.log()
 
     def drop(self, call: CallSite) -> None:
-        """Record that a work was dropped without being awaited. Until the group is closed, `forgive` may follow."""
+        """Record that a work was dropped without being awaited.
+
+        Until the group is closed, `forget_dropped_works` may follow.
+        """
         dropped = self._dropped.setdefault(call[2:], _Dropped(self._group, self._rank, call))
         dropped.count += 1
         if self._closed:
             self._dropped.clear()
 
-    def forgive(self) -> None:
+    def forget_dropped_works(self) -> None:
         """Forget the dropped works, because the program has waited for all works."""
         for dropped in self._dropped.values():
             dropped.count = 0

@@ -35,7 +35,7 @@ class Handle:
     def __await__(self) -> Generator[Any, None, Any]:
         completion = self._completion
         if completion.unretrieved is not None:
-            completion.unretrieved.awaited()
+            completion.unretrieved.mark_awaited()
         if not completion.done:
             progress = completion.progress
             # A running loop in this thread is the current one. Looking it up takes Python 3.11 a system call.
@@ -60,7 +60,7 @@ class Handle:
         """Return whether the operation has ended."""
         completion = self._completion
         if completion.unretrieved is not None and completion.done:
-            completion.unretrieved.awaited()
+            completion.unretrieved.mark_awaited()
         return completion.done
 
     def exception(self) -> BaseException | None:
@@ -238,7 +238,7 @@ class Work(_Base, Generic[T_co]):
                 progress.loop.call_soon_threadsafe(partial(self.add_done_callback, fn, context=context))
                 return
         if is_wait(fn):
-            completion.want()
+            completion.start_if_held()
         completion.note_await()
         if completion.done:
             if not is_wait(fn):
@@ -270,7 +270,7 @@ class Work(_Base, Generic[T_co]):
         completion = self._completion
         if _thread() != completion.progress.runtime.thread:
             _check_loop(self, completion.progress)
-        completion.want()
+        completion.start_if_held()
         future: asyncio.Future[T_co] = completion.progress.loop.create_future()
         completion.note_await()
         waiter = completion.add_waiter()
@@ -355,7 +355,7 @@ class Work(_Base, Generic[T_co]):
         if asyncio._get_running_loop() is progress.loop:
             raise RuntimeError("Work.wait() would block the event loop that completes it: use `await work`")
         with contextlib.suppress(RuntimeError):  # raised if the loop is closed
-            progress.loop.call_soon_threadsafe(self._completion.want)
+            progress.loop.call_soon_threadsafe(self._completion.start_if_held)
         wait_in_thread(self, progress.loop, progress.runtime, timeout)
         return self.result()
 
@@ -379,7 +379,7 @@ def call_at_end(work: Work[Any], fn: Callable[[Work[Any]], object]) -> None:
     completion = work._completion
     completion.note_await()
     if not completion.done:
-        completion.want()
+        completion.start_if_held()
         completion.progress.spin(completion)
     if completion.done:
         fn(work)

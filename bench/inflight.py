@@ -38,19 +38,19 @@ class Workloads:
         self.all = [Workload(self.case, rank, world_size) for _ in range(case.inflight)]
         self.rounds = self.all[0].rounds
 
-    def fresh(self) -> None:
+    def fill_patterns(self) -> None:
         for each in self.all:
-            each.fresh()
+            each.fill_patterns()
 
-    def steady(self) -> None:
+    def fill_repeatable(self) -> None:
         for each in self.all:
-            each.steady()
+            each.fill_repeatable()
 
-    def wrong(self) -> int:
-        return sum(each.wrong() for each in self.all)
+    def count_wrong(self) -> int:
+        return sum(each.count_wrong() for each in self.all)
 
-    def wrong_after(self, rounds: int) -> int:
-        return sum(each.wrong_after(rounds) for each in self.all)
+    def count_wrong_after(self, rounds: int) -> int:
+        return sum(each.count_wrong_after(rounds) for each in self.all)
 
 
 def calls_of(starts: Sequence[Callable[[], Awaitable[object]]]) -> Callable[[], Awaitable[object]]:

@@ -22,7 +22,7 @@ from aiocoll.security.handshake import (
     Status,
     UnprovenError,
     job_id,
-    may_be_ours,
+    may_be_handshake,
 )
 from aiocoll.security.keys import is_loopback, require_key
 
@@ -288,8 +288,8 @@ def test_start_of_a_message_is_recognized() -> None:
     hello = client().hello()
     challenge = server().challenge(hello)
     for message in (hello, challenge):
-        assert all(may_be_ours(message[:count]) for count in range(len(message) + 1))
+        assert all(may_be_handshake(message[:count]) for count in range(len(message) + 1))
     for place in range(4):
         other = bytearray(hello)
         other[place] ^= 1
-        assert [may_be_ours(bytes(other[:count])) for count in range(6)] == [count <= place for count in range(6)]
+        assert [may_be_handshake(bytes(other[:count])) for count in range(6)] == [count <= place for count in range(6)]

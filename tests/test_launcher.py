@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiocoll import HashStore, ProcessGroup, new_group
-from aiocoll.launcher import say_elastic
+from aiocoll.launcher import report_elastic
 from aiocoll.store import StoreServer
 
 
@@ -75,4 +75,4 @@ async def test_newcomer_value_0_means_no_newcomer(monkeypatch: pytest.MonkeyPatc
 
 
 def test_report_without_a_launcher_does_nothing() -> None:
-    say_elastic()
+    report_elastic()

@@ -11,7 +11,7 @@ import pytest
 
 import aiocoll
 from aiocoll import ProcessGroup
-from aiocoll.log import Repeats, logger
+from aiocoll.log import RepeatLimiter, logger
 
 from .each import each
 from .ranks import run_ranks
@@ -54,14 +54,14 @@ async def test_record_of_a_group_has_group_and_rank(caplog: pytest.LogCaptureFix
     assert logged == {(names[0], 0), (names[1], 1)}
 
 
-def logged_times(repeats: Repeats, kind: object, times: range) -> dict[int, str]:
+def logged_times(repeats: RepeatLimiter, kind: object, times: range) -> dict[int, str]:
     """Return at which of `times` a repeated warning is logged, with the end of its text."""
     ends = {now: repeats.admit(kind, float(now)) for now in times}
     return {now: end for now, end in ends.items() if end is not None}
 
 
 def test_repeated_warning_is_logged_at_growing_intervals_with_a_count() -> None:
-    assert logged_times(Repeats(), "line", range(2000)) == {
+    assert logged_times(RepeatLimiter(), "line", range(2000)) == {
         0: "",
         10: " (9 more since the last such warning)",
         110: " (99 more since the last such warning)",
@@ -70,17 +70,17 @@ def test_repeated_warning_is_logged_at_growing_intervals_with_a_count() -> None:
 
 
 def test_due_warning_has_no_count() -> None:
-    repeats = Repeats()
+    repeats = RepeatLimiter()
     assert [repeats.admit("line", now) for now in (5.0, 15.0, 115.0)] == ["", "", ""]
 
 
 def test_kinds_of_warnings_do_not_suppress_each_other() -> None:
-    repeats = Repeats()
+    repeats = RepeatLimiter()
     assert [repeats.admit(kind, 0.0) for kind in ("a", "b", "a", "b")] == ["", "", None, None]
 
 
 def test_repeat_counts_are_kept_for_the_latest_kinds_only() -> None:
-    repeats = Repeats()
+    repeats = RepeatLimiter()
     for number in range(1000):
         repeats.admit(number, 0.0)
         assert repeats.admit("frequent", 0.0) == (None if number else "")

@@ -20,8 +20,8 @@ import aiocoll
 import aiocoll.distributed as dist
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 from aiocoll.security.names import WrongCertificateError, check_names, rank_name
-from aiocoll.security.tls import of_this_process
-from aiocoll.security.tls_trouble import NOT_YET, in_words
+from aiocoll.security.tls import make_own_contexts
+from aiocoll.security.tls_trouble import NOT_YET, explain_tls_error
 from aiocoll.security.user_ca import prepare
 from aiocoll.store import HashStore, StoreServer
 
@@ -299,7 +299,7 @@ def test_page_shows_the_certificate_errors(tmp_path: Path, monkeypatch: pytest.M
     assert is_shown(code("docs/security.md", "When a certificate is refused", 1, "text"), str(caught.value))
     error = ssl.SSLCertVerificationError()
     error.verify_code = NOT_YET
-    message = str(in_words(error, of_this_process(), "10.0.0.2"))
+    message = str(explain_tls_error(error, make_own_contexts(), "10.0.0.2"))
     assert is_shown(code("docs/security.md", "When a certificate is refused", 3, "text"), message)
     with pytest.raises(WrongCertificateError) as refused:
         check_names(names, rank_name("train", 0), "the certificate of 10.0.0.2")

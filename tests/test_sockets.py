@@ -12,9 +12,9 @@ import pytest
 
 from aiocoll import sockets
 from aiocoll.sockets import (
-    between_hosts,
+    enable_keepalive,
+    is_between_hosts,
     is_ready,
-    keep_asking,
     retry_soon,
     round_trip,
     send_evenly,
@@ -74,7 +74,7 @@ def test_rank_connection_survives_a_stopped_reader(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     retry_soon(pair[0])
-    keep_asking(pair[0])
+    enable_keepalive(pair[0])
     assert option(pair[0], socket.TCP_USER_TIMEOUT) == 0
     assert pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert (option(pair[0], socket.TCP_KEEPIDLE), option(pair[0], socket.TCP_KEEPINTVL)) == (1, 1)
@@ -94,9 +94,9 @@ def test_store_connections_survive_an_outage_at_both_ends() -> None:
 
 
 def test_loopback_peer_is_on_this_host(pair: tuple[socket.socket, socket.socket]) -> None:
-    assert not any(map(between_hosts, pair))
+    assert not any(map(is_between_hosts, pair))
     for sock in (unix := socket.socketpair()):
-        assert not between_hosts(sock)
+        assert not is_between_hosts(sock)
     for sock in unix:
         sock.close()
 

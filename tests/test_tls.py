@@ -20,7 +20,7 @@ import pytest
 from aiocoll import AuthenticationError, GroupOptions, HashStore, ProcessGroup, RendezvousError, TCPStore, new_group
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.rendezvous.same_host import encryption_at
-from aiocoll.security.tls import Tls, binding, is_encrypted, of_this_process
+from aiocoll.security.tls import Tls, binding, is_encrypted, make_own_contexts
 from aiocoll.transport.stream.plain_stream import PlainStream
 from aiocoll.transport.stream.tls_stream import TlsStream, open_tls
 
@@ -38,13 +38,13 @@ def test_encryption_follows_the_option_and_the_hosts(encryption: str, here: bool
 
 
 def another_process() -> Tls:
-    return of_this_process.__wrapped__()
+    return make_own_contexts.__wrapped__()
 
 
 def test_process_has_its_own_certificate_and_key() -> None:
     made = [another_process() for _ in range(3)]
     assert len({each.certificate for each in made}) == 3
-    assert of_this_process() is of_this_process()
+    assert make_own_contexts() is make_own_contexts()
 
 
 def test_binding_is_the_hash_of_the_certificate() -> None:
@@ -60,7 +60,7 @@ async def test_socket_of_a_lost_peer_is_closed() -> None:
             sock.setblocking(False)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with pytest.raises(ConnectionResetError):
-            await open_tls(of_this_process(), asyncio.get_running_loop(), sock, dialled=False)
+            await open_tls(make_own_contexts(), asyncio.get_running_loop(), sock, dialled=False)
         gc.collect()  # an open socket would lead to a ResourceWarning
 
 
@@ -124,7 +124,7 @@ async def test_client_without_tls_is_refused(received: bytes, dialled: bool) -> 
         far.sendall(received)
         far.shutdown(socket.SHUT_WR)
         with pytest.raises(ConnectionResetError, match="TLS: "):
-            await open_tls(of_this_process(), asyncio.get_running_loop(), near, dialled=dialled)
+            await open_tls(make_own_contexts(), asyncio.get_running_loop(), near, dialled=dialled)
         far.settimeout(5)
         with suppress(ConnectionResetError):
             while far.recv(4096):
@@ -135,7 +135,7 @@ async def test_cancelled_handshake_closes_the_socket() -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
     with far:
-        opening = asyncio.create_task(open_tls(of_this_process(), asyncio.get_running_loop(), near, dialled=False))
+        opening = asyncio.create_task(open_tls(make_own_contexts(), asyncio.get_running_loop(), near, dialled=False))
         await asyncio.sleep(0)
         opening.cancel()
         await asyncio.wait([opening])
@@ -151,7 +151,7 @@ async def test_old_tls_version_is_refused() -> None:
     near.setblocking(False)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname, old.verify_mode, old.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2
-    opening = asyncio.create_task(open_tls(of_this_process(), asyncio.get_running_loop(), near, dialled=False))
+    opening = asyncio.create_task(open_tls(make_own_contexts(), asyncio.get_running_loop(), near, dialled=False))
     with far, pytest.raises(ssl.SSLError):
         await asyncio.to_thread(old.wrap_socket, far)
     with pytest.raises(ConnectionResetError, match="TLS: "):

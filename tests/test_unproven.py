@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from aiocoll.security.unproven import MIN_PLACES, Unproven
+from aiocoll.security.unproven_connections import MIN_PLACES, UnprovenConnections
 
 
 @pytest.mark.parametrize(("world_size", "places"), [(0, MIN_PLACES), (4, MIN_PLACES), (1000, 2000)])
 def test_oldest_unproven_connection_is_dropped_first(world_size: int, places: int) -> None:
     away: list[int] = []
-    unproven: Unproven[int] = Unproven(world_size, away.append)
+    unproven: UnprovenConnections[int] = UnprovenConnections(world_size, away.append)
     for each in range(places + 3):
         unproven.admit(each)
     assert away == [0, 1, 2]
@@ -19,7 +19,7 @@ def test_oldest_unproven_connection_is_dropped_first(world_size: int, places: in
 
 def test_proven_connection_is_not_dropped() -> None:
     away: list[int] = []
-    unproven: Unproven[int] = Unproven(0, away.append)
+    unproven: UnprovenConnections[int] = UnprovenConnections(0, away.append)
     for each in range(MIN_PLACES):
         unproven.admit(each)
     for each in (0, 1, 0, -1):

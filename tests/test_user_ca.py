@@ -28,8 +28,8 @@ from aiocoll import (
 )
 from aiocoll.credentials import TlsFiles, tls_files
 from aiocoll.security.names import WrongCertificateError, check_names, part_name, rank_name, store_name
-from aiocoll.security.tls import Tls, binding, of_this_process
-from aiocoll.security.user_ca import Renewed, prepare, read
+from aiocoll.security.tls import Tls, binding, make_own_contexts
+from aiocoll.security.user_ca import RenewedContexts, prepare, read
 from aiocoll.store import StoreServer
 from aiocoll.transport.byte_stream import receive_message, send_message
 from aiocoll.transport.stream.tls_stream import TlsStream, open_tls
@@ -161,7 +161,7 @@ def test_rank_certificate_cannot_sign_others(tmp_path: Path, authority: Authorit
 
 
 def test_certificate_without_files_is_that_of_the_process() -> None:
-    assert prepare(None, "", "") is of_this_process()
+    assert prepare(None, "", "") is make_own_contexts()
 
 
 Change = Callable[[TlsFiles], TlsFiles | None]
@@ -413,12 +413,12 @@ async def test_another_ca_is_reported_at_both_ends(tmp_path: Path, authority: Au
 
 async def test_end_without_files_is_refused_by_an_end_with_files(authority: Authority) -> None:
     verifying = prepare(authority.make(ANY), "train", RANK0)
-    dialling, dialled = await errors_at_both_ends(verifying, of_this_process())
+    dialling, dialled = await errors_at_both_ends(verifying, make_own_contexts())
     assert dialling.startswith(
         "WrongCertificateError: 127.0.0.1 accepts only certificates of a CA: give this process the files "
     )
     assert dialled.startswith("WrongCertificateError: 127.0.0.1 presented no certificate: give it the files tls_")
-    dialling, dialled = await errors_at_both_ends(of_this_process(), verifying)
+    dialling, dialled = await errors_at_both_ends(make_own_contexts(), verifying)
     assert dialling.startswith(f"{CERTIFICATE} is not signed by the CA in tls_ca of this process")
     assert "ALERT_UNKNOWN_CA" in dialled
 
@@ -443,7 +443,7 @@ async def test_refusal_reason_reaches_an_end_that_cannot_send(authority: Authori
     async def opened(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> TlsStream:
         is_refused.clear()
         try:
-            stream = await open_tls(of_this_process() if dialled else verifying, loop, sock, dialled=dialled)
+            stream = await open_tls(make_own_contexts() if dialled else verifying, loop, sock, dialled=dialled)
         except OSError:
             is_refused.set()
             raise
@@ -824,7 +824,7 @@ async def test_running_store_uses_new_files(authority: Authority, caplog: pytest
 
 def test_each_of_the_files_may_be_replaced(authority: Authority) -> None:
     files = authority.make(STORE)
-    renewed = Renewed(files, lambda: prepare(files, "train", STORE))
+    renewed = RenewedContexts(files, lambda: prepare(files, "train", STORE))
     last = renewed.get()
     for path in map(Path, files):
         new = path.with_suffix(".new")
@@ -838,7 +838,7 @@ def test_each_of_the_files_may_be_replaced(authority: Authority) -> None:
 
 def test_bad_replacement_files_are_not_used(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     files = authority.make(STORE)
-    renewed = Renewed(files, lambda: prepare(files, "train", STORE))
+    renewed = RenewedContexts(files, lambda: prepare(files, "train", STORE))
     first = renewed.get()
     assert renewed.get() is first
     os.chmod(files.key, 0o644)
@@ -853,4 +853,4 @@ def test_bad_replacement_files_are_not_used(authority: Authority, caplog: pytest
     assert renewed.get() is not first
     Path(files.certificate).unlink()
     with pytest.raises(ValueError, match="cannot be read"):
-        Renewed(files, lambda: prepare(files, "train", STORE)).get()
+        RenewedContexts(files, lambda: prepare(files, "train", STORE)).get()

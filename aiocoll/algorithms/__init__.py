@@ -7,17 +7,17 @@ This package has no I/O, no clock and no arrays. `choose` returns the name of an
 from aiocoll.algorithms.cost import cost, predict
 from aiocoll.algorithms.load import Load
 from aiocoll.algorithms.machine import Machine, Tuning
-from aiocoll.algorithms.program import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, ActionKind, Program, Region
 from aiocoll.algorithms.select import build, choose
 
 __all__ = [
     "Action",
+    "ActionKind",
     "Load",
     "Machine",
     "Program",
     "Region",
     "Tuning",
-    "Verb",
     "build",
     "choose",
     "cost",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from aiocoll.algorithms.program import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, ActionKind, Program, Region
 
 __all__ = ["Builder", "Deps", "chunks", "single_rank_reduction"]
 
@@ -51,14 +51,14 @@ class Builder:
         if region.count == 0:
             return ()
         step = _next(self._sent, peer)
-        return self._add(Action(Verb.SEND, region, peer, step, (), True, False, after, follow))
+        return self._add(Action(ActionKind.SEND, region, peer, step, (), True, False, after, follow))
 
     def recv(self, peer: int, region: Region, after: Deps = ()) -> Deps:
         """Receive from `peer` into `region`."""
         if region.count == 0:
             return ()
         step = _next(self._received, peer)
-        return self._add(Action(Verb.RECV, region, peer, step, (), True, False, after))
+        return self._add(Action(ActionKind.RECV, region, peer, step, (), True, False, after))
 
     def combine(
         self,
@@ -74,28 +74,28 @@ class Builder:
         if region.count == 0:
             return ()
         step = _next(self._received, peer)
-        return self._add(Action(Verb.COMBINE, region, peer, step, (source,), incoming_first, final, after))
+        return self._add(Action(ActionKind.COMBINE, region, peer, step, (source,), incoming_first, final, after))
 
     def fold(self, region: Region, sources: tuple[Region, ...], after: Deps = (), follow: Deps = ()) -> Deps:
         """Reduce `sources` into `region`, in the given order."""
         if region.count == 0:
             return ()
-        return self._add(Action(Verb.FOLD, region, -1, 0, sources, True, True, after, follow))
+        return self._add(Action(ActionKind.FOLD, region, -1, 0, sources, True, True, after, follow))
 
     def copy(self, region: Region, source: Region, after: Deps = (), follow: Deps = ()) -> Deps:
         """Copy `source` to `region`."""
         if region.count == 0:
             return ()
-        return self._add(Action(Verb.COPY, region, -1, 0, (source,), True, False, after, follow))
+        return self._add(Action(ActionKind.COPY, region, -1, 0, (source,), True, False, after, follow))
 
     def signal(self, peer: int, after: Deps = ()) -> Deps:
         """Send a message without elements."""
         step = _next(self._sent, peer)
-        return self._add(Action(Verb.SEND, _EMPTY, peer, step, (), True, False, after))
+        return self._add(Action(ActionKind.SEND, _EMPTY, peer, step, (), True, False, after))
 
     def await_signal(self, peer: int) -> Deps:
         """Receive a message without elements."""
-        return self._add(Action(Verb.RECV, _EMPTY, peer, _next(self._received, peer)))
+        return self._add(Action(ActionKind.RECV, _EMPTY, peer, _next(self._received, peer)))
 
     def program(self, algorithm: str) -> Program:
         """Return the finished program."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["Action", "Program", "Region", "Verb"]
+__all__ = ["Action", "ActionKind", "Program", "Region"]
 
 
-class Verb(IntEnum):
+class ActionKind(IntEnum):
     """The kinds of actions."""
 
     SEND = 0
@@ -64,7 +64,7 @@ class Action(NamedTuple):
         follow: actions with equally long regions whose progress limits the progress of this one.
     """
 
-    verb: Verb
+    verb: ActionKind
     region: Region
     peer: int = -1
     step: int = 0

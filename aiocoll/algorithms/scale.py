@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from aiocoll.algorithms.program import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, ActionKind, Program, Region
 
 __all__ = ["scaled"]
 
@@ -28,7 +28,7 @@ def scaled(program: Program, inputs: Mapping[int, int], users: int, in_place: bo
     first = users + len(program.scratch)
     target = {buffer: buffer if in_place else first + k for k, buffer in enumerate(inputs)}
     scaling = tuple(
-        Action(Verb.SCALE, Region(target[buffer], 0, count), sources=(Region(buffer, 0, count),))
+        Action(ActionKind.SCALE, Region(target[buffer], 0, count), sources=(Region(buffer, 0, count),))
         for buffer, count in inputs.items()
     )
     shift = len(scaling)
@@ -40,7 +40,7 @@ def scaled(program: Program, inputs: Mapping[int, int], users: int, in_place: bo
         after = tuple(index + shift for index in action.after)
         follow = tuple(index + shift for index in action.follow)
         return action._replace(
-            region=moved(action.region) if action.verb is Verb.SEND else action.region,
+            region=moved(action.region) if action.verb is ActionKind.SEND else action.region,
             sources=tuple(moved(source) for source in action.sources),
             after=after or tuple(range(shift)),
             follow=follow,

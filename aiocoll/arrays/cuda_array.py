@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from aiocoll.elements.buffers import Buffer
-from aiocoll.elements.device import DeviceArray, PutBack
-from aiocoll.elements.dtypes import DType, of_numpy
+from aiocoll.elements.device import CopyBack, DeviceArray
+from aiocoll.elements.dtypes import DType, from_numpy
 
 __all__ = ["KIND", "LABEL", "CudaArray", "cuda_dtype", "spare_buffer"]
 
@@ -36,7 +36,7 @@ def cuda_dtype(dtype: np.dtype[Any], name: str) -> DType:
         TypeError: elements of this dtype cannot be exchanged between devices.
     """
     try:
-        found = of_numpy(dtype)
+        found = from_numpy(dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
     if found.kind in ("record", "pair"):
@@ -54,6 +54,6 @@ def spare_buffer(buffer: Buffer, ptr: int, fresh: Any, copy: Callable[[int], Non
         copy: enqueues the copy to the caller's array on a stream.
     """
     old: Any = buffer.array
-    back = PutBack(copy, old.stream, buffer.result)
+    back = CopyBack(copy, old.stream, buffer.result)
     array: Any = CudaArray(ptr, old.size, old.dtype, old.device, old.stream, (old.keep, fresh), back)
     return Buffer(array, buffer.dtype, buffer.shape, buffer.result, back)

@@ -9,7 +9,7 @@ from typing import Any
 from aiocoll.arrays.cuda_array import CudaArray, cuda_dtype, spare_buffer
 from aiocoll.elements.adapters import ArrayAdapter
 from aiocoll.elements.buffers import Buffer
-from aiocoll.elements.device import PutBack
+from aiocoll.elements.device import CopyBack
 from aiocoll.elements.strides import check_disjoint
 
 __all__ = ["CUPY"]
@@ -39,7 +39,7 @@ class _CupyArrays(ArrayAdapter):
             check_disjoint(array.strides, array.shape, array.dtype.itemsize, name, f"{name}.copy()")
         with cupy.cuda.Device(device):
             dense = cupy.ascontiguousarray(array)
-        back = PutBack(_copy_into(cupy, array, dense), stream, array) if writable else None
+        back = CopyBack(_copy_into(cupy, array, dense), stream, array) if writable else None
         flat = CudaArray(dense.data.ptr, dense.size, dtype, device, stream, (array, dense), back)
         return Buffer(flat, dtype, tuple(array.shape), array, back)
 

@@ -25,7 +25,7 @@ class _InterfaceArrays(ArrayAdapter):
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
         """Return a flat view of an object."""
-        flat: Any = _of_interface(array, name, writable)
+        flat: Any = _view_interface(array, name, writable)
         return Buffer(flat, flat.dtype, tuple(array.__cuda_array_interface__["shape"]), array)
 
 
@@ -42,7 +42,7 @@ class _DlpackArrays(ArrayAdapter):
                 f"{name} exports its CUDA memory by DLPack only: pass cupy.from_dlpack({name}) or "
                 f"torch.from_dlpack({name})"
             )
-        buffer = view(_of_dlpack(library.from_dlpack, array, name, writable), name=name, writable=writable)
+        buffer = view(_view_dlpack(library.from_dlpack, array, name, writable), name=name, writable=writable)
         buffer.result = array
         return buffer
 
@@ -60,7 +60,7 @@ DLPACK = _DlpackArrays()
 ROCM = _RocmArrays()
 
 
-def _of_interface(obj: Any, name: str, writable: bool) -> CudaArray:
+def _view_interface(obj: Any, name: str, writable: bool) -> CudaArray:
     """Return a view of an object of an unknown library with ``__cuda_array_interface__``, version 2 or 3.
 
     Raises:
@@ -89,7 +89,7 @@ def _of_interface(obj: Any, name: str, writable: bool) -> CudaArray:
     return CudaArray(ptr, size, dtype, _device_of(obj), stream or 0, obj)
 
 
-def _of_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) -> Any:
+def _view_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) -> Any:
     """Return an array of CuPy or torch on the memory that `obj` exports by DLPack. These arrays have a stream.
 
     Raises:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import view
-from aiocoll.elements.entries import Entries, coalesced
+from aiocoll.elements.entries import Entries, coalesce_entries
 from aiocoll.elements.sparse import (
     SparseArray,
     coordinates_of,
@@ -59,7 +59,9 @@ def _describe_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
 
     def read() -> Entries:
         places = flat_places(list(indices.numpy()), grid, name, count=len(values))
-        return coalesced(places, flat.array if width == 1 else flat.array.reshape(len(values), width), flat.dtype)
+        return coalesce_entries(
+            places, flat.array if width == 1 else flat.array.reshape(len(values), width), flat.dtype
+        )
 
     def build(entries: Entries) -> Callable[[], Any]:
         coords = np.empty((sparse_dim, len(entries.places)), np.int64)
@@ -91,7 +93,7 @@ def _describe_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
 
     def read() -> Entries:
         places = flat_places(expand_pointers(pointers.numpy(), columns.numpy(), name), shape, name)
-        return coalesced(places, flat.array, flat.dtype)
+        return coalesce_entries(places, flat.array, flat.dtype)
 
     def build(entries: Entries) -> Callable[[], Any]:
         rows, found = coordinates_of(entries.places, shape)

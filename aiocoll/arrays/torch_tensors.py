@@ -10,7 +10,7 @@ from typing import Any
 from aiocoll.arrays.cuda_array import KIND, CudaArray, spare_buffer
 from aiocoll.elements.adapters import ArrayAdapter
 from aiocoll.elements.buffers import Buffer
-from aiocoll.elements.device import PutBack
+from aiocoll.elements.device import CopyBack
 from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.sparse import SparseArray
 from aiocoll.elements.strides import check_disjoint
@@ -34,7 +34,7 @@ class _TorchTensors(ArrayAdapter):
         torch: Any = sys.modules["torch"]
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             return _view_elsewhere(torch, tensor, name, writable)
-        dtype, carrier = _known(tensor, name)
+        dtype, carrier = _checked_dtype(tensor, name)
         try:
             # Each of these steps takes 0.5 µs, and few tensors need one.
             plain = tensor.detach() if tensor.requires_grad else tensor
@@ -43,7 +43,7 @@ class _TorchTensors(ArrayAdapter):
             array = (resolved if carrier is None else resolved.view(getattr(torch, carrier))).numpy()
             shape = tuple(tensor.shape)
         except RuntimeError as exc:  # nested and fake tensors, and other subclasses that have no memory
-            raise _without_memory(tensor, name, exc) from exc
+            raise _no_memory_error(tensor, name, exc) from exc
         if array.ndim != 1:
             array = array.reshape(-1)
         if array.dtype is not dtype.storage:
@@ -121,10 +121,10 @@ def _view_elsewhere(torch: Any, tensor: Any, name: str, writable: bool) -> Buffe
     """Return a view of a tensor that is sparse or not on the CPU."""
     device = tensor.device.type
     if device != KIND:
-        raise _not_dense(tensor, name, f"{tensor.layout} on {device}")
+        raise _dense_tensor_error(tensor, name, f"{tensor.layout} on {device}")
     if getattr(torch.version, "hip", None):  # torch for ROCm also names its devices "cuda"
         raise TypeError(f"{name} is a torch tensor on a ROCm device, and ROCm is not supported; pass {name}.cpu()")
-    array = cuda_view(torch, tensor, _known(tensor, name)[0], name, writable)
+    array = cuda_view(torch, tensor, _checked_dtype(tensor, name)[0], name, writable)
     flat: Any = array
     return Buffer(flat, array.dtype, tuple(tensor.shape), tensor, array.back)
 
@@ -145,7 +145,7 @@ def cuda_view(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) 
     ptr, back = dense.data_ptr(), None
     if writable and dense is not plain and ptr != plain.data_ptr():
         check_disjoint(plain.stride(), tuple(plain.shape), 1, name, f"{name}.clone()")
-        back = PutBack(_copy_into(torch, plain, dense), stream, tensor)
+        back = CopyBack(_copy_into(torch, plain, dense), stream, tensor)
     return CudaArray(ptr, dense.numel(), dtype, device, stream, (tensor, dense), back)
 
 
@@ -159,9 +159,9 @@ def _copy_into(torch: Any, plain: Any, dense: Any) -> Callable[[int], None]:
     return copy
 
 
-def _without_memory(tensor: Any, name: str, error: RuntimeError) -> TypeError:
+def _no_memory_error(tensor: Any, name: str, error: RuntimeError) -> TypeError:
     if tensor.is_nested:
-        return _not_dense(tensor, name, "")
+        return _dense_tensor_error(tensor, name, "")
     why = str(error).partition("\n")[0]
     return TypeError(
         f"{name} must be a dense tensor on the CPU or on CUDA; torch gives no access to the memory of this "
@@ -169,7 +169,7 @@ def _without_memory(tensor: Any, name: str, error: RuntimeError) -> TypeError:
     )
 
 
-def _not_dense(tensor: Any, name: str, found: str) -> TypeError:
+def _dense_tensor_error(tensor: Any, name: str, found: str) -> TypeError:
     found = "a nested one; pass its parts" if tensor.is_nested else found
     return TypeError(f"{name} must be a dense tensor on the CPU or on CUDA, not {found}")
 
@@ -187,7 +187,7 @@ def _torch_dtype(dtype: Any) -> tuple[DType, str | None]:
     return found, None if found.name == storage else {"uint16": "int16", "uint8": "uint8"}[storage]
 
 
-def _known(tensor: Any, name: str) -> tuple[DType, str | None]:
+def _checked_dtype(tensor: Any, name: str) -> tuple[DType, str | None]:
     try:
         return _torch_dtype(tensor.dtype)
     except TypeError as exc:

@@ -16,7 +16,7 @@ __all__ = [
     "HelpFormatter",
     "describe_command",
     "integer",
-    "natural",
+    "natural_number",
     "positive",
     "positives",
     "seconds",
@@ -94,7 +94,7 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def natural(text: str) -> int:
+def natural_number(text: str) -> int:
     """Return a whole number of at least 0.
 
     Raises:

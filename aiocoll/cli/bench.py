@@ -18,7 +18,7 @@ from aiocoll.cli.arguments import describe_command, positive
 from aiocoll.cli.bench_files import as_json, try_csv, write_csv
 from aiocoll.cli.measure import Effort
 from aiocoll.cli.sweep import HEADING, sweep
-from aiocoll.cli.terminal import complain, styled
+from aiocoll.cli.terminal import print_error, styled
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case
 from aiocoll.errors import AiocollError
 from aiocoll.machine_load import MAX_LOAD, LoadMeter, MachineLoad, load_average, usable_cores
@@ -131,7 +131,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if args.csv is not None:
             write_csv(args.csv, args, cases, timings[0])
     except (AiocollError, ChildProcessError, TimeoutError, OSError) as error:
-        complain("bench", error)
+        print_error("bench", error)
         return 1
     load = meter.lap()
     print(as_json(args, average, load, cases, timings[0]) if args.json else _footer(load))

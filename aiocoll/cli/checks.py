@@ -22,8 +22,8 @@ from aiocoll.machine_load import MAX_LOAD, MachineLoad, show_cores, show_quota, 
 from aiocoll.native import core, describe_implementation
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.launchers import EXPLICIT, LAUNCHERS, local_numbers, recognise
-from aiocoll.rendezvous.where import find_where
-from aiocoll.security.names import part_name, shown
+from aiocoll.rendezvous.parameters import find_parameters
+from aiocoll.security.names import format_names, part_name
 from aiocoll.security.tls_trouble import clock
 from aiocoll.security.user_ca import read
 from aiocoll.transport.registry import AUTO, find_transport, transports
@@ -147,7 +147,7 @@ def _started_by(env: Mapping[str, str]) -> CheckResult:
         return CheckResult(topic, name, "nothing that env:// recognises", f"recognised are, in this order: {looked}")
     value = f"{launcher.name} ({launcher.mark(env)})"
     try:
-        where = find_where(None, None, None, None, env, "")
+        where = find_parameters(None, None, None, None, env, "")
         here = local_numbers(env)
     except (ValueError, AiocollError) as error:
         return CheckResult(topic, name, value, str(error), fine=launcher is EXPLICIT)  # doctor itself is no rank
@@ -319,7 +319,7 @@ def _certificate(name: str, files: TlsFiles, job: str | None) -> CheckResult:
         return CheckResult("network", name, "TLS 1.3 with your own CA is not possible", str(error), fine=False)
     assert own is not None
     days = (own.ends - clock()) / _DAY
-    value = f"TLS 1.3, certificate {own.path} for {shown(own.names)}, valid for {days:.1f} days more"
+    value = f"TLS 1.3, certificate {own.path} for {format_names(own.names)}, valid for {days:.1f} days more"
     if job is not None and not any(each.startswith(part_name(job)) for each in own.names):
         advice = f"no name in it belongs to this job: expected {part_name(job)}... (AIOCOLL_JOB_ID)"
         return CheckResult("network", name, value, advice, fine=False)

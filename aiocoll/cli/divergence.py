@@ -10,11 +10,11 @@ from statistics import fmean
 from typing import Any
 
 from aiocoll.cli.merge import Entry, GroupDumps, MergedCall
-from aiocoll.cli.top.words import duration
+from aiocoll.cli.top.formatting import format_duration
 from aiocoll.dump.files import KEYS
 from aiocoll.dump.timeline import named
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
-from aiocoll.engine.operations.differences import called, mismatch, opposed
+from aiocoll.engine.operations.differences import called, find_mismatch, mismatch_error
 
 __all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "lateness", "report"]
 
@@ -32,13 +32,13 @@ class Divergence:
 
     Attributes:
         call: the collective.
-        words: the difference between the calls of two ranks; None if all calls match.
+        difference: the difference between the calls of two ranks; None if all calls match.
         missing: ranks with a dump that have not entered the collective.
         later: number of later collectives that diverged too.
     """
 
     call: MergedCall
-    words: str | None
+    difference: str | None
     missing: tuple[int, ...]
     later: int
 
@@ -82,32 +82,34 @@ def divergence(group: GroupDumps) -> Divergence | None:
 
     A collective that a rank has not entered counts if the group has failed, or after the others waited for 250 ms.
     """
-    found = [(call, words, missing) for call in group.calls for words, missing in _apart(group, call)]
+    found = [
+        (call, difference, missing) for call in group.calls for difference, missing in _find_difference(group, call)
+    ]
     # Collectives without a key are ordered by their sequence number, which does not depend on the clocks of hosts.
     ordered = min((each for each in found if each[0].key is None), key=lambda each: each[0].seq, default=None)
     keyed = next((each for each in found if each[0].key is not None), None)
     both = [each for each in (ordered, keyed) if each is not None]
     if not both:
         return None
-    call, words, missing = min(both, key=lambda each: each[0].first)
-    return Divergence(call, words, missing, len(found) - 1)
+    call, difference, missing = min(both, key=lambda each: each[0].first)
+    return Divergence(call, difference, missing, len(found) - 1)
 
 
-def _apart(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
+def _find_difference(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
     """Yield the difference between the calls and the missing ranks, if there is a difference or a missing rank."""
-    words = _differ(group, call)
+    difference = _find_different_calls(group, call)
     missing = tuple(rank for rank in group.ranks if rank not in call.entries and _is_missing(group, call, rank))
-    if words is not None or missing:
-        yield words, missing
+    if difference is not None or missing:
+        yield difference, missing
 
 
-def _differ(group: GroupDumps, call: MergedCall) -> str | None:
+def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
     # Calls of debug="detail" are compared by the same rules as all others.
     calls = [{**entry, "debug": None} for _, entry in sorted(call.entries.items())]
     for index, each in enumerate(calls[1:], 1):
-        other = opposed(each, calls[:index])
+        other = find_mismatch(each, calls[:index])
         if other is not None:
-            return str(mismatch(group.name, other, each))
+            return str(mismatch_error(group.name, other, each))
     return None
 
 
@@ -150,13 +152,13 @@ def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None)
         late: the result of `lateness`.
     """
     cause = group.cause
-    if found is not None and (found.words is not None or not found.missing):
+    if found is not None and (found.difference is not None or not found.missing):
         return _diagnose_mismatch(found.call)
     call = _last_unfinished(group) if found is None else found.call
     if found is not None and call is not None:
         ranks = found.missing
         if len(ranks) > 1:
-            text = f"{_ranks(ranks)} did not enter {_short(call)}{_waited(group, call)}"
+            text = f"{_ranks(ranks)} did not enter {_first_call_text(call)}{_waited(group, call)}"
             return Finding(text, ranks, "did not enter it", call)
         return _diagnose_absence(group, ranks, call)
     if cause is not None:
@@ -167,34 +169,39 @@ def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None)
         return Finding("no failure: no collective diverged")
     return Finding(
         f"no failure; rank {late.rank} arrived last in {late.last} of {late.calls} collectives, "
-        f"{duration(late.seconds)} after the first on average"
+        f"{format_duration(late.seconds)} after the first on average"
     )
 
 
 def _diagnose_mismatch(call: MergedCall) -> Finding:
-    plans = sorted(_plans_by_array(call), key=lambda plan: len(plan[1]))
+    plans = sorted(_group_calls(call), key=lambda plan: len(plan[1]))
     calls = "; ".join(f"{_ranks(ranks)} at {_line(entry)}" for entry, ranks in plans)
     is_odd = len(plans) > 1 and len(plans[0][1]) < len(plans[1][1])
     entry, ranks = plans[0]
     label = f"{entry['op']}{list(entry['shape'])} at {_line(entry)}"
     return Finding(
-        f"ranks made different calls in {_short(call)}: {calls}", tuple(ranks) if is_odd else (), label, call
+        f"ranks made different calls in {_first_call_text(call)}: {calls}", tuple(ranks) if is_odd else (), label, call
     )
 
 
 def _diagnose_cause(group: GroupDumps, cause: dict[str, Any], call: MergedCall | None) -> Finding:
     """Return the verdict on a failed group whose dumps show no divergence."""
-    ranks = _blamed(group, cause)
+    ranks = _ranks_at_fault(group, cause)
     waited = "" if call is None else _waited(group, call, with_call=True)
     if not ranks:
-        return Finding(f"the group failed: {cause.get('kind')}: {_shortened(str(cause.get('text')))}", call=call)
+        return Finding(
+            f"the group failed: {cause.get('kind')}: {_without_arguments(str(cause.get('text')))}", call=call
+        )
     if cause.get("kind") == "PeerLostError":
-        label = "lost: " + _shortened(str(cause.get("text"))).rpartition(": ")[2]
+        label = "lost: " + _without_arguments(str(cause.get("text"))).rpartition(": ")[2]
         return Finding(f"{_ranks(ranks)} {'were' if len(ranks) > 1 else 'was'} {label}{waited}", ranks, label, call)
     if cause.get("kind") == "CollectiveTimeoutError" and call is not None:
         return _diagnose_absence(group, ranks, call)
     return Finding(
-        f"the group failed because of {_ranks(ranks)}: {_shortened(str(cause.get('text')))}", ranks, "failed", call
+        f"the group failed because of {_ranks(ranks)}: {_without_arguments(str(cause.get('text')))}",
+        ranks,
+        "failed",
+        call,
     )
 
 
@@ -202,10 +209,12 @@ def _diagnose_absence(group: GroupDumps, ranks: tuple[int, ...], call: MergedCal
     label = _position(group, ranks[0])
     if label.startswith("blocked"):
         return Finding(f"{_ranks(ranks)} was {label}{_waited(group, call, with_call=True)}", ranks, label, call)
-    return Finding(f"{_ranks(ranks)} did not enter {_short(call)}: {label}{_waited(group, call)}", ranks, label, call)
+    return Finding(
+        f"{_ranks(ranks)} did not enter {_first_call_text(call)}: {label}{_waited(group, call)}", ranks, label, call
+    )
 
 
-def _blamed(group: GroupDumps, cause: dict[str, Any]) -> tuple[int, ...]:
+def _ranks_at_fault(group: GroupDumps, cause: dict[str, Any]) -> tuple[int, ...]:
     """Return the ranks that the cause names."""
     ranks = cause.get("ranks")
     known = ranks if isinstance(ranks, list) else []
@@ -230,7 +239,10 @@ def _waited(group: GroupDumps, call: MergedCall, with_call: bool = False) -> str
     }
     if not times:
         return ""
-    return f"; {_ranks(sorted(times))} waited {duration(max(times.values()))}" + f" in {_short(call)}" * with_call
+    return (
+        f"; {_ranks(sorted(times))} waited {format_duration(max(times.values()))}"
+        + f" in {_first_call_text(call)}" * with_call
+    )
 
 
 def _position(group: GroupDumps, rank: int) -> str:
@@ -242,7 +254,7 @@ def _position(group: GroupDumps, rank: int) -> str:
         messages = [entry for entry in group.entries(rank, "message") if entry["state"] != "finished"]
         if messages:
             return f"it waited in {messages[-1]['op']} at {_line(messages[-1])}"
-    by_peers = _seen_by_peers(group, rank)
+    by_peers = _cause_of_rank(group, rank)
     if by_peers:
         return by_peers
     collectives = group.entries(rank, "collective") if rank in group.dumps else []
@@ -251,7 +263,7 @@ def _position(group: GroupDumps, rank: int) -> str:
     return "not seen by its peers" if rank not in group.dumps else "in no collective yet"
 
 
-def _seen_by_peers(group: GroupDumps, rank: int) -> str:
+def _cause_of_rank(group: GroupDumps, rank: int) -> str:
     """Return the text about `rank` in the cause of the failure, which ranks with a dump recorded; "" if none."""
     text = "" if group.cause is None else str(group.cause.get("text"))
     _, found, rest = text.partition(f"rank {rank} (")
@@ -259,16 +271,16 @@ def _seen_by_peers(group: GroupDumps, rank: int) -> str:
     for end, letter in enumerate(rest if found else ""):
         depth += {"(": 1, ")": -1}.get(letter, 0)
         if not depth:
-            return re.sub(r"^which ", "it ", _shortened(rest[:end]))
+            return re.sub(r"^which ", "it ", _without_arguments(rest[:end]))
     return ""
 
 
-def _shortened(text: str) -> str:
+def _without_arguments(text: str) -> str:
     """Return a message without the arguments of calls."""
     return _ARGUMENTS.sub(r"\1", text)
 
 
-def _short(call: MergedCall) -> str:
+def _first_call_text(call: MergedCall) -> str:
     return named(call.entries[min(call.entries)])
 
 
@@ -288,12 +300,12 @@ def report(group: GroupDumps) -> tuple[list[str], bool]:
     lines.append(f"  verdict: {diagnose(group, found, late).text}")
     if group.silent:
         lines.append(f"  no dump of {_ranks(group.silent)}: killed, blocked, or not given here")
-    seen = {rank: _seen_by_peers(group, rank) for rank in group.silent}
+    seen = {rank: _cause_of_rank(group, rank) for rank in group.silent}
     lines += [f"    rank {rank}, as its peers recorded it: {text}" for rank, text in seen.items() if text]
     cause = group.cause
     if cause is not None:
         lines.append(f"  failed: {cause.get('kind')}: {cause.get('text')}")
-    lines += ["  no collective diverged"] if found is None else _told(group, found)
+    lines += ["  no collective diverged"] if found is None else _describe_divergence(group, found)
     lines += _unfinished(group)
     if late is not None:
         lines.append(
@@ -303,20 +315,20 @@ def report(group: GroupDumps) -> tuple[list[str], bool]:
     return lines, cause is None and found is None and not group.silent
 
 
-def _told(group: GroupDumps, found: Divergence) -> list[str]:
+def _describe_divergence(group: GroupDumps, found: Divergence) -> list[str]:
     call = found.call
-    lines = [f"  diverged first: {_named(call.entries[min(call.entries)])}"]
-    if found.words is not None and (group.cause is None or found.words != group.cause.get("text")):
-        lines.append(f"    {found.words}")
-    for entry, ranks in _plans_by_array(call):
+    lines = [f"  diverged first: {_call_text(call.entries[min(call.entries)])}"]
+    if found.difference is not None and (group.cause is None or found.difference != group.cause.get("text")):
+        lines.append(f"    {found.difference}")
+    for entry, ranks in _group_calls(call):
         lines.append(f"    {_ranks(ranks)} called {called(entry)} at {_site(entry)}")
-    lines += [f"    missing: rank {rank}, {_last(group, rank)}" for rank in found.missing]
+    lines += [f"    missing: rank {rank}, {_describe_last_call(group, rank)}" for rank in found.missing]
     if found.later:
         lines.append(f"    and {found.later} later collective{'s' * (found.later > 1)} diverged too")
     return lines
 
 
-def _plans_by_array(call: MergedCall) -> list[tuple[Entry, list[int]]]:
+def _group_calls(call: MergedCall) -> list[tuple[Entry, list[int]]]:
     """Return the calls of the ranks, grouped by their text."""
     found: dict[tuple[str, str], tuple[Entry, list[int]]] = {}
     for rank, entry in sorted(call.entries.items()):
@@ -324,19 +336,19 @@ def _plans_by_array(call: MergedCall) -> list[tuple[Entry, list[int]]]:
     return list(found.values())
 
 
-def _last(group: GroupDumps, rank: int) -> str:
+def _describe_last_call(group: GroupDumps, rank: int) -> str:
     """Return the last collective of a rank, and the message that it waits for, which may be the reason."""
     collectives = group.entries(rank, "collective")
-    words = "in no collective yet"
+    text = "in no collective yet"
     if collectives:
         last = collectives[-1]
         age = group.dumped(rank) - last["entered"] - group.shifts[rank]
-        words = f"last in {_named(last)} at {_site(last)}, entered {_time(age)} before its dump, {last['state']}"
+        text = f"last in {_call_text(last)} at {_site(last)}, entered {_time(age)} before its dump, {last['state']}"
     waiting = [entry for entry in group.entries(rank, "message") if entry["state"] != "finished"]
     if waiting:
         waits = "waits" if waiting[-1]["state"] == "pending" else "waited"
-        words += f"; it {waits} in {_named(waiting[-1])} at {_site(waiting[-1])}"
-    return words
+        text += f"; it {waits} in {_call_text(waiting[-1])} at {_site(waiting[-1])}"
+    return text
 
 
 def _unfinished(group: GroupDumps) -> list[str]:
@@ -347,7 +359,7 @@ def _unfinished(group: GroupDumps) -> list[str]:
         for rank in group.ranks:
             for entry in group.dumps[rank]["entries"]:
                 if entry["state"] == state:
-                    what = _named(entry) + (f" with {entry.get('error')}" if state == "failed" else "")
+                    what = _call_text(entry) + (f" with {entry.get('error')}" if state == "failed" else "")
                     found.setdefault((what, _site(entry)), []).append(rank)
         for (what, site), ranks in list(found.items())[:NAMED]:
             lines.append(f"  {state} on {_ranks(sorted(set(ranks)))}: {what} at {site}")
@@ -356,14 +368,14 @@ def _unfinished(group: GroupDumps) -> list[str]:
     return lines
 
 
-def _named(entry: Entry) -> str:
+def _call_text(entry: Entry) -> str:
     if entry["kind"] == "message":
         peer = "any rank" if entry.get("peer") is None else f"rank {entry['peer']}"
         return f"{entry['op']} ({'to' if entry['op'] == 'SEND' else 'from'} {peer}, tag {entry.get('tag')})"
-    return f"{entry['op']} (sequence {entry['seq'] if entry['key'] is None else _keyed(entry)})"
+    return f"{entry['op']} (sequence {entry['seq'] if entry['key'] is None else _key_text(entry)})"
 
 
-def _keyed(entry: Entry) -> str:
+def _key_text(entry: Entry) -> str:
     return f"{entry['key']!r} {entry['seq']}"
 
 

@@ -28,7 +28,7 @@ from aiocoll.transport.registry import SHM, find_transport
 __all__ = ["configure"]
 
 #: Seconds in which the ranks must start, meet and end.
-_PATIENCE = 60.0
+_MAX_WAIT = 60.0
 #: Largest number of pairs of ranks that a line names.
 _NAMED = 16
 
@@ -63,21 +63,21 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         hosts = read_hosts(args, os.environ) if args.nnodes > 1 or args.node_rank else None
     except ValueError as error:
         parser.error(str(error))
-    say: Callable[[str], None] = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
+    print_line: Callable[[str], None] = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
     meter = LoadMeter()
     with Progress() as progress:
         progress.show(f"{args.nproc} ranks meet on this host")
         pairs, met = _meeting(args.nproc)
     found = [*look(args.nproc, args.master_addr), *check_load(meter.lap()), met]
-    say("\n".join(_lines(found, pairs)))
+    print_line("\n".join(_lines(found, pairs)))
     between: list[CheckResult] = []
     dialled: list[dict[str, Any]] = []
     if hosts is not None:
-        between, dialled = _between(hosts, args.timeout, say)
-        say("\n".join(_lines(between, [])))
+        between, dialled = _check_between_hosts(hosts, args.timeout, print_line)
+        print_line("\n".join(_lines(between, [])))
     found += between
     problems = sum(not finding.fine for finding in found)
-    say(_sum(problems))
+    print_line(_sum(problems))
     if args.json:
         told = {"fine": not problems, "findings": [asdict(each) for each in found], "pairs": pairs}
         print(json.dumps(told | ({} if hosts is None else {"hosts": dialled}), indent=1))
@@ -90,13 +90,13 @@ def _sum(problems: int) -> str:
     return styled(f"{problems} problem{'s' if problems > 1 else ''}, see above", "bad", sys.stdout)
 
 
-def _between(
-    hosts: Hosts, timeout: float, say: Callable[[str], None]
+def _check_between_hosts(
+    hosts: Hosts, timeout: float, print_line: Callable[[str], None]
 ) -> tuple[list[CheckResult], list[dict[str, Any]]]:
     """Meet the other hosts; return the results of the checks, and each attempt to dial."""
     try:
         options = GroupOptions.resolve(None, os.environ)
-        met: HostsMet = asyncio.run(meet_hosts(hosts, options, timeout, say))
+        met: HostsMet = asyncio.run(meet_hosts(hosts, options, timeout, print_line))
     except (AiocollError, OSError, ValueError) as error:
         return [CheckResult("between hosts", "meeting", "failed", str(error), fine=False)], []
     dialled = [
@@ -110,7 +110,7 @@ def _between(
 def _meeting(ranks: int) -> tuple[list[dict[str, Any]], CheckResult]:
     """Let ranks meet, each in its own process; return the transport of each pair, and the result of the check."""
     try:
-        results = asyncio.run(run_processes(ranks, _meet, timeout=_PATIENCE))
+        results = asyncio.run(run_processes(ranks, _meet, timeout=_MAX_WAIT))
     except Exception as error:
         advice = f"no group can be formed here: {error}"
         return [], CheckResult("ranks", "meeting", f"failed ({type(error).__name__})", advice, fine=False)

@@ -30,7 +30,7 @@ from aiocoll.meeting.cards import cores
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.security.patience import patient_timeout
+from aiocoll.security.loop_timeout import loop_timeout
 from aiocoll.sockets import is_ready
 from aiocoll.store import PrefixStore, Store
 from aiocoll.store.listening import local_address
@@ -80,22 +80,24 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, notify
         rounds = _Rounds(PrefixStore("doctor", store), hosts)
         await stack.enter_async_context(stack.enter_context(Progress()).watching(rounds.stage))
         await stack.enter_async_context(store)
-        told = {"nnodes": hosts.nnodes, "store": store.reached, "listens": listens, "facts": _facts(options)}
-        came = await rounds.first(told, timeout)
+        report = {"nnodes": hosts.nnodes, "store": store.reached, "listens": listens, "facts": _facts(options)}
+        came = await rounds.claim_number(report, timeout)
         visitor = await stack.enter_async_context(_Visitor(hosts, options, [*came]))
-        met = await _visit(rounds, visitor, came, timeout)
+        met = await _dial_hosts(rounds, visitor, came, timeout)
         await rounds.leave()
         return met
 
 
-async def _visit(rounds: _Rounds, visitor: _Visitor, came: Mapping[int, Any], timeout: float) -> HostsMet:
+async def _dial_hosts(rounds: _Rounds, visitor: _Visitor, came: Mapping[int, Any], timeout: float) -> HostsMet:
     """Dial the other hosts, and exchange the results with them."""
-    facts = {host: HostFacts(*told["facts"]) for host, told in came.items()}
+    facts = {host: HostFacts(*report["facts"]) for host, report in came.items()}
     met = HostsMet(came[0]["nnodes"], came[0]["listens"], timeout, facts, {})
     if met.differ():
         return met
     listening = await rounds.exchange("listening", await visitor.listen(came), _SLACK)
-    facts |= {host: facts[host]._replace(where=_where(card), trouble=why) for host, (card, why) in listening.items()}
+    facts |= {
+        host: facts[host]._replace(where=_card_address(card), trouble=why) for host, (card, why) in listening.items()
+    }
     cards = {host: card for host, (card, _) in listening.items() if card is not None}
     rows = await rounds.exchange("row", await visitor.dial(cards), _DIAL + len(cards) * _PING_FOR + _SLACK)
     return met._replace(rows={host: {peer: Attempt(*each) for peer, each in row.items()} for host, row in rows.items()})
@@ -110,7 +112,7 @@ def _facts(options: GroupOptions) -> HostFacts:
     return HostFacts(socket.gethostname(), system, options.encryption, ports)
 
 
-def _where(card: Card | None) -> str:
+def _card_address(card: Card | None) -> str:
     return "" if card is None else "{} port {}".format(*card["tcp"])
 
 
@@ -136,7 +138,7 @@ class _Rounds:
                 doing = f"{sum(came)} of {self._nnodes} hosts have come"
         return f"{doing}, {seconds} s"
 
-    async def first(self, mine: Mapping[str, Any], timeout: float) -> dict[int, Any]:
+    async def claim_number(self, mine: Mapping[str, Any], timeout: float) -> dict[int, Any]:
         """Claim the number of this host, and run the first round; return the reports of the hosts that came in time.
 
         Raises:
@@ -171,8 +173,8 @@ class _Rounds:
             keys = {host: f"{what}/{host}" for host in self._there}
             with suppress(StoreTimeoutError):
                 await self._store.wait(keys.values(), limit)
-            told = {host: await self._store.get(key) for host, key in keys.items() if await self._store.check([key])}
-            await self._store.set(what, msgpack.packb(told))
+            report = {host: await self._store.get(key) for host, key in keys.items() if await self._store.check([key])}
+            await self._store.set(what, msgpack.packb(report))
         try:
             found = msgpack.unpackb(await self._store.get(what, limit + _SLACK), strict_map_key=False)
         except StoreTimeoutError:
@@ -215,7 +217,7 @@ class _Visitor:
                 open_stream=self._open_stream,
             ),
         )
-        self._transport.heartbeat_accepted = self._accepted
+        self._transport.heartbeat_accepted = self._on_connection
         self._answering: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> _Visitor:
@@ -231,7 +233,7 @@ class _Visitor:
         """Listen; return the card for the other hosts and "", or None and the reason of the failure."""
         try:
             await self._open_stream.encrypt(self._options.encryption != "none")
-            stores = {host: told["store"] for host, told in came.items()}
+            stores = {host: report["store"] for host, report in came.items()}
             return await listen_between_hosts(self._transport, self._options, stores, together=False), ""
         except (AiocollError, ValueError) as error:
             return None, str(error)
@@ -255,13 +257,13 @@ class _Visitor:
         assert stream is not None
         return stream
 
-    def _accepted(self, host: int, stream: ByteStream) -> None:
-        task = self._runtime.create_task(_answer(stream), f"aiocoll answering host {host}")
+    def _on_connection(self, host: int, stream: ByteStream) -> None:
+        task = self._runtime.create_task(_echo_bytes(stream), f"aiocoll answering host {host}")
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
 
-async def _answer(stream: ByteStream) -> None:
+async def _echo_bytes(stream: ByteStream) -> None:
     """Send back each byte that arrives, until the connection ends."""
     try:
         with suppress(OSError):
@@ -276,7 +278,7 @@ async def _ping(stream: ByteStream) -> Attempt:
     try:
         with suppress(OSError):
             runtime, arrived = Runtime.of(running_loop()), partial(is_ready, stream.sock.fileno())
-            async with patient_timeout(runtime, _PING_FOR, arrived):
+            async with loop_timeout(runtime, _PING_FOR, arrived):
                 for _ in range(_PINGS):
                     began = perf_counter()
                     send_message(stream, b"?")

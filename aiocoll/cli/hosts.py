@@ -106,7 +106,7 @@ async def serve(
     """
     said: set[str] = set()
 
-    def say(why: str) -> None:
+    def warn(why: str) -> None:
         if why not in said:
             said.add(why)
             trouble(why)
@@ -117,7 +117,7 @@ async def serve(
         key=hosts.key,
         runtime=Runtime.of(running_loop()),
         timeout=timeout,
-        trouble=say,
+        trouble=warn,
     )
     server = StoreServer(
         host,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgpack
 
 from aiocoll.cli.hosts import Hosts
-from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Verdict
+from aiocoll.cli.restarts import HostState, News, Notice, OtherHosts, Phase, RestartGrant, Verdict
 from aiocoll.errors import RendezvousError, StoreError
 from aiocoll.store import PrefixStore, Store, StoreServer, TCPStore
 
@@ -37,7 +37,7 @@ LOST = 6.0
 _PREFIX = "aiocoll/launchers"
 
 
-class _Told(NamedTuple):
+class _HostReport(NamedTuple):
     """The report of a launcher: a counter that grows with each report, whether it leaves, and its state."""
 
     beat: int
@@ -45,7 +45,7 @@ class _Told(NamedTuple):
     state: HostState
 
     @classmethod
-    def unpacked(cls, data: bytes) -> _Told:
+    def unpacked(cls, data: bytes) -> _HostReport:
         beat, leaves, (restarts, phase, *more) = msgpack.unpackb(data)
         return cls(beat, leaves, HostState(restarts, Phase(phase), *more))
 
@@ -111,22 +111,22 @@ class HostsLink:
         self._beats: dict[int, tuple[int, float]] = {}
         self._decided = monotonic()
 
-    def begin(self, tell: Callable[[News], object]) -> None:
+    def begin(self, notify: Callable[[News], object]) -> None:
         """See `Restarts`."""
-        self._tell = tell
+        self._notify = notify
         self._thread.start()
 
     def take(self, rank: int) -> None:
         """See `Restarts`."""
-        self._soon(lambda: self._asked.append(rank))
+        self._change_in_thread(lambda: self._asked.append(rank))
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         """See `Restarts`."""
 
         def change() -> None:
             self._state = state
 
-        self._soon(change)
+        self._change_in_thread(change)
 
     def close(self) -> None:
         """See `Restarts`."""
@@ -136,10 +136,10 @@ class HostsLink:
             if self._task is not None and self._decision is None:
                 self._task.cancel()
 
-        self._soon(leave)
+        self._change_in_thread(leave)
         self._thread.join(2 * LOST)
 
-    def _soon(self, change: Callable[[], object]) -> None:
+    def _change_in_thread(self, change: Callable[[], object]) -> None:
         """Make a change in the thread of the link, unless the thread has ended."""
 
         def carry_out() -> None:
@@ -159,22 +159,22 @@ class HostsLink:
         self._task = asyncio.ensure_future(self._take_part())
         await asyncio.wait([self._task])
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
-            self._tell(Verdict(None, str(error)))
+            self._notify(Verdict(None, str(error)))
 
     async def _take_part(self) -> None:
         within = COMES_WITHIN
         address, port = self._hosts.master
         waits = Notice(f"looking for host 0 at {address} port {port} for {within:g} s")
-        waiting = self._loop.call_later(SAYS_SO_AFTER, self._tell, waits)
+        waiting = self._loop.call_later(SAYS_SO_AFTER, self._notify, waits)
         while True:
             try:
                 async with self._open_store(within) as store:
                     part = PrefixStore(_PREFIX, store)
                     waiting.cancel()
                     if self._decision is None:
-                        await self._come(part)
+                        await self._claim_number(part)
                     store.timeout = within = LOST
-                    while not await self._turn(part):
+                    while not await self._exchange_reports(part):
                         self._reached = monotonic()
                         await self._pause()
                     return
@@ -182,10 +182,10 @@ class HostsLink:
                 if self._decision is None:
                     raise
                 if monotonic() - self._reached > LOST:
-                    await self._without_host_0(error)
+                    await self._on_host_0_lost(error)
                     return
 
-    async def _come(self, store: Store) -> None:
+    async def _claim_number(self, store: Store) -> None:
         """Claim the number of this host, and read the current decision.
 
         Raises:
@@ -206,35 +206,37 @@ class HostsLink:
         else:
             self._decision = _Decision.unpacked(await store.get("decision"))
         self._reached = monotonic()
-        self._tell_decision()
+        self._report_decision()
 
-    async def _turn(self, store: Store) -> bool:
+    async def _exchange_reports(self, store: Store) -> bool:
         """Publish the own state, and read the others; return whether the exchange has ended."""
         mine = f"host/{self._hosts.node_rank}"
-        await store.set(mine, self._packed())
+        await store.set(mine, self._encode_report())
         while self._asked:
             number = await store.add("restarts", 1)
-            self._tell(Granted(self._asked.pop(0), number if number <= self.allowed else 0))
+            self._notify(RestartGrant(self._asked.pop(0), number if number <= self.allowed else 0))
         keys = [key for key in await store.list_keys() if key.startswith("host/")]
         data = await store.multi_get(keys)
-        told = {int(key.removeprefix("host/")): _Told.unpacked(each) for key, each in zip(keys, data, strict=True)}
+        reports = {
+            int(key.removeprefix("host/")): _HostReport.unpacked(each) for key, each in zip(keys, data, strict=True)
+        }
         if self._server is not None:
-            await self._decide(store, self._server, told)
+            await self._decide(store, self._server, reports)
         else:
-            await self._hear(store)
+            await self._receive_decision(store)
         decision = self._decision
         assert decision is not None
-        self._states = {host: each.state for host, each in told.items() if host not in decision.lost}
-        self._tell(Elsewhere({host: state for host, state in self._states.items() if host != self._hosts.node_rank}))
+        self._states = {host: each.state for host, each in reports.items() if host not in decision.lost}
+        self._notify(OtherHosts({host: state for host, state in self._states.items() if host != self._hosts.node_rank}))
         if self._server is not None:
-            left = all(told[host].leaves for host in self._states if host)
+            left = all(reports[host].leaves for host in self._states if host)
             return decision.over and (left or monotonic() - self._decided > LOST)
         if decision.over or self._leaves:
-            await store.set(mine, self._packed())
+            await store.set(mine, self._encode_report())
             return True
         return False
 
-    def _packed(self) -> bytes:
+    def _encode_report(self) -> bytes:
         self._beat += 1
         over = self._decision is not None and self._decision.over
         data: bytes = msgpack.packb([self._beat, self._leaves or over, list(self._state)])
@@ -246,58 +248,58 @@ class HostsLink:
             async with asyncio.timeout(TURN):
                 await self._changed.wait()
 
-    def _tell_decision(self) -> None:
+    def _report_decision(self) -> None:
         decision = self._decision
         assert decision is not None
         why = decision.why if decision.by != self._hosts.node_rank else ""
-        self._tell(Verdict(None if decision.over else decision.restarts, why))
+        self._notify(Verdict(None if decision.over else decision.restarts, why))
 
     # -- decisions: host 0 makes them, the others read them
 
-    async def _decide(self, store: Store, server: StoreServer, told: Mapping[int, _Told]) -> None:
+    async def _decide(self, store: Store, server: StoreServer, reports: Mapping[int, _HostReport]) -> None:
         before = self._decision
         assert before is not None
-        if not before.over and (decision := await self._next(store, told, before)) != before:
+        if not before.over and (decision := await self._next_decision(store, reports, before)) != before:
             if decision.restarts != before.restarts:
                 server.forget(_PREFIX)
             self._decision, self._decided = decision, monotonic()
             if (decision.restarts, decision.over) != (before.restarts, before.over):
-                self._tell_decision()
+                self._report_decision()
         assert self._decision is not None
         # Publish it even if it has not changed: a restart ends all connections to the store.
         await store.set("decision", msgpack.packb(self._decision))
 
-    async def _next(self, store: Store, told: Mapping[int, _Told], decision: _Decision) -> _Decision:
+    async def _next_decision(self, store: Store, reports: Mapping[int, _HostReport], decision: _Decision) -> _Decision:
         """Return the next decision: `decision` itself, or one that the states of the hosts require."""
-        there = {host: each.state for host, each in told.items() if host not in decision.lost}
-        for host in self._silent(told) & there.keys():
+        states = {host: each.state for host, each in reports.items() if host not in decision.lost}
+        for host in self._silent_hosts(reports) & states.keys():
             why = f"host {host} is lost: its launcher has not reported for {LOST:g} s"
-            if not any(state.elastic for state in there.values()):
+            if not any(state.elastic for state in states.values()):
                 return _Decision(decision.restarts, True, why, lost=(host,))
-            self._tell(Notice(f"{why}; the others continue"))
+            self._notify(Notice(f"{why}; the others continue"))
             return decision._replace(lost=(*decision.lost, host))
-        for host in there:
-            if told[host].leaves:
-                return _Decision(decision.restarts, True, f"host {host} {there[host].why or 'has left'}")
-        if not all(state.over and state.restarts == decision.restarts for state in there.values()):
+        for host in states:
+            if reports[host].leaves:
+                return _Decision(decision.restarts, True, f"host {host} {states[host].why or 'has left'}")
+        if not all(state.over and state.restarts == decision.restarts for state in states.values()):
             return decision
-        if all(state.phase == Phase.ENDED for state in there.values()):
-            return self._once_all_came(told, decision)
-        by = next((host for host, state in sorted(there.items()) if state.why), None)
-        decision = decision._replace(why=f"host {by}: {there[by].why}" if by is not None else "", by=by)
+        if all(state.phase == Phase.ENDED for state in states.values()):
+            return self._decide_after_arrival(reports, decision)
+        by = next((host for host, state in sorted(states.items()) if state.why), None)
+        decision = decision._replace(why=f"host {by}: {states[by].why}" if by is not None else "", by=by)
         number = await store.add("restarts", 1)
         return decision._replace(restarts=number) if number <= self.allowed else decision._replace(over=True)
 
-    def _silent(self, told: Mapping[int, _Told]) -> set[int]:
+    def _silent_hosts(self, reports: Mapping[int, _HostReport]) -> set[int]:
         """Return the hosts whose last new report is older than `LOST` seconds."""
         now = monotonic()
-        for host, each in told.items():
+        for host, each in reports.items():
             if self._beats.get(host, (0, 0.0))[0] != each.beat:
                 self._beats[host] = (each.beat, now)
         return {host for host, (_, at) in self._beats.items() if now - at > LOST}
 
-    def _once_all_came(self, told: Mapping[int, _Told], decision: _Decision) -> _Decision:
-        missing = ", ".join(str(host) for host in range(self._hosts.nnodes) if host not in told)
+    def _decide_after_arrival(self, reports: Mapping[int, _HostReport], decision: _Decision) -> _Decision:
+        missing = ", ".join(str(host) for host in range(self._hosts.nnodes) if host not in reports)
         if not missing:
             return _Decision(decision.restarts, True)
         if monotonic() - self._decided > COMES_WITHIN:
@@ -305,24 +307,24 @@ class HostsLink:
             return _Decision(decision.restarts, True, why)
         return decision
 
-    async def _hear(self, store: Store) -> None:
+    async def _receive_decision(self, store: Store) -> None:
         before = self._decision
         assert before is not None
         self._decision = decision = _Decision.unpacked(await store.get("decision"))
         for host in set(decision.lost) - set(before.lost) if not decision.over else ():
-            self._tell(Notice(f"host {host} is lost; the others continue"))
+            self._notify(Notice(f"host {host} is lost; the others continue"))
         if (decision.restarts, decision.over) != (before.restarts, before.over):
-            self._tell_decision()
+            self._report_decision()
 
-    async def _without_host_0(self, error: StoreError) -> None:
+    async def _on_host_0_lost(self, error: StoreError) -> None:
         """Handle the loss of host 0: end the job, or let an elastic one continue without replacements."""
         why = f"host 0 is lost: {error}"
         if not any(state.elastic for state in (self._state, *self._states.values())):
-            self._tell(Verdict(None, why))
+            self._notify(Verdict(None, why))
             return
-        self._tell(Notice(f"{why}; the others continue, but lost ranks are no longer replaced"))
+        self._notify(Notice(f"{why}; the others continue, but lost ranks are no longer replaced"))
         while not (self._leaves or self._state.over):
             while self._asked:
-                self._tell(Granted(self._asked.pop(), 0))
+                self._notify(RestartGrant(self._asked.pop(), 0))
             await self._pause()
-        self._tell(Verdict(None))
+        self._notify(Verdict(None))

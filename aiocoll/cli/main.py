@@ -12,7 +12,7 @@ import numpy as np
 import aiocoll
 from aiocoll.cli.arguments import CommandParser, HelpFormatter
 from aiocoll.cli.sink import CommandOutput, OutputLostError
-from aiocoll.cli.terminal import complain
+from aiocoll.cli.terminal import print_error
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.native import IMPLEMENTATION
 from aiocoll.plugins import commands
@@ -53,7 +53,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         _add_commands(parser, sys.argv[1:] if argv is None else argv)
     except BackendUnavailableError as error:
-        complain("", error)
+        print_error("", error)
         return 1
     args = parser.parse_args(argv)
     code: int = args.command(args)
@@ -66,7 +66,7 @@ def _add_commands(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     listed = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     if chosen is None or chosen not in commands:
         for error in commands.discover():
-            complain("", error)
+            print_error("", error)
     for name in commands.names():
         command = commands.get(name)
         subparser = listed.add_parser(name, help=command.help, formatter_class=HelpFormatter)

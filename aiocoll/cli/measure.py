@@ -68,10 +68,10 @@ class Figures(NamedTuple):
     @classmethod
     def of(cls, case: Case, world_size: int, nanoseconds: Sequence[int]) -> Figures:
         """Compute the figures from the times of the iterations of a case."""
-        return cls.at(case, world_size, *np.percentile(nanoseconds, (50, 95, 99)) / 1e9)
+        return cls.from_percentiles(case, world_size, *np.percentile(nanoseconds, (50, 95, 99)) / 1e9)
 
     @classmethod
-    def at(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
+    def from_percentiles(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
         """Compute the figures from percentiles; the bandwidths are for the median."""
         algbw = case.size(world_size) / p50
         return cls(float(p50), float(p95), float(p99), float(algbw), float(algbw * bus_factor(case.kind, world_size)))
@@ -89,25 +89,25 @@ async def measure(load: Workload, times: Times, combine: Combine, effort: Effort
     Returns:
         The timing, the same on all ranks.
     """
-    wrong = await _checked(load, times)
+    wrong = await _check_results(load, times)
     taken: list[int] = []
     cpu, calls, most = 0.0, 0, load.rounds - 1
     rounds = 1
     warm = False
-    while not warm or not _enough(taken, effort):
-        await _prepared(load, load.steady)
+    while not warm or not _is_enough(taken, effort):
+        await _run_outside_loop(load, load.fill_repeatable)
         start = process_time()
         own = await times(rounds + 1)
         cpu += process_time() - start if warm else 0.0
-        wrong += await _prepared(load, partial(load.wrong_after, rounds + 1))
+        wrong += await _run_outside_loop(load, partial(load.count_wrong_after, rounds + 1))
         slowest = np.array(own, np.float64)
         await combine(slowest, "max")
         if warm:
             taken += [int(value) for value in slowest[1:]]
             calls += rounds + 1
         warm = True
-        rounds = _next(taken, median(slowest[-rounds:]), effort, most)
-    wrong += await _checked(load, times)
+        rounds = _next_iterations(taken, median(slowest[-rounds:]), effort, most)
+    wrong += await _check_results(load, times)
     totals = np.array([cpu / calls, wrong], np.float64)
     await combine(totals, "sum")
     return Timing(taken, float(totals[0]), int(totals[1]))
@@ -127,24 +127,24 @@ def times_of(call: Callable[[], Awaitable[object]]) -> Times:
     return times
 
 
-async def _checked(load: Workload, times: Times) -> int:
-    await _prepared(load, load.fresh)
+async def _check_results(load: Workload, times: Times) -> int:
+    await _run_outside_loop(load, load.fill_patterns)
     await times(1)
-    return await _prepared(load, load.wrong)
+    return await _run_outside_loop(load, load.count_wrong)
 
 
-async def _prepared(load: Workload, work: Callable[[], T]) -> T:
+async def _run_outside_loop(load: Workload, work: Callable[[], T]) -> T:
     """Fill or check the arrays of `load`; in a thread if that takes long, so that the loop stays responsive."""
     return await asyncio.to_thread(work) if load.case.nbytes >= LARGE else work()
 
 
-def _enough(taken: Sequence[int], effort: Effort) -> bool:
+def _is_enough(taken: Sequence[int], effort: Effort) -> bool:
     # All ranks have the same times, so that all make the same decision.
     count = len(taken)
     return count >= effort.most or (count >= effort.least and sum(taken) >= effort.seconds * 1e9)
 
 
-def _next(taken: Sequence[int], each: float, effort: Effort, most: int) -> int:
+def _next_iterations(taken: Sequence[int], each: float, effort: Effort, most: int) -> int:
     """Return the number of iterations in the next block, from the remaining time and the least number of iterations.
 
     After the least number, a block has at most twice the iterations before it: calls may become slower than the `each`

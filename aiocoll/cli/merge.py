@@ -13,14 +13,14 @@ from aiocoll.dump.timeline import offsets
 from aiocoll.engine.control.messages import CALLED, NAMED
 from aiocoll.engine.control.shapes import (
     Check,
-    Misfit,
+    SchemaError,
     Scope,
-    anything,
+    any_value,
     fields,
     integer,
-    listed,
-    mapped,
-    maybe,
+    list_of,
+    map_of,
+    none_or,
     one_of,
     seconds,
     text,
@@ -34,19 +34,19 @@ Entry = dict[str, Any]
 _NUMBER, _TEXT = integer(1 << 64), text()
 #: The used fields of a dump; `_ENTRY` and `_PERHAPS` have those of an entry.
 _DUMP: dict[str, Check] = {
-    "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": listed(_NUMBER),
-    "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": mapped(_NUMBER),
-    "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": maybe(mapped(anything)),
-    "entries": listed(anything, 1 << 20),
+    "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": list_of(_NUMBER),
+    "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": map_of(_NUMBER),
+    "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": none_or(map_of(any_value)),
+    "entries": list_of(any_value, 1 << 20),
 }  # fmt: skip
 #: A field that dumps of version 0.1 lack.
-_LATER: dict[str, Check] = {"blocked": maybe(listed(anything, 2))}
+_LATER: dict[str, Check] = {"blocked": none_or(list_of(any_value, 2))}
 _ENTRY: dict[str, Check] = {
-    **NAMED, "kind": one_of("collective", "message"), "shape": listed(_NUMBER), "entered": seconds,
-    "finished": maybe(seconds), "state": one_of("pending", "finished", "failed"), "site": _TEXT, "function": _TEXT,
+    **NAMED, "kind": one_of("collective", "message"), "shape": list_of(_NUMBER), "entered": seconds,
+    "finished": none_or(seconds), "state": one_of("pending", "finished", "failed"), "site": _TEXT, "function": _TEXT,
 }  # fmt: skip
 _PERHAPS: dict[str, Check] = {
-    **CALLED, "peer": maybe(_NUMBER), "tag": maybe(_NUMBER), "error": maybe(_TEXT), "bytes": maybe(_NUMBER),
+    **CALLED, "peer": none_or(_NUMBER), "tag": none_or(_NUMBER), "error": none_or(_TEXT), "bytes": none_or(_NUMBER),
 }  # fmt: skip
 
 
@@ -164,33 +164,35 @@ def _load(path: str) -> Dump:
             "use the aiocoll that wrote it"
         )
     try:
-        return _checked(dump)
-    except Misfit as error:
+        return _check_dump(dump)
+    except SchemaError as error:
         raise Unusable(f"{path}: is damaged: {error}") from None
 
 
-def _checked(dump: Dump) -> Dump:
+def _check_dump(dump: Dump) -> Dump:
     """Return the used fields of a dump.
 
     Raises:
-        Misfit: a field is missing or not valid.
+        SchemaError: a field is missing or not valid.
     """
-    found = _taken(dump, _DUMP, _LATER, Scope(0, None))
+    found = _check_fields(dump, _DUMP, _LATER, Scope(0, None))
     size = found["world_size"]
     if not len(found["global_ranks"]) == size > found["rank"]:
-        raise Misfit("rank: it is not a rank of the group")
-    found["entries"] = [_taken(entry, _ENTRY, _PERHAPS, Scope(size, size)) for entry in found["entries"]]
+        raise SchemaError("rank: it is not a rank of the group")
+    found["entries"] = [_check_fields(entry, _ENTRY, _PERHAPS, Scope(size, size)) for entry in found["entries"]]
     return found
 
 
-def _taken(given: Any, needed: Mapping[str, Check], perhaps: Mapping[str, Check], scope: Scope) -> dict[str, Any]:
+def _check_fields(
+    given: Any, needed: Mapping[str, Check], perhaps: Mapping[str, Check], scope: Scope
+) -> dict[str, Any]:
     """Return the known fields of a map; later versions may write more.
 
     Raises:
-        Misfit: a field is missing or not valid.
+        SchemaError: a field is missing or not valid.
     """
     if not isinstance(given, dict):
-        raise Misfit("entries: one is not a map")
+        raise SchemaError("entries: one is not a map")
     found = {name: value for name, value in given.items() if name in needed or name in perhaps}
     fields(perhaps, **needed)(found, scope)
     return found

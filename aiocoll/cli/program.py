@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aiocoll.cli.logs import Logs
-from aiocoll.cli.rank import Exit, RankProcess, Report, SaidElastic
-from aiocoll.cli.top.jobs import End
+from aiocoll.cli.rank import ElasticReport, Exit, RankProcess, Report
+from aiocoll.cli.top.jobs import JobOutcome
 
-__all__ = ["Program", "Start"]
+__all__ = ["Program", "RankStart"]
 
 
-class Start(NamedTuple):
+class RankStart(NamedTuple):
     """The start of one rank.
 
     Attributes:
@@ -43,13 +43,13 @@ class Program:
 
     command: Sequence[str]
     ranks: range
-    environment: Callable[[Start], Mapping[str, str]]
+    environment: Callable[[RankStart], Mapping[str, str]]
     key: bytes = field(repr=False)
     top_dir: str | None = None
     logs: Logs | None = None
-    record_end: Callable[[End], None] | None = None
+    record_end: Callable[[JobOutcome], None] | None = None
 
-    def start(self, start: Start, tell: Callable[[Report | SaidElastic | Exit], object]) -> RankProcess:
-        """Start a rank. Its output goes to the output of this process, its reports and its exit to `tell`."""
+    def start(self, start: RankStart, notify: Callable[[Report | ElasticReport | Exit], object]) -> RankProcess:
+        """Start a rank. Its output goes to the output of this process, its reports and its exit to `notify`."""
         logs = self.logs.open(start.restarts, start.rank) if self.logs is not None else None
-        return RankProcess(start.rank, self.command, self.environment(start), self.key, logs, tell)
+        return RankProcess(start.rank, self.command, self.environment(start), self.key, logs, notify)

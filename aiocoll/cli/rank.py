@@ -17,7 +17,7 @@ from typing import NamedTuple
 from aiocoll.cli.output import OutputRelay
 from aiocoll.cli.sink import Sink
 
-__all__ = ["DRAIN", "Exit", "RankProcess", "Report", "SaidElastic"]
+__all__ = ["DRAIN", "ElasticReport", "Exit", "RankProcess", "Report"]
 
 #: Seconds to wait for the remaining output of an ended rank. Only a child that keeps the pipe open takes longer.
 DRAIN = 1.0
@@ -53,7 +53,7 @@ class Report(NamedTuple):
         return f"{self.kind} ({self.place})" if self.place else self.kind
 
 
-class SaidElastic(NamedTuple):
+class ElasticReport(NamedTuple):
     """The report of a rank that is in an elastic group; see `aiocoll.launcher`."""
 
     rank: int
@@ -100,7 +100,7 @@ class RankProcess:
         environment: Mapping[str, str],
         key: bytes,
         logs: tuple[Sink, Sink] | None,
-        notify: Callable[[Report | SaidElastic | Exit], object],
+        notify: Callable[[Report | ElasticReport | Exit], object],
     ) -> None:
         self.rank = rank
         self._notify = notify
@@ -152,7 +152,7 @@ class RankProcess:
                 self._sent.add(number)
                 os.killpg(self._process.pid, number)
 
-    def ask(self, number: signal.Signals) -> bool:
+    def send_signal(self, number: signal.Signals) -> bool:
         """Send a signal to the rank alone, if it has a handler for it; return whether it has one."""
         if self._process.returncode is not None or not _expects(self._process.pid, number):
             return False
@@ -201,7 +201,7 @@ class RankProcess:
                     self._notify(Exit(self.rank, **said, by_launcher=-said["code"] in self._sent))
                     break
                 if said.pop("elastic", False):
-                    self._notify(SaidElastic(self.rank))
+                    self._notify(ElasticReport(self.rank))
                     continue
                 report = Report(self.rank, **said)
                 traceback = report.traceback

@@ -12,7 +12,17 @@ from typing import NamedTuple, Protocol
 
 from aiocoll.store import StoreServer
 
-__all__ = ["Alone", "Elsewhere", "Granted", "HostState", "News", "Notice", "Phase", "Restarts", "Verdict"]
+__all__ = [
+    "HostState",
+    "News",
+    "Notice",
+    "OtherHosts",
+    "Phase",
+    "RestartGrant",
+    "Restarts",
+    "SingleHostRestarts",
+    "Verdict",
+]
 
 
 class Phase(StrEnum):
@@ -65,14 +75,14 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-class Granted(NamedTuple):
+class RestartGrant(NamedTuple):
     """The answer to `Restarts.take`: the number of the restart, or 0 if none is left."""
 
     rank: int
     number: int
 
 
-class Elsewhere(NamedTuple):
+class OtherHosts(NamedTuple):
     """The states of the other hosts."""
 
     states: Mapping[int, HostState]
@@ -84,7 +94,7 @@ class Notice(NamedTuple):
     text: str
 
 
-News = Verdict | Granted | Elsewhere | Notice
+News = Verdict | RestartGrant | OtherHosts | Notice
 
 
 class Restarts(Protocol):
@@ -96,20 +106,20 @@ class Restarts(Protocol):
 
     allowed: int
 
-    def begin(self, tell: Callable[[News], object]) -> None:
+    def begin(self, notify: Callable[[News], object]) -> None:
         """Report a `Verdict` as soon as ranks may start, and all further news, from any thread."""
 
     def take(self, rank: int) -> None:
-        """Request a restart to replace `rank`; `Granted` is the reply."""
+        """Request a restart to replace `rank`; `RestartGrant` is the reply."""
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         """Record the state of this host. A `Verdict` follows when no rank runs."""
 
     def close(self) -> None:
         """Leave the job."""
 
 
-class Alone:
+class SingleHostRestarts:
     """The restarts of a job on one host.
 
     Args:
@@ -122,23 +132,23 @@ class Alone:
         self._server = server
         self._used = 0
 
-    def begin(self, tell: Callable[[News], object]) -> None:
+    def begin(self, notify: Callable[[News], object]) -> None:
         """See `Restarts`."""
-        self._tell = tell
-        tell(Verdict(0))
+        self._notify = notify
+        notify(Verdict(0))
 
     def take(self, rank: int) -> None:
         """See `Restarts`."""
-        self._tell(Granted(rank, self._next()))
+        self._notify(RestartGrant(rank, self._next()))
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         """See `Restarts`."""
         if not state.over:
             return
         number = self._next() if state.phase == Phase.FAILED else 0
         if number and self._server is not None:
             self._server.forget()
-        self._tell(Verdict(number or None))
+        self._notify(Verdict(number or None))
 
     def close(self) -> None:
         """See `Restarts`."""

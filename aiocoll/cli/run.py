@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from aiocoll.cli.arguments import describe_command, natural, positive, positives, seconds
+from aiocoll.cli.arguments import describe_command, natural_number, positive, positives, seconds
 from aiocoll.cli.hosts import Hosts, add_host_arguments, reach_store, read_hosts, serve
 from aiocoll.cli.hosts_link import HostsLink
 from aiocoll.cli.logs import Logs
-from aiocoll.cli.program import Program, Start
-from aiocoll.cli.restarts import Alone, Restarts
+from aiocoll.cli.program import Program, RankStart
+from aiocoll.cli.restarts import Restarts, SingleHostRestarts
 from aiocoll.cli.shutdown import KILL_AFTER
 from aiocoll.cli.supervise import supervise
 from aiocoll.cli.terminal import write_stderr
@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(nnodes=None)
     parser.add_argument(
         "--max-restarts",
-        type=natural,
+        type=natural_number,
         default=0,
         metavar="N",
         help="largest number of restarts in the whole job, of all ranks or of a single one (default: 0)",
@@ -121,9 +121,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         (host, port), server = hosts.master, None
         if hosts.node_rank == 0:
             try:
-                server = asyncio.run(serve(hosts, sum(nprocs), options, _KNOWN_WITHIN, _say))
+                server = asyncio.run(serve(hosts, sum(nprocs), options, _KNOWN_WITHIN, _print_trouble))
             except (AiocollError, ValueError) as error:
-                _say(str(error))
+                _print_trouble(str(error))
                 return 1
             host, port = local_address(server.host), server.port
             stack.callback(server.close)
@@ -145,7 +145,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             reach = partial(reach_store, hosts, options, (host, port))
             restarts: Restarts = HostsLink(hosts, same, args.max_restarts, reach, server)
         else:
-            restarts = Alone(args.max_restarts, server)
+            restarts = SingleHostRestarts(args.max_restarts, server)
         code = supervise(program, restarts, args.kill_after, verbose=args.verbose)
         return code or int(logs is not None and not logs.complete)
 
@@ -186,7 +186,7 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(args.program)
 
 
-def _say(trouble: str) -> None:
+def _print_trouble(trouble: str) -> None:
     write_stderr([f"aiocoll run: {trouble}"])
 
 
@@ -194,12 +194,12 @@ def _logs(parent: str | None) -> Logs | None:
     if parent is None:
         return None
     try:
-        logs = Logs(parent, _say)
+        logs = Logs(parent, _print_trouble)
     except OSError as error:
         raise ValueError(
             f"--log-dir {parent}: {error.strerror}; choose a directory where you can create subdirectories"
         ) from None
-    _say(f"output of the ranks is kept in {logs.path}")
+    _print_trouble(f"output of the ranks is kept in {logs.path}")
     return logs
 
 
@@ -210,11 +210,11 @@ def _make_job_folder(stack: ExitStack, command: Sequence[str], ranks: int) -> Jo
     try:
         return stack.enter_context(job_folder(os.environ, command, ranks))
     except (AiocollError, OSError) as error:
-        _say(f"aiocoll top will not find this job: {error}")
+        _print_trouble(f"aiocoll top will not find this job: {error}")
         return None
 
 
-def _variables(start: Start, hosts: Hosts, nprocs: Sequence[int], store: tuple[str, int]) -> dict[str, str]:
+def _variables(start: RankStart, hosts: Hosts, nprocs: Sequence[int], store: tuple[str, int]) -> dict[str, str]:
     host, port = store
     return {
         **({"AIOCOLL_JOIN": "1"} if start.joins else {"RANK": str(start.rank)}),

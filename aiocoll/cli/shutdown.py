@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
 
 from aiocoll.cli.terminal import write_stderr
-from aiocoll.cli.top.words import name_ranks
+from aiocoll.cli.top.formatting import name_ranks
 
 __all__ = ["KILL_AFTER", "Shutdown"]
 
@@ -18,7 +18,7 @@ KILL_AFTER = 30.0
 #: Seconds from the first signal until the ranks that still run are named; each further interval is ten times as long.
 REPORT_AFTER = 1.0
 #: Seconds to wait for such a report to be written when all ranks have ended.
-_FAREWELL = 1.0
+_JOIN_TIMEOUT = 1.0
 
 
 class Shutdown:
@@ -85,7 +85,7 @@ class Shutdown:
     def close(self) -> None:
         """Wait for a report in progress, for a limited time."""
         if self._reporter is not None:
-            self._reporter.join(_FAREWELL)
+            self._reporter.join(_JOIN_TIMEOUT)
 
     def _begin(self, number: signal.Signals, limit: float) -> None:
         self.signal = number

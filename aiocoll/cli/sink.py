@@ -18,7 +18,7 @@ __all__ = ["CommandOutput", "OutputLostError", "Sink", "limit_waits", "on_loss"]
 
 #: Bytes that a pipe takes without blocking when `poll` reports that it is writable (PIPE_BUF).
 _PIECE = 4096
-#: Seconds between two looks at `Sink.patience` while a descriptor takes nothing.
+#: Seconds between two looks at `Sink.max_wait` while a descriptor takes nothing.
 _TICK = 0.1
 
 
@@ -43,7 +43,7 @@ class Sink(io.RawIOBase):
         name: as given.
         error: the first error; None if there was none.
         lost: number of dropped bytes.
-        patience: seconds without progress after which a write fails.
+        max_wait: seconds without progress after which a write fails.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Sink(io.RawIOBase):
         self._state = threading.Lock()
         self.error: OSError | None = None
         self.lost = 0
-        self.patience = inf
+        self.max_wait = inf
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
         """Write all of `data`, or count what cannot be written. Do nothing once this is closed."""
@@ -140,7 +140,7 @@ class Sink(io.RawIOBase):
     def _wait(self, is_ready: Callable[[], object]) -> None:
         began = time.monotonic()
         while not is_ready():
-            if time.monotonic() - began > self.patience:
+            if time.monotonic() - began > self.max_wait:
                 raise TimeoutError(errno.ETIMEDOUT, "its reader has stopped reading")
 
     def _poller(self) -> Callable[[], object]:
@@ -227,7 +227,7 @@ def on_loss(call: Callable[[Sink], object]) -> None:
 def limit_waits(seconds: float) -> None:
     """From now on, fail the writes of standard output and error that make no progress for `seconds`."""
     for sink in _sinks():
-        sink.patience = seconds
+        sink.max_wait = seconds
 
 
 def _sinks() -> list[Sink]:

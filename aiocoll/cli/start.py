@@ -13,7 +13,7 @@ as a line of JSON:
 
 The launcher prints the traceback instead of the interpreter, which would mix it with the output of other ranks. This
 module imports nothing of the package, because a program may not use aiocoll, and must not wait for the import. The
-package finds this module in `sys.modules`, and reports an elastic group with `say_elastic`.
+package finds this module in `sys.modules`, and reports an elastic group with `report_elastic`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from traceback import TracebackException
 
-__all__ = ["say_elastic"]
+__all__ = ["report_elastic"]
 
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -45,10 +45,10 @@ _NAME = "aiocoll.cli.start"
 _LONGEST = 400
 #: The process of this rank, and the pipe to its launcher.
 _rank = [-1, -1]
-_is_saying = False
+_is_writing_stack = False
 
 
-def say_elastic() -> None:
+def report_elastic() -> None:
     """Report to the launcher that this rank is in an elastic group; a forked child is no rank and reports nothing."""
     pid, pipe = _rank
     if os.getpid() == pid:
@@ -64,15 +64,15 @@ def _main() -> None:
     sys.modules[_NAME] = sys.modules[__name__]
     _rank[:] = pid, pipe
     if hasattr(signal, "SIGUSR2"):
-        setattr(_say_where, "stands_in_for_aiocoll", True)  # noqa: B010 - a name that `dump.signals` looks for
-        signal.signal(signal.SIGUSR2, _say_where)
+        setattr(_write_stack, "stands_in_for_aiocoll", True)  # noqa: B010 - a name that `dump.signals` looks for
+        signal.signal(signal.SIGUSR2, _write_stack)
     try:
         if command[0] == "-m":
             _run_module(command[1:])
         else:
             _run_script(command)
     except BaseException as error:
-        error.__traceback__ = _of_the_program(error.__traceback__)
+        error.__traceback__ = _skip_package_frames(error.__traceback__)
         # A forked child is no rank, so its failure is not reported. A hook that the program has set stays in place.
         if os.getpid() == pid and _report(error, pipe) and sys.excepthook is sys.__excepthook__:
             sys.excepthook = lambda *_: None
@@ -88,22 +88,22 @@ def _die_with(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _say_where(number: int, frame: FrameType | None) -> None:
+def _write_stack(number: int, frame: FrameType | None) -> None:
     """Handle SIGUSR2: write the stack of the main thread, unless a group with a fuller report handles the signal."""
-    global _is_saying
-    if _is_saying:  # a second signal during a write that waits for the launcher
+    global _is_writing_stack
+    if _is_writing_stack:  # a second signal during a write that waits for the launcher
         return
     signals = sys.modules.get("aiocoll.dump.signals")
     if signals is None or not signals.listening():
         import traceback
 
-        _is_saying = True
+        _is_writing_stack = True
         try:
             where = "".join(traceback.format_stack(frame)) if frame is not None else ""
             text = f"SIGUSR2: this rank has no open group; its main thread is at\n{where}"
             os.write(2, text.encode(errors="replace"))
         finally:
-            _is_saying = False
+            _is_writing_stack = False
 
 
 def _run_script(command: list[str]) -> None:
@@ -160,7 +160,7 @@ def _is_archive(path: str) -> bool:
     return True
 
 
-def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
+def _skip_package_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_ON_THE_WAY):
         trace = trace.tb_next
     return trace
@@ -180,7 +180,7 @@ def _report(error: BaseException, pipe: int) -> bool:
         import traceback
 
         degree = _degree(error)
-        shown = error if not is_exit else _before(error) if degree else None
+        shown = error if not is_exit else _previous_error(error) if degree else None
         report = {
             "time": now,
             "degree": degree,
@@ -202,7 +202,7 @@ def _exit_code(error: BaseException) -> int:
     return 0 if code is None else code & 0xFF if isinstance(code, int) else 1
 
 
-def _before(error: BaseException) -> BaseException | None:
+def _previous_error(error: BaseException) -> BaseException | None:
     return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
@@ -214,7 +214,7 @@ def _degree(error: BaseException) -> int:
     1: only a later one does. The first may have led to it, or may be unrelated.
     """
     chain = [error]
-    while (before := _before(chain[-1])) is not None and all(before is not each for each in chain):
+    while (before := _previous_error(chain[-1])) is not None and all(before is not each for each in chain):
         if _is_news(chain[-1]) and isinstance(before, OSError | EOFError):
             break  # an OSError of a lost connection
         chain.append(before)
@@ -233,8 +233,8 @@ def _is_news(error: BaseException) -> bool:
 def _in_one_line(error: BaseException) -> str:
     import traceback
 
-    words = traceback.format_exception_only(error)[-1].strip().split("\n")[0]
-    return f"{words[:_LONGEST]}…" if len(words) > _LONGEST else words
+    text = traceback.format_exception_only(error)[-1].strip().split("\n")[0]
+    return f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
 
 
 def _place(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from aiocoll.top.viewer import State, Viewer
 __all__ = ["find_stuck"]
 
 #: Seconds to wait for answers. With a free core, a process answers in about a thousandth of that.
-PATIENCE = 0.5
+MAX_WAIT = 0.5
 
 
 def find_stuck(processes: Mapping[int, int], folder: str | None) -> dict[int, str]:
@@ -31,14 +31,14 @@ def find_stuck(processes: Mapping[int, int], folder: str | None) -> dict[int, st
     others = {rank: number for rank, number in processes.items() if rank not in found}
     if folder and others:
         with suppress(AiocollError, OSError):
-            found.update(_ask(others, folder))
+            found.update(_request_states(others, folder))
     return found
 
 
-def _ask(processes: Mapping[int, int], folder: str) -> Iterator[tuple[int, str]]:
+def _request_states(processes: Mapping[int, int], folder: str) -> Iterator[tuple[int, str]]:
     viewer = Viewer(folder, time.monotonic)
     try:
-        viewer.ask(PATIENCE)
+        viewer.request_answers(MAX_WAIT)
         for rank, number in processes.items():
             process = viewer.processes.get(number)
             if process is None:

@@ -17,16 +17,24 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from aiocoll.cli.program import Program, Start
-from aiocoll.cli.rank import DRAIN, Exit, RankProcess, Report, SaidElastic
-from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Restarts, Verdict
+from aiocoll.cli.program import Program, RankStart
+from aiocoll.cli.rank import DRAIN, ElasticReport, Exit, RankProcess, Report
+from aiocoll.cli.restarts import HostState, News, Notice, OtherHosts, Phase, RestartGrant, Restarts, Verdict
 from aiocoll.cli.shutdown import KILL_AFTER, Shutdown
 from aiocoll.cli.signals import signals_to
 from aiocoll.cli.sink import Sink, limit_waits, on_loss
 from aiocoll.cli.stuck import find_stuck
 from aiocoll.cli.terminal import write_stderr
-from aiocoll.cli.top.jobs import End
-from aiocoll.cli.verdict import RankOutcome, culprit, final_lines, headline, interrupted, replaced, tracebacks
+from aiocoll.cli.top.jobs import JobOutcome
+from aiocoll.cli.verdict import (
+    RankOutcome,
+    final_lines,
+    find_culprit,
+    format_headline,
+    format_interruption,
+    replaced,
+    tracebacks,
+)
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
 
@@ -42,11 +50,11 @@ SETTLE = 0.3
 STUCK = 1.0
 
 
-_Event = Report | SaidElastic | Exit | News | signal.Signals
+_Event = Report | ElasticReport | Exit | News | signal.Signals
 _Events = queue.SimpleQueue[_Event]
 
 
-class _Ending(NamedTuple):
+class _Outcome(NamedTuple):
     code: int
     lines: list[str]
     verdict: Verdict
@@ -86,21 +94,21 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
     if program.record_end is not None:
         said = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
-        program.record_end(End(ending.code, tuple(said)))
+        program.record_end(JobOutcome(ending.code, tuple(said)))
     if readers_gone and ending.code == 0:  # found only in the last output of the ranks
         return 128 + signal.SIGPIPE
     return ending.code
 
 
-def _await_start(events: _Events) -> _Ending:
+def _await_start(events: _Events) -> _Outcome:
     while True:
         event = events.get()
         if isinstance(event, Notice):
             write_stderr([f"aiocoll run: {event.text}"])
         if isinstance(event, Verdict):
-            return _Ending(1, [], event)
+            return _Outcome(1, [], event)
         if isinstance(event, signal.Signals) and event != signal.SIGUSR2:
-            return _Ending(128 + event, [], Verdict(None, f"stopped by {event.name}"))
+            return _Outcome(128 + event, [], Verdict(None, f"stopped by {event.name}"))
 
 
 def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals) -> None:
@@ -151,16 +159,16 @@ class _Attempt:
         self._dismissed: set[int] = set()
         self._dismissal = inf
         self._elsewhere: Mapping[int, HostState] = {}
-        self._told: HostState | None = None
+        self._reported_state: HostState | None = None
 
-    def run(self) -> _Ending:
+    def run(self) -> _Outcome:
         """Start all ranks and wait for their end; return the exit code, the final lines, and the verdict."""
         try:
             for rank in self._program.ranks:
-                self._start(Start(rank, self._number, joins=False))
-            while self._running or (not self._is_signalled and (self._to_replace() or self._verdict is None)):
-                self._tell_others()
-                self._next()
+                self._start(RankStart(rank, self._number, joins=False))
+            while self._running or (not self._is_signalled and (self._ranks_to_replace() or self._verdict is None)):
+                self._report_state()
+                self._handle_next()
         finally:
             for process in self._processes:
                 process.kill()
@@ -168,24 +176,24 @@ class _Attempt:
             deadline = time.monotonic() + DRAIN
             for process in self._processes:
                 process.drain(deadline)
-        ending = self._ending()
+        ending = self._make_outcome()
         if ending.verdict.restarts is not None:
             for process in self._processes:
                 process.kill_children()
         return ending
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: RankStart) -> None:
         process = self._program.start(start, self._events.put)
         self._processes.append(process)
         self._running[start.rank] = process
 
-    def _next(self) -> None:
+    def _handle_next(self) -> None:
         """Handle the next event, or the next deadline."""
         steps: list[tuple[float, Callable[[], None]]] = [
-            (self._replacement, self._ask),
-            (self._dismissal, self._dismiss),
-            (self._deadline, self._out_of_patience),
-            (self._end, self._out_of_patience),
+            (self._replacement, self._request_restarts),
+            (self._dismissal, self._dismiss_remaining_ranks),
+            (self._deadline, self._on_deadline),
+            (self._end, self._on_deadline),
             (self._shutdown.report_at, self._report_running),
             (self._shutdown.kill_at, self._kill_running),
         ]
@@ -196,54 +204,54 @@ class _Attempt:
             step()
             return
         if isinstance(event, signal.Signals):
-            self._signalled(event)
+            self._on_signal(event)
         elif isinstance(event, Report | Exit):
-            self._heard(event)
-        elif isinstance(event, SaidElastic):
+            self._on_rank_event(event)
+        elif isinstance(event, ElasticReport):
             self._elastic = True
             self._members.add(event.rank)
-        elif isinstance(event, Granted):
+        elif isinstance(event, RestartGrant):
             self._replace(event)
         elif isinstance(event, Notice):
             write_stderr([f"aiocoll run: {event.text}"])
-        elif isinstance(event, Elsewhere):
+        elif isinstance(event, OtherHosts):
             self._elsewhere = {host: state for host, state in event.states.items() if state.restarts == self._number}
             if any(state.phase in (Phase.FAILS, Phase.FAILED) for state in self._elsewhere.values()):
-                self._failed_elsewhere()
+                self._on_failure_elsewhere()
         else:
             self._verdict = event
-            self._failed_elsewhere()
+            self._on_failure_elsewhere()
         self._look_for_members()
 
-    def _tell_others(self) -> None:
+    def _report_state(self) -> None:
         why = ""
         if self._shutdown.signal is not None:
             phase, why = Phase.QUITS, f"was stopped by {self._shutdown.signal.name}"
-        elif self._running or self._to_replace():
+        elif self._running or self._ranks_to_replace():
             phase = Phase.FAILS if self._failing else Phase.RUNS
         else:
-            to_blame = self._culprit()
+            to_blame = self._find_culprit()
             phase = Phase.ENDED if to_blame is None else Phase.FAILED
             if to_blame is not None and to_blame.degree < 2 and to_blame.time <= self._stopped:
-                why = headline(to_blame)
+                why = format_headline(to_blame)
         well = any(outcome.exit is not None and not outcome.failed for outcome in self._outcomes.values())
         state = HostState(self._number, phase, self._elastic, len(self._members), well, why)
-        if state != self._told:
-            self._told = state
-            self._restarts.say(state)
+        if state != self._reported_state:
+            self._reported_state = state
+            self._restarts.report(state)
 
-    def _culprit(self) -> RankOutcome | None:
+    def _find_culprit(self) -> RankOutcome | None:
         outcomes = {rank: outcome for rank, outcome in self._outcomes.items() if rank not in self._dismissed}
-        return culprit(outcomes, self._stopped)
+        return find_culprit(outcomes, self._stopped)
 
-    def _ending(self) -> _Ending:
-        to_blame, verdict, number = self._culprit(), self._verdict or Verdict(None), self._shutdown.signal
+    def _make_outcome(self) -> _Outcome:
+        to_blame, verdict, number = self._find_culprit(), self._verdict or Verdict(None), self._shutdown.signal
         if to_blame is None:
             code, lines = int(bool(verdict.why)), []
         elif number is not None:
             stopped = f"aiocoll run: stopped by {number.name}"
-            lines = list(interrupted(self._outcomes, self._shutdown.began, self._verbose))
-            return _Ending(128 + number, [*lines, stopped], Verdict(None))
+            lines = list(format_interruption(self._outcomes, self._shutdown.began, self._verbose))
+            return _Outcome(128 + number, [*lines, stopped], Verdict(None))
         else:
             elsewhere = self._failing_elsewhere and to_blame.time > self._stopped
             code = 1 if elsewhere else to_blame.status or 1
@@ -254,11 +262,11 @@ class _Attempt:
             lines.append(f"aiocoll run: {why}all ranks are started again ({restart})")
         elif verdict.why:
             lines.append(f"aiocoll run: {verdict.why}")
-        return _Ending(code, lines, verdict)
+        return _Outcome(code, lines, verdict)
 
     # -- failures
 
-    def _heard(self, event: Report | Exit) -> None:
+    def _on_rank_event(self, event: Report | Exit) -> None:
         outcome = self._outcomes[event.rank]
         if isinstance(event, Exit):
             outcome.exit = event
@@ -281,20 +289,20 @@ class _Attempt:
 
     def _fail(self) -> None:
         """End all ranks after the failure of one."""
-        self._replace_none()
+        self._cancel_replacements()
         if not self._is_signalled and self._stopped == inf:  # else all ranks are ending already
             self._failing = True
             self._deadline = min(self._deadline, time.monotonic() + RELEASE)
 
-    def _failed_elsewhere(self) -> None:
+    def _on_failure_elsewhere(self) -> None:
         if self._running and not self._failing_elsewhere and not self._is_signalled:
             self._end = min(self._end, time.monotonic() + RELEASE + GRACE)
             if self._stopped == inf:
                 self._deadline = min(self._deadline, time.monotonic() + RELEASE)
         self._failing_elsewhere = True
-        self._replace_none()
+        self._cancel_replacements()
 
-    def _out_of_patience(self) -> None:
+    def _on_deadline(self) -> None:
         if time.monotonic() >= self._end:
             self._deadline = self._end = inf
             self._kill(self._running)
@@ -302,9 +310,9 @@ class _Attempt:
             self._stop()
         else:
             self._deadline = inf
-            self._kill(self._unreported())
+            self._kill(self._ranks_without_report())
             # Their programs have failed, and their exit may take long: show the reason now.
-            late = {rank: self._outcomes[rank] for rank in self._running.keys() - self._unreported()}
+            late = {rank: self._outcomes[rank] for rank in self._running.keys() - self._ranks_without_report()}
             if late:
                 ranks = ", ".join(map(str, sorted(late)))
                 write_stderr([f"aiocoll run: failed, but still running: rank {ranks}", *tracebacks(late)])
@@ -312,17 +320,17 @@ class _Attempt:
     def _stop(self) -> None:
         """Send SIGTERM to all ranks that are not ending already."""
         if all(outcome.degree == 2 for outcome in self._outcomes.values() if outcome.failed):
-            self._stuck = self._stuck_among(self._unreported())()
+            self._stuck = self._make_stuck_finder(self._ranks_without_report())()
         self._stopped = time.monotonic()
         self._deadline = self._stopped + GRACE
-        for rank in self._unreported():
+        for rank in self._ranks_without_report():
             self._running[rank].send(signal.SIGTERM)
 
-    def _stuck_among(self, ranks: Iterable[int]) -> Callable[[], Mapping[int, str]]:
+    def _make_stuck_finder(self, ranks: Iterable[int]) -> Callable[[], Mapping[int, str]]:
         """Return a function that finds the stuck ranks among these; any thread may call it."""
         return partial(find_stuck, {rank: self._running[rank].pid for rank in ranks}, self._program.top_dir)
 
-    def _unreported(self) -> set[int]:
+    def _ranks_without_report(self) -> set[int]:
         return {rank for rank in self._running if self._outcomes[rank].report is None}
 
     # -- elastic groups
@@ -346,22 +354,22 @@ class _Attempt:
             for state in self._elsewhere.values()
         )
 
-    def _to_replace(self) -> set[int]:
+    def _ranks_to_replace(self) -> set[int]:
         return self._lost | self._asked
 
-    def _replace_none(self) -> None:
+    def _cancel_replacements(self) -> None:
         self._lost.clear()
         self._asked.clear()
         self._replacement = inf
 
-    def _ask(self) -> None:
+    def _request_restarts(self) -> None:
         self._replacement = inf
         lost, self._lost = self._lost, set()
         self._asked |= lost
         for rank in lost:
             self._restarts.take(rank)
 
-    def _replace(self, granted: Granted) -> None:
+    def _replace(self, granted: RestartGrant) -> None:
         rank, number = granted
         if rank not in self._asked or self._is_signalled:
             return
@@ -372,7 +380,7 @@ class _Attempt:
             return
         write_stderr(replaced(self._outcomes[rank], f"restart {number} of {self._restarts.allowed}"))
         self._outcomes[rank] = RankOutcome(rank)
-        self._start(Start(rank, number, joins=True))
+        self._start(RankStart(rank, number, joins=True))
 
     def _look_for_members(self) -> None:
         """Schedule the end of replacements if no member is left: events of joins and exits may arrive in any order."""
@@ -381,9 +389,9 @@ class _Attempt:
         elif self._dismissal == inf:
             self._dismissal = time.monotonic() + RELEASE
 
-    def _dismiss(self) -> None:
+    def _dismiss_remaining_ranks(self) -> None:
         self._dismissal = inf
-        ended = [*self._elsewhere.values(), *([self._told] if self._told is not None else [])]
+        ended = [*self._elsewhere.values(), *([self._reported_state] if self._reported_state is not None else [])]
         if not any(state.well for state in ended):
             self._fail()  # all members were lost at once
             return
@@ -397,9 +405,9 @@ class _Attempt:
 
     # -- signals
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGUSR2:
-            self._ask_all()
+            self._request_dumps()
         elif number == signal.SIGPIPE:
             # The reader of the output has closed it, as in `aiocoll run ... | head`: end as other programs do.
             self._shutdown.leave(number, GRACE)
@@ -414,18 +422,20 @@ class _Attempt:
         return self._shutdown.signal is not None
 
     def _report_running(self) -> None:
-        self._shutdown.report(self._running, self._stuck_among(self._running))
+        self._shutdown.report(self._running, self._make_stuck_finder(self._running))
 
     def _kill_running(self, again: signal.Signals | None = None) -> None:
         """Kill the ranks that have not ended in time after a signal, or after the signal `again`."""
         self._kill(self._running)
         self._shutdown.killed(self._running, again)
 
-    def _ask_all(self) -> None:
+    def _request_dumps(self) -> None:
         """Request dumps from the ranks. Processes that the signal would end do not receive it."""
         for rank, process in sorted(self._running.items()):
             asked = (
-                "dump requested" if process.ask(signal.SIGUSR2) else "no dump requested: it has no handler for SIGUSR2"
+                "dump requested"
+                if process.send_signal(signal.SIGUSR2)
+                else "no dump requested: it has no handler for SIGUSR2"
             )
             write_stderr([f"aiocoll run: rank {rank}, process {process.pid}: {asked}"])
         for rank in sorted(self._outcomes.keys() - self._running.keys()):

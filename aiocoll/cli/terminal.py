@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Literal, Self, TextIO
 
-__all__ = ["Progress", "Style", "coloured", "complain", "styled", "write_stderr"]
+__all__ = ["Progress", "Style", "has_colours", "print_error", "styled", "write_stderr"]
 
 Style = Literal["heading", "good", "bad", "hint"]
 
@@ -24,7 +24,7 @@ _CLEAR = "\r\x1b[K"
 _AGAIN = 1.0
 
 
-def coloured(stream: TextIO) -> bool:
+def has_colours(stream: TextIO) -> bool:
     """Return whether text for `stream` has colours."""
     if os.environ.get("NO_COLOR"):
         return False
@@ -33,10 +33,10 @@ def coloured(stream: TextIO) -> bool:
 
 def styled(text: str, style: Style, stream: TextIO) -> str:
     """Return `text` for `stream`, in colours if it has them."""
-    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if coloured(stream) else text
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if has_colours(stream) else text
 
 
-def complain(command: str, error: object) -> None:
+def print_error(command: str, error: object) -> None:
     """Print an error of a subcommand, or of `aiocoll` itself if `command` is empty."""
     write_stderr([f"{styled(f'aiocoll {command}'.strip() + ':', 'bad', sys.stderr)} {error}"])
 

@@ -7,7 +7,7 @@ import argparse
 from aiocoll.cli.arguments import describe_command
 from aiocoll.cli.divergence import report
 from aiocoll.cli.merge import Unusable, collect
-from aiocoll.cli.terminal import complain
+from aiocoll.cli.terminal import print_error
 from aiocoll.dump.files import write_json
 from aiocoll.dump.timeline import chrome_trace
 
@@ -49,6 +49,6 @@ def _trace(args: argparse.Namespace) -> int:
 
             draw(groups, args.png)
     except (Unusable, OSError) as error:
-        complain("trace", error)
+        print_error("trace", error)
         return 2
     return 0 if well else 1

@@ -26,7 +26,7 @@ from time import perf_counter
 import numpy as np
 
 from aiocoll.algorithms.machine import MEDIA, Machine, Medium, SingleCopy
-from aiocoll.cli.terminal import Progress, complain
+from aiocoll.cli.terminal import Progress, print_error
 from aiocoll.cli.tune_single_copy import measure_single_copy
 from aiocoll.errors import AiocollError, BackendUnavailableError
 from aiocoll.group.process_group import ProcessGroup
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
         machines = {medium: min(found) for medium, found in launches.items()}
         print(_table(machines, launches))
         single_copy = asyncio.run(measure_single_copy(LAUNCHES))
-        print(f"single copy: {_said(single_copy)}")
+        print(f"single copy: {_single_copy_text(single_copy)}")
         _write(path, dumps(machines, datetime.now(UTC).isoformat(timespec="seconds"), single_copy))
     except (AiocollError, OSError) as error:
-        complain("bench", error)
+        print_error("bench", error)
         return 1
     print(f"Written to {path}; groups use it from now on.")
     return 0
@@ -149,10 +149,10 @@ class _Pair:
         """Measure everything once; return whether rank 0 wants another turn."""
         if self._first:
             self._short[0] = more
-        self._shorts.append(await self._there_and_back() / 2)
-        self._singles.append(await self._many(1))
-        self._bursts.append(await self._many(1 + BURST))
-        self._longs.append(await self._both_ways())
+        self._shorts.append(await self._measure_round_trip() / 2)
+        self._singles.append(await self._measure_burst(1))
+        self._bursts.append(await self._measure_burst(1 + BURST))
+        self._longs.append(await self._exchange_long_messages())
         start = perf_counter()
         for piece in self._array.reshape(-1, len(self._piece)):
             np.add(self._piece, piece, out=piece)
@@ -161,13 +161,15 @@ class _Pair:
 
     def machine(self) -> Machine:
         """Compute alpha, overhead, beta and gamma from the measured times."""
-        alpha = _typical(self._shorts)
+        alpha = _lower_quartile(self._shorts)
         # Noise can make the difference too small or too large. Limits: overhead is not 0, and alpha contains it twice.
-        overhead = min(max((_typical(self._bursts) - _typical(self._singles)) / BURST, alpha / 100), alpha / 2)
-        beta = max(_typical(self._longs) - alpha, alpha) / LONG
-        return Machine(alpha, overhead, beta, _typical(self._reductions) / ARRAY)
+        overhead = min(
+            max((_lower_quartile(self._bursts) - _lower_quartile(self._singles)) / BURST, alpha / 100), alpha / 2
+        )
+        beta = max(_lower_quartile(self._longs) - alpha, alpha) / LONG
+        return Machine(alpha, overhead, beta, _lower_quartile(self._reductions) / ARRAY)
 
-    async def _there_and_back(self) -> float:
+    async def _measure_round_trip(self) -> float:
         start = perf_counter()
         if self._first:
             await self._pg.send(self._short, self._peer)
@@ -177,14 +179,14 @@ class _Pair:
             await self._pg.send(self._short, self._peer)
         return perf_counter() - start
 
-    async def _both_ways(self) -> float:
+    async def _exchange_long_messages(self) -> float:
         start = perf_counter()
         sent = self._pg.send(self._long[0], self._peer)
         await self._pg.recv(self._long[1], self._peer)
         await sent
         return perf_counter() - start
 
-    async def _many(self, count: int) -> float:
+    async def _measure_burst(self, count: int) -> float:
         """Send `count` short messages at once, and wait for the acknowledgement."""
         start = perf_counter()
         if self._first:
@@ -200,7 +202,7 @@ class _Pair:
         return perf_counter() - start
 
 
-def _typical(times: list[float]) -> float:
+def _lower_quartile(times: list[float]) -> float:
     """Return the lower quartile."""
     return sorted(times)[len(times) // 4]
 
@@ -223,7 +225,7 @@ def _table(machines: Mapping[Medium, Machine], launches: Mapping[Medium, Sequenc
     return "\n".join(lines)
 
 
-def _said(single_copy: SingleCopy | None) -> str:
+def _single_copy_text(single_copy: SingleCopy | None) -> str:
     """Return the sizes from which single copy pays, as text."""
     if single_copy is None:
         return "processes of this host cannot read the memory of other processes"

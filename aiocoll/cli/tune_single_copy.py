@@ -31,7 +31,7 @@ from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.tuning import dumps
 from aiocoll.work import Work
 
-__all__ = ["SIZES", "measure_single_copy", "paying", "use", "without_accelerator"]
+__all__ = ["SIZES", "disabled_accelerator", "measure_single_copy", "paying", "use"]
 
 #: Array sizes in bytes: each 4 times the one before, up to a size that exceeds all caches.
 SIZES = tuple(LEAST_BY_REFERENCE << 2 * step for step in range(5))
@@ -52,7 +52,7 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
     if can_read() is not None:
         return None
     found: dict[bool, list[_Seconds]] = {True: [], False: []}
-    with tempfile.TemporaryDirectory() as folder, Progress() as progress, without_accelerator():
+    with tempfile.TemporaryDirectory() as folder, Progress() as progress, disabled_accelerator():
         always = _write(Path(folder), SingleCopy(0, 0, 0))
         for number, single_copy in enumerate([True, False] * launches, 1):
             progress.show(f"launch {number} of {2 * launches}: single copy")
@@ -68,7 +68,7 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
 
 
 @contextmanager
-def without_accelerator() -> Iterator[None]:
+def disabled_accelerator() -> Iterator[None]:
     """Let processes that are started within run in pure Python."""
     before = os.environ.get("AIOCOLL_NATIVE")
     os.environ["AIOCOLL_NATIVE"] = "0"

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from math import inf
 
 from aiocoll.cli.rank import Exit, Report
-from aiocoll.cli.top.words import rank_numbers
+from aiocoll.cli.top.formatting import rank_numbers
 
-__all__ = ["RankOutcome", "culprit", "final_lines", "headline", "interrupted", "replaced", "tracebacks"]
+__all__ = [
+    "RankOutcome",
+    "final_lines",
+    "find_culprit",
+    "format_headline",
+    "format_interruption",
+    "replaced",
+    "tracebacks",
+]
 
 
 @dataclass(slots=True)
@@ -52,7 +60,7 @@ class RankOutcome:
         return 128 - code if code < 0 else code
 
 
-def culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome | None:
+def find_culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome | None:
     """Return the rank that failed first by itself, else the first that failed; None if no rank failed.
 
     Args:
@@ -88,13 +96,13 @@ def final_lines(
         if to_blame.report is None or not to_blame.report.traceback:
             yield f"aiocoll run: rank {to_blame.rank} {_end(to_blame)}"
         else:
-            yield f"aiocoll run: {_blame(to_blame, bool(stuck))}; exit code {to_blame.status}:"
+            yield f"aiocoll run: {_describe_culprit(to_blame, bool(stuck))}; exit code {to_blame.status}:"
             yield from tracebacks({to_blame.rank: to_blame})
     for rank, reason in sorted(stuck.items()):
         yield f"aiocoll run: rank {rank} was stuck: {reason}; it {_end(outcomes[rank])}"
 
 
-def headline(outcome: RankOutcome) -> str:
+def format_headline(outcome: RankOutcome) -> str:
     """Return how a rank failed, in one line."""
     report = outcome.report
     failed = f"failed: {report.error_and_place}" if report is not None and report.code is None else _end(outcome)
@@ -103,11 +111,11 @@ def headline(outcome: RankOutcome) -> str:
 
 def replaced(outcome: RankOutcome, restart: str) -> Iterator[str]:
     """Yield how a rank failed that a newcomer replaces; its traceback comes last."""
-    yield f"aiocoll run: {headline(outcome)}; a newcomer is started in its place ({restart})"
+    yield f"aiocoll run: {format_headline(outcome)}; a newcomer is started in its place ({restart})"
     yield from tracebacks({outcome.rank: outcome})
 
 
-def interrupted(outcomes: Mapping[int, RankOutcome], began: float, verbose: bool) -> Iterator[str]:
+def format_interruption(outcomes: Mapping[int, RankOutcome], began: float, verbose: bool) -> Iterator[str]:
     """Yield the lines about ranks after a signal to the launcher.
 
     A rank that reported an exception has one line, shared with ranks that ended in the same way.
@@ -120,7 +128,7 @@ def interrupted(outcomes: Mapping[int, RankOutcome], began: float, verbose: bool
     before = {rank: each for rank, each in outcomes.items() if each.report is not None and each.time < began}
     after = {rank: each for rank, each in outcomes.items() if each.report is not None and each.time >= began}
     yield from tracebacks(before)
-    yield from _grouped({rank: _interruption(each) for rank, each in after.items()})
+    yield from _group_ends({rank: _describe_interruption(each) for rank, each in after.items()})
     if verbose:
         yield from tracebacks(after)
 
@@ -132,7 +140,7 @@ def tracebacks(outcomes: Mapping[int, RankOutcome]) -> Iterator[str]:
             yield from (f"[{rank}] {line}" for line in outcome.report.traceback.splitlines())
 
 
-def _blame(to_blame: RankOutcome, is_other_stuck: bool) -> str:
+def _describe_culprit(to_blame: RankOutcome, is_other_stuck: bool) -> str:
     """Return the words before the traceback of the rank at fault."""
     rank, report = to_blame.rank, to_blame.report
     if to_blame.degree < 2:
@@ -158,10 +166,10 @@ def _other_ends(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | Non
             is_repeated = report.error in shown or report.place != place
             brief = is_repeated or (is_explained and outcome.degree == 2)
         lines[rank] = _end(outcome, brief)
-    yield from _grouped(lines)
+    yield from _group_ends(lines)
 
 
-def _grouped(ends: Mapping[int, str]) -> Iterator[str]:
+def _group_ends(ends: Mapping[int, str]) -> Iterator[str]:
     """Yield one line for all ranks that share the same end."""
     ranks: dict[str, list[int]] = {}
     for rank, end in sorted(ends.items()):
@@ -173,7 +181,7 @@ def _grouped(ends: Mapping[int, str]) -> Iterator[str]:
             yield f"aiocoll run: ranks {rank_numbers(found)} {f'were {end[4:]}' if end.startswith('was ') else end}"
 
 
-def _interruption(outcome: RankOutcome) -> str:
+def _describe_interruption(outcome: RankOutcome) -> str:
     report = outcome.report
     assert report is not None
     if report.kind != "KeyboardInterrupt" or report.code is not None:

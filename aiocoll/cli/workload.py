@@ -111,17 +111,17 @@ class Workload:
         self._spec = spec_of(case.kind)
         count = case.count(world_size)
         if self._spec.in_blocks:
-            self._in_blocks(count // world_size)
+            self._make_block_arrays(count // world_size)
         elif self._spec.input is not None:
-            self._in_place(count)
+            self._make_array_in_place(count)
 
     @property
     def rounds(self) -> int:
         """Return the number of calls after which the arrays must be filled again, at least 2."""
-        return min(ROUNDS, self._exact) if self._grows else ROUNDS
+        return min(ROUNDS, self._max_exact_calls) if self._sums_ones_in_place else ROUNDS
 
     @property
-    def _exact(self) -> int:
+    def _max_exact_calls(self) -> int:
         """Return the largest number of exact calls that sum arrays of ones in place."""
         info = np.finfo(self._dtype)
         # Powers of two are exact up to the largest exponent, other numbers as long as they fit into the mantissa.
@@ -129,57 +129,61 @@ class Workload:
         return int(bits / np.log2(self.world_size))
 
     @property
-    def _grows(self) -> bool:
+    def _sums_ones_in_place(self) -> bool:
         """Return whether repeated calls sum ones in place. Other cases work on zeros, or not in place."""
         case = self.case
         summed = case.kind == "allreduce" and case.op == "sum" and self._dtype.kind == "f"
-        return summed and self.world_size > 1 and self._exact > 1
+        return summed and self.world_size > 1 and self._max_exact_calls > 1
 
-    def fresh(self) -> None:
+    def fill_patterns(self) -> None:
         """Fill the arrays with the patterns for a checked call."""
         for block in self._blocks:
             _fill(block.array, block.before)
 
-    def wrong(self) -> int:
+    def count_wrong(self) -> int:
         """Count the elements that differ from the result of one call on fresh arrays."""
         return sum(_wrong(block.array, block.after) for block in self._blocks if block.after is not None)
 
-    def steady(self) -> None:
+    def fill_repeatable(self) -> None:
         """Fill the arrays with values on which calls can be repeated."""
-        self.fresh()
+        self.fill_patterns()
         if self.inplace is not None and self._spec.reduces:
-            self.inplace.fill(1 if self._grows else 0)
+            self.inplace.fill(1 if self._sums_ones_in_place else 0)
 
-    def wrong_after(self, rounds: int) -> int:
+    def count_wrong_after(self, rounds: int) -> int:
         """Count the elements that differ from the result of `rounds` calls on steady arrays."""
         if self.inplace is None or not self._spec.reduces:
-            return self.wrong()
-        expected = float(self.world_size) ** rounds if self._grows else 0
+            return self.count_wrong()
+        expected = float(self.world_size) ** rounds if self._sums_ones_in_place else 0
         return _wrong(self.inplace, np.full(1, expected, self._dtype))
 
-    def _in_place(self, count: int) -> None:
+    def _make_array_in_place(self, count: int) -> None:
         rank, p = self.rank, self.world_size
         self.inplace = np.empty(count, self._dtype)
         before, after = None, None if self._spec.reduces else self._row(ROOT)
         if self._spec.inputs(rank, p, ROOT):
             before = self._row(rank)
         if self._spec.reduces and self._spec.outputs(rank, p, ROOT):
-            after = self._reduced(range(rank + 1 if self.case.kind == "scan" else p))
+            after = self._reduced_pattern(range(rank + 1 if self.case.kind == "scan" else p))
         self._blocks.append(_Block(self.inplace, before, after))
 
-    def _in_blocks(self, count: int) -> None:
+    def _make_block_arrays(self, count: int) -> None:
         r, p, spec = self.rank, self.world_size, self._spec
         # The patterns of a rank's blocks are r*p to r*p + p-1, or r where it has only one.
         inputs = [r if spec.input is Part.BLOCK else r * p + j for j in range(len(spec.inputs(r, p, ROOT)))]
         if inputs:
             self.inputs = np.empty(count * len(inputs), self._dtype)
             rows = [self._row(number) for number in inputs]
-            self._blocks += [_Block(*each) for each in zip(_cut(self.inputs, count), rows, rows, strict=True)]
+            self._blocks += [_Block(*each) for each in zip(_split_array(self.inputs, count), rows, rows, strict=True)]
         outputs = [j if spec.input is Part.BLOCK else j * p + r for j in range(len(spec.outputs(r, p, ROOT)))]
         if outputs:
             self.outputs = np.empty(count * len(outputs), self._dtype)
-            rows = [self._reduced(range(r, p * p, p)) if spec.reduces else self._row(number) for number in outputs]
-            self._blocks += [_Block(each, None, row) for each, row in zip(_cut(self.outputs, count), rows, strict=True)]
+            rows = [
+                self._reduced_pattern(range(r, p * p, p)) if spec.reduces else self._row(number) for number in outputs
+            ]
+            self._blocks += [
+                _Block(each, None, row) for each, row in zip(_split_array(self.outputs, count), rows, strict=True)
+            ]
 
     def _row(self, number: int) -> Array:
         return self._numbers(number).astype(self._dtype)
@@ -189,7 +193,7 @@ class Workload:
         row = (np.arange(PERIOD) + SHIFT * number) % PERIOD
         return 1 + row % 2 if self.case.op == "product" and self._spec.reduces else row
 
-    def _reduced(self, numbers: range) -> Array:
+    def _reduced_pattern(self, numbers: range) -> Array:
         """Return one period of the reduced patterns; whole numbers wrap as they do on the ranks."""
         rows = np.array([self._numbers(number) for number in numbers])
         is_float = self._dtype.kind == "f"
@@ -202,7 +206,7 @@ class Workload:
         return reduced.astype(self._dtype)
 
 
-def _cut(array: Array, count: int) -> list[Array]:
+def _split_array(array: Array, count: int) -> list[Array]:
     return [array[start : start + count] for start in range(0, array.size, count)]
 
 

@@ -195,7 +195,7 @@ class _Decoder:
         if code == PIECE_CODE:
             return self._join_piece(items)
         if code & IN_PIECES:
-            return _whole(tag, items)
+            return _finish_container(tag, items)
         if sequence := SEQUENCES.get(code):
             if code in (SET, FROZENSET):
                 _check_set(items, tag.by_hash)
@@ -232,7 +232,7 @@ class _Decoder:
         return pickle.loads(*items)
 
 
-def _whole(tag: _Tag, items: list[Any]) -> Any:
+def _finish_container(tag: _Tag, items: list[Any]) -> Any:
     """Return a long container after all its pieces were added."""
     if any(item is not None for item in items):
         raise SerializationError("a long container with an item that is not a piece")

@@ -124,7 +124,7 @@ class _Encoder:
         elif self._allow_pickle:
             self._put_pickle(obj)
         else:
-            raise RefusedError(_why_not(obj))
+            raise RefusedError(_explain_unsupported(obj))
 
     def _emit(self, piece: bytes | memoryview) -> None:
         self._reserve(len(piece))
@@ -215,12 +215,12 @@ class _Encoder:
             try:
                 self.put(key, depth + 1)
             except RefusedError as refusal:
-                refusal.path.append(f".keys()[{_shown(key)}]")
+                refusal.path.append(f".keys()[{_shorten_key(key)}]")
                 raise
             try:
                 self.put(value, depth + 1)
             except RefusedError as refusal:
-                refusal.path.append(f"[{_shown(key)}]")
+                refusal.path.append(f"[{_shorten_key(key)}]")
                 raise
 
     def _put_array(self, dtype: str, array: np.ndarray[Any, Any]) -> None:
@@ -245,7 +245,7 @@ class _Encoder:
         self._emit(self._pack(data))
 
 
-def _shown(key: Any) -> str:
+def _shorten_key(key: Any) -> str:
     return f"{key!r:.60}" if type(key) in PLAIN else f"<{_type_name(key)}>"
 
 
@@ -254,7 +254,7 @@ def _type_name(obj: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _why_not(obj: Any) -> str:
+def _explain_unsupported(obj: Any) -> str:
     name = _type_name(obj)
     if type(obj) is np.ndarray or isinstance(obj, np.generic):
         return f"{name} has unsupported dtype {obj.dtype}: use one without objects and fields, and with a time unit"

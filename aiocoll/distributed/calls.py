@@ -15,7 +15,7 @@ from aiocoll.distributed.world import Group, finish_outside, member_of
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.fusion.deferred_completion import DeferredCompletion
 from aiocoll.group.dispatch.dispatcher import Timeout
-from aiocoll.group.messages import all_of
+from aiocoll.group.messages import combine_works
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.typing import Array, Number, Sparse
@@ -135,7 +135,7 @@ def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Wor
     if not earlier:
         return work
     fence = parts_of(pg).messages.one_of("BARRIER", [work])
-    return map_result(all_of(fence, [*earlier, work]), lambda _: None)
+    return map_result(combine_works(fence, [*earlier, work]), lambda _: None)
 
 
 def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
@@ -211,7 +211,7 @@ def all_gather_coalesced(
     outputs = [[each[index] for each in lists] for index in range(count)]
     works = parts_of(pg).collectives.allgather_all(outputs, input_tensor_list, "input_tensor_list")
     whole = parts_of(pg).messages.one_of("ALLGATHER_COALESCED", works)
-    return map_result(all_of(whole, works), lambda _: output_tensor_lists)
+    return map_result(combine_works(whole, works), lambda _: output_tensor_lists)
 
 
 @overload

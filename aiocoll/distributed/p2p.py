@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from aiocoll.distributed.map_result import map_result
 from aiocoll.distributed.ranks import global_rank_of, rank_of, sender_of
 from aiocoll.distributed.world import Group, finish_outside, member_of, require_member
-from aiocoll.group.messages import Recv, Send, all_of
+from aiocoll.group.messages import Recv, Send, combine_works
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.typing import Array, Sparse
@@ -127,7 +127,7 @@ class Requests(list[Work[A]]):
 
     def __await__(self) -> Generator[Any, None, list[A]]:
         """Wait for all works, even after one has failed, as the work of `ProcessGroup.batch` does."""
-        return all_of(parts_of(self[0].group).messages.one_of("BATCH", self), self).__await__()
+        return combine_works(parts_of(self[0].group).messages.one_of("BATCH", self), self).__await__()
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp[A]]) -> Requests[A]:

@@ -22,7 +22,7 @@ from aiocoll.elements.adapters import (
     provided_adapter_of,
 )
 from aiocoll.elements.device import DeviceArray
-from aiocoll.elements.dtypes import DType, by_name, of_numpy
+from aiocoll.elements.dtypes import DType, by_name, from_numpy
 from aiocoll.elements.strides import check_disjoint
 
 __all__ = [
@@ -109,9 +109,9 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
     if type(obj) is np.ndarray and obj.flags.carray:
         return share(obj, obj, name)
     if isinstance(obj, np.ndarray):
-        return _of_numpy(obj, obj, name, writable)
+        return _view_numpy(obj, obj, name, writable)
     adapter = adapter_of_type(type(obj))
-    return _of_protocol(obj, name, writable) if adapter is None else adapter.view(obj, name, writable)
+    return _view_by_protocol(obj, name, writable) if adapter is None else adapter.view(obj, name, writable)
 
 
 def operand(obj: Any, *, writable: bool) -> Buffer:
@@ -121,13 +121,13 @@ def operand(obj: Any, *, writable: bool) -> Buffer:
     adapter = adapter_of_type(type(obj))
     if adapter is not None:
         return adapter.view(obj, "tensor", writable)
-    return scalar(obj) if is_scalar(obj) else _of_protocol(obj, "tensor", writable)
+    return scalar(obj) if is_scalar(obj) else _view_by_protocol(obj, "tensor", writable)
 
 
-def _of_protocol(obj: Any, name: str, writable: bool) -> Buffer:
+def _view_by_protocol(obj: Any, name: str, writable: bool) -> Buffer:
     """View an object whose type has no registered library."""
     if obj is None or isinstance(obj, _NO_ARRAYS) or is_scalar(obj):
-        raise _not_an_array(obj, name)
+        raise _array_type_error(obj, name)
     adapter = adapter_of_attribute(obj)
     if adapter is None and (kind := dlpack_kind(obj)) is not None and kind not in _DLPACK_HOST:
         adapter = dlpack_adapter(kind) or provided_adapter_of(obj)
@@ -135,10 +135,10 @@ def _of_protocol(obj: Any, name: str, writable: bool) -> Buffer:
         return adapter.view(obj, name, writable)
     array = _import_array(obj, name)
     if array is not None:
-        return _of_numpy(array, obj, name, writable)
+        return _view_numpy(array, obj, name, writable)
     adapter = provided_adapter_of(obj)
     if adapter is None:
-        raise _not_an_array(obj, name)
+        raise _array_type_error(obj, name)
     return adapter.view(obj, name, writable)
 
 
@@ -158,7 +158,7 @@ def scalar(value: Any) -> Buffer:
     """
     if isinstance(value, np.generic):
         given = np.array(value)
-        dtype = of_numpy(given.dtype)
+        dtype = from_numpy(given.dtype)
         buffer = Buffer(given.reshape(1).view(dtype.storage), dtype, (), value, lambda: given[()])
         buffer.count = 1
         return buffer
@@ -224,7 +224,7 @@ def byte_view(array: npt.NDArray[Any]) -> memoryview:
 def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
     """Return a view of a contiguous, aligned array. Nearly every call uses this function, so it must be fast."""
     try:
-        dtype = of_numpy(array.dtype)
+        dtype = from_numpy(array.dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
     shape = array.shape
@@ -237,7 +237,7 @@ def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
     return Buffer(flat, dtype, shape, obj)
 
 
-def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> Buffer:
+def _view_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> Buffer:
     """Return a view of `array`, which may have any layout and uses the memory of the caller's object `obj`."""
     masked = sys.modules.get("numpy.ma")  # NumPy loads this module on first use
     if masked is not None and isinstance(array, masked.MaskedArray):
@@ -291,12 +291,12 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any] | None:
             return np.from_dlpack(obj)
         except (BufferError, RuntimeError, TypeError) as exc:
             if hasattr(obj, "__array_namespace__") and hasattr(obj, "__array__"):
-                return _converted(obj, name)
+                return _convert_array(obj, name)
             raise TypeError(f"{name}: NumPy cannot import this {type(obj).__name__} by DLPack: {exc}") from exc
     return None
 
 
-def _converted(obj: Any, name: str) -> npt.NDArray[Any]:
+def _convert_array(obj: Any, name: str) -> npt.NDArray[Any]:
     """Convert an array by its `__array__` method, the only way for dtypes of ml_dtypes, such as bfloat16.
 
     The returned array is read-only, because it may be a copy.
@@ -309,7 +309,7 @@ def _converted(obj: Any, name: str) -> npt.NDArray[Any]:
     return array
 
 
-def _not_an_array(obj: Any, name: str) -> TypeError:
+def _array_type_error(obj: Any, name: str) -> TypeError:
     scipy = sys.modules.get("scipy.sparse")
     if scipy is not None and scipy.issparse(obj):
         return TypeError(
@@ -317,10 +317,10 @@ def _not_an_array(obj: Any, name: str) -> TypeError:
             "and gather accept sparse arrays, and send and recv outside of a batch"
         )
     hint = f"; pass {name}.to_numpy()" if hasattr(obj, "to_numpy") else ""
-    return TypeError(f"{name} must be {_accepted()}, not {type(obj).__name__}{hint}")
+    return TypeError(f"{name} must be {_accepted_kinds()}, not {type(obj).__name__}{hint}")
 
 
-def _accepted() -> str:
+def _accepted_kinds() -> str:
     """Return a phrase that lists the kinds of arrays that calls accept."""
     names = adapters.names()
     arrays = ["a NumPy array", *(noun for name in names if (noun := adapters.get(name).noun))]

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from aiocoll.elements.dtypes import DType
 
-__all__ = ["UNKNOWN", "DeviceArray", "PutBack", "place_of"]
+__all__ = ["UNKNOWN", "CopyBack", "DeviceArray", "place_of"]
 
 #: Device number of an array whose library does not report it. The device backend finds the number by the address.
 UNKNOWN = -1
 
 
-class PutBack:
+class CopyBack:
     """A function that copies a contiguous staging copy back to the caller's elements, once.
 
     Args:
@@ -64,7 +64,7 @@ class DeviceArray:
     label: ClassVar[str]
 
     def __init__(
-        self, ptr: int, size: int, dtype: DType, device: int, stream: int, keep: Any, back: PutBack | None = None
+        self, ptr: int, size: int, dtype: DType, device: int, stream: int, keep: Any, back: CopyBack | None = None
     ) -> None:
         self.ptr = ptr if size else 0  # CuPy gives empty slices arbitrary pointers
         self.size = size

@@ -20,7 +20,7 @@ from aiocoll.elements.element_type import DType, Kind
 from aiocoll.elements.records import LAYOUT, Record, record, record_by_code, record_by_name
 from aiocoll.errors import BackendUnavailableError
 
-__all__ = ["DType", "Kind", "array_dtype", "by_code", "by_name", "from_float32", "of_numpy", "to_float32"]
+__all__ = ["DType", "Kind", "array_dtype", "by_code", "by_name", "from_float32", "from_numpy", "to_float32"]
 
 Convert = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 
@@ -99,7 +99,7 @@ _BY_NAME: Mapping[str, DType] = MappingProxyType({d.name: d for d in _ALL})
 _NATIVE: Mapping[np.dtype[Any], DType] = MappingProxyType({d.storage: d for d in _ALL if d.name == d.storage.name})
 
 
-def of_numpy(dtype: np.dtype[Any]) -> DType:
+def from_numpy(dtype: np.dtype[Any]) -> DType:
     """Return the element type of arrays with a dtype of NumPy or ml_dtypes.
 
     Raises:
@@ -162,7 +162,7 @@ def array_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def to_float32(dtype: DType) -> Convert:
-    """Return a function ``up(src, out)`` that converts storage of `dtype`, a float of at most 16 bits, to float32.
+    """Return a function ``widen(src, out)`` that converts storage of `dtype`, a float of at most 16 bits, to float32.
 
     Both arrays are flat. The conversion is exact.
     """
@@ -170,7 +170,7 @@ def to_float32(dtype: DType) -> Convert:
 
 
 def from_float32(dtype: DType) -> Convert:
-    """Return a function ``down(src, out)`` that rounds float32 to storage of `dtype`, a float of at most 16 bits.
+    """Return a function ``narrow(src, out)`` that rounds float32 to storage of `dtype`, a float of at most 16 bits.
 
     Both arrays are flat. It rounds to nearest, ties to even, as IEEE 754 and ml_dtypes do. Values above the largest
     become infinity, or NaN in the float8 types without infinities; NumPy may warn. NaN stays NaN. `src` is not changed.
@@ -289,14 +289,14 @@ def _float8_down_table(name: str) -> npt.NDArray[np.uint8]:
 
 
 def _float8_up(name: str) -> Convert:
-    def up(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    def widen(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         _float8_up_table(name).take(src, out=out, mode="wrap")
 
-    return up
+    return widen
 
 
 def _float8_down(name: str) -> Convert:
-    def down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    def narrow(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         # Truncate to the upper 16 bits, and set the last of these if a truncated bit was set. That bit lies below every
         # midpoint between two float8 values, so the truncated value rounds to the same float8 value.
         bits = src.view(np.uint32)
@@ -307,7 +307,7 @@ def _float8_down(name: str) -> Convert:
         np.bitwise_or(index, lost, index)
         _float8_down_table(name).take(index, out=out, mode="wrap")
 
-    return down
+    return narrow
 
 
 _HALF: Mapping[str, tuple[Convert, Convert]] = MappingProxyType(

@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 
 from aiocoll.elements.dtypes import DType, from_float32, to_float32
 
-__all__ = ["Entries", "checked", "coalesced", "gathered", "merged", "pack", "scattered", "unpack"]
+__all__ = [
+    "Entries",
+    "check_entries",
+    "coalesce_entries",
+    "gather_entries",
+    "merge_entries",
+    "pack",
+    "scatter_entries",
+    "unpack",
+]
 
 Array = NDArray[Any]
 
@@ -32,7 +41,7 @@ class Entries(NamedTuple):
     values: Array
 
 
-def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
+def coalesce_entries(places: Array, values: Array, dtype: DType) -> Entries:
     """Sort entries by index and add up entries with the same index, as torch's ``coalesce`` does.
 
     float16, bfloat16 and float8 values are added up in float32 and rounded once.
@@ -45,17 +54,17 @@ def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
     if not ascending.all():
         order = np.argsort(places, kind="stable")
         places, values = places[order], values[order]
-    first = _first(places)
+    first = _first_of_runs(places)
     if first.all():
         return Entries(places, values)
     starts = np.flatnonzero(first)
-    wide = _up(values, dtype)
+    wide = _widen(values, dtype)
     with np.errstate(all="ignore"):
         sums = np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype)
-    return Entries(places[starts], _down(sums, dtype))
+    return Entries(places[starts], _narrow(sums, dtype))
 
 
-def checked(entries: Entries, size: int) -> Entries:
+def check_entries(entries: Entries, size: int) -> Entries:
     """Return entries that another rank has sent, after the check that their indices fit an array with `size` indices.
 
     Raises:
@@ -69,7 +78,7 @@ def checked(entries: Entries, size: int) -> Entries:
     return entries
 
 
-def merged(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], None] | None = None) -> Entries:
+def merge_entries(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], None] | None = None) -> Entries:
     """Add up the entries of several ranks: return the union of their indices, and the sum at each index.
 
     Values are added in the order of `parts`. float16, bfloat16 and float8 values are added up in float32 and rounded
@@ -87,18 +96,18 @@ def merged(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], Non
         return Entries(parts[0].places.copy(), parts[0].values.copy())  # copies: aligned, and not shared
     every = np.concatenate([part.places for part in parts])
     every.sort(kind="stable")  # merges the sorted parts
-    places = every[_first(every)]
+    places = every[_first_of_runs(every)]
     sums = np.zeros((len(places), *parts[0].values.shape[1:]), np.float32 if dtype.kind == "half" else dtype.storage)
     with np.errstate(all="ignore"):
         for part in parts:
             # Each part has an index at most once, so no addition is lost.
-            sums[np.searchsorted(places, part.places)] += _up(part.values, dtype)
+            sums[np.searchsorted(places, part.places)] += _widen(part.values, dtype)
     if divide is not None:
         divide(sums.reshape(-1))
-    return Entries(places, _down(sums, dtype))
+    return Entries(places, _narrow(sums, dtype))
 
 
-def scattered(entries: Entries, size: int) -> tuple[Array, Array]:
+def scatter_entries(entries: Entries, size: int) -> tuple[Array, Array]:
     """Return a flat dense array of `size` elements, and a bitmap (uint8) of the indices that have an entry."""
     dense = np.zeros((size, *entries.values.shape[1:]), entries.values.dtype)
     dense[entries.places] = entries.values
@@ -107,12 +116,12 @@ def scattered(entries: Entries, size: int) -> tuple[Array, Array]:
     return dense.reshape(-1), np.packbits(marks)
 
 
-def gathered(dense: Array, bits: Array, size: int, like: Entries) -> Entries:
+def gather_entries(dense: Array, bits: Array, size: int, like: Entries) -> Entries:
     """Return the entries of a flat dense array: the elements whose bits are set.
 
     Args:
         dense: 1-D array of `size` entries.
-        bits: bitmap (uint8), as made by `scattered`.
+        bits: bitmap (uint8), as made by `scatter_entries`.
         size: number of indices.
         like: entries with the dtypes and the width of the result.
     """
@@ -146,7 +155,7 @@ def unpack(packed: Array, count: int | None, like: Entries) -> Entries:
     return Entries(packed[:split].view(like.places.dtype), values.reshape(count, *like.values.shape[1:]))
 
 
-def _first(places: Array) -> Array:
+def _first_of_runs(places: Array) -> Array:
     """Return a mask (bool) with the first entry of each run of equal indices."""
     first = np.ones(len(places), np.bool_)
     np.not_equal(places[1:], places[:-1], out=first[1:])
@@ -157,7 +166,7 @@ def _bytes(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _up(values: Array, dtype: DType) -> Array:
+def _widen(values: Array, dtype: DType) -> Array:
     """Convert `values` to the type in which they are added up."""
     if dtype.kind != "half":
         return values
@@ -166,7 +175,7 @@ def _up(values: Array, dtype: DType) -> Array:
     return wide
 
 
-def _down(sums: Array, dtype: DType) -> Array:
+def _narrow(sums: Array, dtype: DType) -> Array:
     if dtype.kind != "half":
         return sums
     narrow = np.empty(sums.shape, dtype.storage)

@@ -159,7 +159,7 @@ class _Scratch:
             found = self._stacks[count] = Stack(self._total, count), Stack(self._term, count)
         return found
 
-    def words(self, x: Array) -> npt.NDArray[np.uint32]:
+    def view_words(self, x: Array) -> npt.NDArray[np.uint32]:
         """Return `x` as words: a view, or a copy padded with a zero if its length is odd or it is not aligned."""
         if not len(x) % 2:
             words = x.view(np.uint32)
@@ -184,10 +184,10 @@ def _packing(combine: Combine, codes: Codes, kind: Kind, finalize: Finalize | No
 
     def compute(inputs: Sequence[Array], out: Array, scratch: _Scratch) -> bool:
         total, term = scratch.stacks((len(out) + 1) // 2)
-        largest = codes.unpack(scratch.words(inputs[0]), total)
+        largest = codes.unpack(scratch.view_words(inputs[0]), total)
         values, more = total.values, term.values
         for x in inputs[1:]:
-            largest = max(largest, codes.unpack(scratch.words(x), term))
+            largest = max(largest, codes.unpack(scratch.view_words(x), term))
             combine(values, more, values)
         if ufunc is not None:
             ufunc(values, operand, values)

@@ -25,18 +25,18 @@ def logical_kernel(name: str, dtype: DType) -> Kernel:
     """Return the kernel of a logical op. The caller has checked that it is defined on `dtype`."""
     ufunc = LOGICAL[name]
     if dtype.kind == "half" and dtype.storage.kind == "u":
-        return _of_codes(ufunc, dtype)
+        return _make_code_kernel(ufunc, dtype)
 
     def combine(a: Array, b: Array, out: Array) -> None:
         ufunc(a, b, out)
 
-    def truth(src: Array, out: Array) -> None:
+    def to_bool(src: Array, out: Array) -> None:
         np.not_equal(src, 0, out)
 
-    return _kernel(dtype, combine, truth)
+    return _kernel(dtype, combine, to_bool)
 
 
-def _of_codes(ufunc: np.ufunc, dtype: DType) -> Kernel:
+def _make_code_kernel(ufunc: np.ufunc, dtype: DType) -> Kernel:
     one = np.empty(1, dtype.storage)
     from_float32(dtype)(np.ones(1, np.float32), one)
     # Types without a negative zero use its code for NaN, which is true: keep the sign bit of these.
@@ -46,19 +46,19 @@ def _of_codes(ufunc: np.ufunc, dtype: DType) -> Kernel:
     def combine(a: Array, b: Array, out: Array) -> None:
         np.multiply(ufunc(np.bitwise_and(a, size), np.bitwise_and(b, size)), one, out)
 
-    def truth(src: Array, out: Array) -> None:
+    def to_bool(src: Array, out: Array) -> None:
         np.multiply(np.not_equal(np.bitwise_and(src, size), 0), one, out)
 
-    return _kernel(dtype, combine, truth)
+    return _kernel(dtype, combine, to_bool)
 
 
-def _kernel(dtype: DType, combine: Combine, truth: Callable[[Array, Array], None]) -> Kernel:
+def _kernel(dtype: DType, combine: Combine, to_bool: Callable[[Array, Array], None]) -> Kernel:
     several = chain(combine, dtype.storage, None)
 
     def fold(inputs: Sequence[Array], out: Array) -> None:
         if len(inputs) == 1:
-            truth(inputs[0], out)
+            to_bool(inputs[0], out)
         else:
             several(inputs, out)
 
-    return Kernel(combine, fold, of_one=truth)
+    return Kernel(combine, fold, of_one=to_bool)

@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from aiocoll.elements.buffers import Buffer
-from aiocoll.elements.dtypes import DType, of_numpy, to_float32
+from aiocoll.elements.dtypes import DType, from_numpy, to_float32
 from aiocoll.elements.kernels import Array, Kernel, chain
 from aiocoll.elements.records import Record
 
-__all__ = ["LOCATING", "Pair", "pair_kernel", "paired"]
+__all__ = ["LOCATING", "Pair", "pair_buffer", "pair_kernel"]
 
 #: The comparison by which a value wins over another, by op.
 LOCATING: Mapping[str, np.ufunc] = MappingProxyType({"MINLOC": np.less, "MAXLOC": np.greater})
@@ -47,7 +47,7 @@ class Pair(DType):
 _PAIRS: WeakKeyDictionary[Record, Pair] = WeakKeyDictionary()
 
 
-def paired(buffer: Buffer, op: Any, *, writable: bool) -> Buffer:
+def pair_buffer(buffer: Buffer, op: Any, *, writable: bool) -> Buffer:
     """Return the buffer of a structured array as a buffer of pairs, if `op` is MINLOC or MAXLOC.
 
     Args:
@@ -85,7 +85,7 @@ def _pair(record: Record, name: str) -> Pair:
     names, fields = record.array.names or (), record.array.fields
     if len(names) == 2 and fields is not None:
         value, index = (fields[each][0] for each in names)
-        if index.kind in "iu" and index.isnative and (kind := of_numpy(value)).kind in _VALUES:
+        if index.kind in "iu" and index.isnative and (kind := from_numpy(value)).kind in _VALUES:
             nbytes = 2 * max(value.itemsize, index.itemsize)
             return Pair(record.name, record.code, nbytes, np.dtype(f"V{nbytes}"), "pair", kind, index)
     raise TypeError(

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.adapters import adapter_of_type
-from aiocoll.elements.dtypes import DType, of_numpy
-from aiocoll.elements.entries import Entries, checked, coalesced, unpack
+from aiocoll.elements.dtypes import DType, from_numpy
+from aiocoll.elements.entries import Entries, check_entries, coalesce_entries, unpack
 
 __all__ = [
     "SparseArray",
@@ -95,9 +95,9 @@ def _array_of(obj: Any, name: str) -> SparseArray:
     if adapter is not None:
         return adapter.sparse_array(obj, name)
     if obj.format == "coo":
-        return _of_coo(obj, name)
+        return _describe_coo(obj, name)
     if obj.format in ("csr", "csc"):
-        return _of_compressed(obj, name)
+        return _describe_compressed(obj, name)
     raise TypeError(f"{name} is a {type(obj).__name__} in format {obj.format!r}; pass {name}.tocsr() or {name}.tocoo()")
 
 
@@ -113,7 +113,7 @@ def entries_of(array: SparseArray, packed: Array) -> Entries:
     Raises:
         ValueError: the indices do not fit such an array.
     """
-    return checked(unpack(packed, None, empty_entries(array)), array.size)
+    return check_entries(unpack(packed, None, empty_entries(array)), array.size)
 
 
 def fresh_like(obj: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
@@ -125,11 +125,11 @@ def fresh_like(obj: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
 # -- scipy.sparse
 
 
-def _of_coo(obj: Any, name: str) -> SparseArray:
+def _describe_coo(obj: Any, name: str) -> SparseArray:
     shape, dtype = obj.shape, _scipy_dtype(obj, name)
 
     def read() -> Entries:
-        return coalesced(flat_places(obj.coords, shape, name), _plain(obj.data), dtype)
+        return coalesce_entries(flat_places(obj.coords, shape, name), _plain(obj.data), dtype)
 
     def build(entries: Entries) -> Callable[[], Any]:
         like = np.result_type(*(each.dtype for each in obj.coords))
@@ -144,7 +144,7 @@ def _of_coo(obj: Any, name: str) -> SparseArray:
     return describe_sparse(shape, len(shape), dtype, obj.nnz, 0, read, build)
 
 
-def _of_compressed(obj: Any, name: str) -> SparseArray:
+def _describe_compressed(obj: Any, name: str) -> SparseArray:
     dtype = _scipy_dtype(obj, name)
     shape = obj.shape if len(obj.shape) == 2 else (1, *obj.shape)  # treat a 1-D CSR array as a row
     by_column = obj.format == "csc"
@@ -153,7 +153,7 @@ def _of_compressed(obj: Any, name: str) -> SparseArray:
     def read() -> Entries:
         coords = expand_pointers(obj.indptr, obj.indices, name)
         values = _plain(obj.data[: len(coords[0])])
-        return coalesced(flat_places(coords[::-1] if by_column else coords, shape, name), values, dtype)
+        return coalesce_entries(flat_places(coords[::-1] if by_column else coords, shape, name), values, dtype)
 
     def build(entries: Entries) -> Callable[[], Any]:
         places, values = entries
@@ -178,7 +178,7 @@ def _of_compressed(obj: Any, name: str) -> SparseArray:
 
 def _scipy_dtype(obj: Any, name: str) -> DType:
     try:
-        return of_numpy(obj.dtype)
+        return from_numpy(obj.dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
 

@@ -74,9 +74,11 @@ class Channels:
             channel = self._channels[rank] = Channel(self._context, rank, self._groups.made, self)
         return channel
 
-    def of_group(self, ranks: Sequence[int]) -> Sequence[Channel]:
+    def for_ranks(self, ranks: Sequence[int]) -> Sequence[Channel]:
         """Return the channels to `ranks`, in order. For a large group, iteration yields only existing channels."""
-        return [self.to(rank) for rank in ranks] if len(ranks) <= FEW else _Lazy(self, self._context.rank, ranks)
+        return (
+            [self.to(rank) for rank in ranks] if len(ranks) <= FEW else _LazyChannels(self, self._context.rank, ranks)
+        )
 
     def made(self, ranks: Sequence[int]) -> Iterator[Channel]:
         """Return the existing channels to `ranks`, in order."""
@@ -115,7 +117,7 @@ class Channels:
         except (OSError, AiocollError) as error:
             channel.dialling = False
             if channel.peer not in self._roster.gone:
-                self._roster.died(channel.peer, f"it cannot be reached ({error})", how="unreachable")
+                self._roster.record_loss(channel.peer, f"it cannot be reached ({error})", how="unreachable")
             return
         if link is not None:
             self._context.quiet.run(self.attach, link)
@@ -151,10 +153,10 @@ class Channels:
         if (shared := self.to(peer).shared) is not None:
             shared.unmap()
 
-    def departed(self, rank: int, group: int) -> None:
+    def on_departure(self, rank: int, group: int) -> None:
         """Record that a rank has left a group, and will not read further posts of this rank there."""
         if (channel := self._channels.get(rank)) is not None and channel.shared is not None:
-            channel.shared.departed(group)
+            channel.shared.on_departure(group)
 
     def release(self, rank: int, group: int) -> None:
         """Record that a rank has left a group which is closed here: it posts nothing more for it in shared memory."""
@@ -197,7 +199,7 @@ class Channels:
         self._polling.stray_posts.links = tuple(links)
 
 
-class _Lazy(list[Channel]):
+class _LazyChannels(list[Channel]):
     def __init__(self, channels: Channels, rank: int, ranks: Sequence[int]) -> None:
         super().__init__([None] * len(ranks))  # type: ignore[list-item]
         self._channels = channels

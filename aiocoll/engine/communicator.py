@@ -17,12 +17,12 @@ from aiocoll.engine.control.unmade_groups import BufferedFrame
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.failure.failures import (
+    broken_connection_error,
     crashed_error,
     left_error,
     lost_error,
     raised_error,
     revoked_error,
-    torn_error,
 )
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
@@ -57,7 +57,7 @@ DIVERTS: Final = 2
 _DATA: Final = int(FrameKind.DATA)
 
 
-class _Positions(dict[int, int]):
+class _RankPositions(dict[int, int]):
     """Rank in the group for each rank in the job. A message about any other rank breaks the protocol."""
 
     def __missing__(self, rank: int) -> int:
@@ -104,8 +104,8 @@ class Communicator:
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
         #: Whether the arithmetic of all ranks produces the same NaNs.
         self.makes_same_nans = len({endpoint.cards[rank].get("nans", 0) for rank in self.ranks}) == 1
-        self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
-        self.channels = endpoint.channels.of_group(self.ranks)
+        self.position = _RankPositions((rank, index) for index, rank in enumerate(self.ranks))
+        self.channels = endpoint.channels.for_ranks(self.ranks)
         self.slots = Slots(self.channels, identity, chunk_nbytes)
         natives = sum(endpoint.cards[rank].get("native", False) for rank in self.ranks)
         # Queues to or from a rank without the accelerator have larger chunks.
@@ -208,7 +208,7 @@ class Communicator:
         try:
             operation.enter()
         except Exception as error:
-            self.crashed(error)
+            self.revoke_after_crash(error)
         if self.early and (frames := self.early.pop(identity, None)):
             take = partial(self.deliver, is_early=True)
             for channel, header, payload in frames:
@@ -310,7 +310,7 @@ class Communicator:
         for channel in self.channels:
             channel.purge(self.id, self.position.get(channel.peer) in self.left)
 
-    def stands(self) -> bool:
+    def is_usable(self) -> bool:
         """Return whether the group is usable: neither revoked nor closed."""
         return self.cause is None and self.endpoint.groups.get(self.id) is self
 
@@ -321,7 +321,7 @@ class Communicator:
         if self.cause is not None:
             raise revoked_error(self.name, self.rank, self.cause)
 
-    def revoke(self, cause: GroupError, tell: bool = True) -> None:
+    def revoke(self, cause: GroupError, notify: bool = True) -> None:
         """Fail all pending operations, reject new calls, and notify all ranks; only the first `cause` counts."""
         if self.cause is not None:
             return
@@ -338,8 +338,8 @@ class Communicator:
             self.journal.hint,
             extra=self.log_extra,
         )
-        if tell:
-            self.endpoint.control.flood(revocation(self.id, self.name, cause), self.ranks)
+        if notify:
+            self.endpoint.control.send_to_others(revocation(self.id, self.name, cause), self.ranks)
         for operation in list(self.in_flight.pending):
             operation.fail(failure_by(cause))
         self._drop_early()
@@ -354,17 +354,17 @@ class Communicator:
         if peer not in self.left:
             self.revoke(lost_error(self.name, peer, detail, how))
 
-    def torn(self, rank: int) -> None:
+    def on_connection_broken(self, rank: int) -> None:
         """Handle a broken connection to a living rank of the group (numbered as in the job)."""
         peer = self.position[rank]
         if peer not in self.left:
-            self.revoke(torn_error(self.name, self.rank, peer))
+            self.revoke(broken_connection_error(self.name, self.rank, peer))
 
-    def departed(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Handle a rank (numbered as in the job) that has closed the group: operations that need it fail."""
         peer = self.position[rank]
         self.left.add(peer)
-        self.endpoint.channels.departed(rank, self.id)
+        self.endpoint.channels.on_departure(rank, self.id)
         if self.cause is not None:
             self.endpoint.channels.release(rank, self.id)
         for callback in self.on_departed:
@@ -384,11 +384,11 @@ class Communicator:
         else:
             self.revoke(error)
 
-    def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
+    def revoke_after_error(self, operation: Operation, error: BaseException, what: str = "") -> None:
         """Revoke the group after a computation of `operation` on this rank has raised `error`."""
         self.revoke(raised_error(self.name, self.rank, operation.completion, error, what))
 
-    def crashed(self, error: Exception) -> None:
+    def revoke_after_crash(self, error: Exception) -> None:
         """Revoke the group after library code has raised an unexpected error."""
         self.revoke(crashed_error(self.name, self.rank, error))
 
@@ -397,7 +397,7 @@ class Communicator:
         try:
             callback(*args)
         except Exception as error:
-            self.crashed(error)
+            self.revoke_after_crash(error)
 
     def divert(self, operation: Operation) -> None:
         """Stop receiving into the memory of `operation`, which belongs to the caller again."""

@@ -12,13 +12,13 @@ from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.consensus.quorum import is_majority
 from aiocoll.engine.control.causes import cause_of, error_from
-from aiocoll.engine.control.messages import PROTOCOL, ControlMessage, Facts
+from aiocoll.engine.control.messages import PROTOCOL, ControlMessage, JobFacts
 from aiocoll.engine.control.peer_links import PeerLinks
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.deadlines import Deadlines
 from aiocoll.engine.failure.failure_detector import FailureDetector
-from aiocoll.engine.failure.refusal import LINGER, Ignored, Refusals
+from aiocoll.engine.failure.refusal import LINGER, DiscardingSink, Refusals
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Groups
 from aiocoll.engine.job.context import Context
@@ -75,13 +75,13 @@ class Endpoint:
         refusals = self._refusals = Refusals(context, control, roster, self.channels.cut, registry.on_rank_end)
         self.attempt = refusals.attempt
         self.watch = Deadlines(runtime, self.groups, detector.check_awaited)
-        parts = Parts(context, roster, self.direct, control.flood, detector.check_process, self.groups)
+        parts = Parts(context, roster, self.direct, control.send_to_others, detector.check_process, self.groups)
         self.agreements = self._make_agreements(parts)
         #: Memory of this rank that peers read in place.
         self.registered_memory = transport.registered_memory
         self.scratch = Scratch()
         self._closing = False
-        facts = Facts(rank, world_size, registry.ranks_of)
+        facts = JobFacts(rank, world_size, registry.ranks_of)
         receiver = Receiver(facts, control, roster, detector, self.channels, self.agreements, registry, self._refusals)
         control.connect(roster, detector, self.direct, receiver)
         roster.connect(detector.confirm_death, self._ranks_changed, self.channels, is_majority)
@@ -90,7 +90,7 @@ class Endpoint:
         transport.accepted = self.accept
         transport.heartbeat_accepted = self._accept_heartbeat
         transport.look = self.polling.look
-        transport.linger = self.polling.linger
+        transport.keep_polling = self.polling.keep_polling
 
     def _make_control(self, context: Context) -> ControlPlane:
         return ControlPlane(context)
@@ -130,8 +130,8 @@ class Endpoint:
         try:
             self.failure_detector.start()
         except AiocollError as error:
-            message = {"t": "died", "rank": self.rank, "detail": fitting(str(error)), "how": "unreachable"}
-            self.control.flood(message, range(self.world_size))
+            message = {"t": "died", "rank": self.rank, "detail": fit_text(str(error)), "how": "unreachable"}
+            self.control.send_to_others(message, range(self.world_size))
             raise
 
     def _ranks_changed(self) -> None:
@@ -150,12 +150,12 @@ class Endpoint:
         for (rank, _), cause in early.causes.items():
             if (detail := self.registry.own_death(cause)) is not None:
                 self.roster.on_own_death(detail, rank)
-            group.revoke(error_from(cause), tell=False)
+            group.revoke(error_from(cause), notify=False)
         for rank, message in early.messages:
             self.attempt(rank, group.devices.handle, rank, message)
-        for (rank, _), farewells in early.farewells.items():
-            if farewells.frames:
-                self.attempt(rank, group.departed, rank)
+        for (rank, _), goodbyes in early.goodbyes.items():
+            if goodbyes.frames:
+                self.attempt(rank, group.on_departure, rank)
         for channel, header, payload in early.frames:
             self.attempt(channel.peer, channel.redeliver, group.deliver, header, payload)
         for rank in group.ranks:
@@ -163,13 +163,13 @@ class Endpoint:
                 how, detail = self.roster.dead[rank]
                 group.lost(rank, detail, how)
             elif rank in self.registry.finished:
-                group.departed(rank)
+                group.on_departure(rank)
 
     def leave(self, group: Communicator) -> None:
         """Send a goodbye to the ranks of `group`, and remove it."""
         # On separate paths, the goodbye may overtake the revocation, so it also carries the cause.
         cause = None if group.cause is None else cause_of(group.cause)
-        message = {"t": "bye", "g": group.id, "name": fitting(group.name), "cause": cause}
+        message = {"t": "bye", "g": group.id, "name": fit_text(group.name), "cause": cause}
         # Peers with a link must wait for the goodbye on it, which follows all data.
         linked = {channel.peer for channel in group.channels if channel.send_after_data(message)}
         if cause is None:
@@ -179,7 +179,7 @@ class Endpoint:
         else:
             self._send_goodbye(message, group.ranks, linked)
         roster = self.roster
-        gone = {rank for rank in roster.gone if rank not in roster.suspected}
+        gone = {rank for rank in roster.gone if rank not in roster.suspected_ranks}
         # Before the group is removed, since that may drop its agreements, with a task that waits for one.
         self.agreements.withdraw(group.id, group.ranks)
         self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))
@@ -189,7 +189,7 @@ class Endpoint:
         if not self._closing:
             for rank in ranks:
                 if rank != self.rank:
-                    self.control.tell(rank, {**message, "linked": rank in linked})
+                    self.control.send(rank, {**message, "linked": rank in linked})
 
     group_id = staticmethod(group_id)
 
@@ -278,7 +278,7 @@ class Endpoint:
                 ended.set_result(None)
 
         for link in links:
-            link.sink = Ignored(lost)
+            link.sink = DiscardingSink(lost)
         if open_links:
             timer = self.runtime.call_later(LINGER, ended.cancel)
             try:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.control.causes import cause_of, error_from
-from aiocoll.engine.control.closed_groups import ClosedGroups, Farewells
+from aiocoll.engine.control.closed_groups import ClosedGroups, Goodbyes
 from aiocoll.engine.control.messages import DEVICE, ControlMessage
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.control.unmade_groups import UnmadeGroup, UnmadeGroups
 from aiocoll.engine.job.context import Context
@@ -44,7 +44,7 @@ class Groups:
         self._context = context
         self._control = control
         self.made: dict[int, Communicator] = {}
-        self._farewells: dict[int, Farewells] = {}
+        self._goodbyes: dict[int, Goodbyes] = {}
         self.closed = ClosedGroups(lambda identity, ranks: self._forget(identity, ranks))
         self.early = UnmadeGroups(self.closed)
         self.finished: set[int] = set()
@@ -72,16 +72,16 @@ class Groups:
             raise self._refuse(group, other, name)
         self.made[identity] = group
         self.closed.reuse(identity)
-        farewells = self._farewells[identity] = Farewells(fitting(group.name), group.position)
-        early = self.early.take(identity, farewells.name, group.position)
-        for (rank, _), each in early.farewells.items():
-            farewells.mark(rank, bool(each.frames), bool(each.notes))
+        goodbyes = self._goodbyes[identity] = Goodbyes(fit_text(group.name), group.position)
+        early = self.early.take(identity, goodbyes.name, group.position)
+        for (rank, _), each in early.goodbyes.items():
+            goodbyes.mark(rank, bool(each.frames), bool(each.notes))
         return early
 
     def remove(self, group: Communicator, members: Iterable[int]) -> None:
         """Remove a group that this rank leaves; `members` may still send frames or messages about it."""
         del self.made[group.id]
-        self.closed.close(group.id, self._farewells.pop(group.id), members)
+        self.closed.close(group.id, self._goodbyes.pop(group.id), members)
 
     def _refuse(self, group: Communicator, other: Communicator | None, name: str) -> GroupError:
         """Revoke a group on all its ranks, because its id collides with the id of the group `other` or a closed one."""
@@ -90,20 +90,20 @@ class Groups:
             "which only some of its ranks have closed; make another group, which gets a different id",
             group=group.name,
         )
-        me, wire_name = self._context.rank, fitting(group.name)
+        me, wire_name = self._context.rank, fit_text(group.name)
         message = {"t": "bye", "g": group.id, "name": wire_name, "cause": cause_of(error), "linked": False}
-        self._control.flood(message, group.ranks)
+        self._control.send_to_others(message, group.ranks)
         for each in group.channels:
             if other is None or each.peer not in other.position:
                 each.purge(group.id, has_left=False)
-        farewells = self.early.drop(group.id, wire_name, group.position)
-        self.closed.close(group.id, farewells, (rank for rank in group.ranks if rank != me))
+        goodbyes = self.early.drop(group.id, wire_name, group.position)
+        self.closed.close(group.id, goodbyes, (rank for rank in group.ranks if rank != me))
         return error
 
     def _find_group(self, identity: int, peer: int, name: str | None = None) -> Communicator | None:
         """Return the group about which `peer` has sent a message; None if this rank has not made it."""
-        farewells = self._farewells.get(identity)
-        return self.made[identity] if farewells is not None and farewells.matches(peer, name) else None
+        goodbyes = self._goodbyes.get(identity)
+        return self.made[identity] if goodbyes is not None and goodbyes.matches(peer, name) else None
 
     def ranks_of(self, identity: int, peer: int) -> Sequence[int] | None:
         """Return the ranks of a group that contains both this rank and `peer`; None if there is no such group."""
@@ -116,7 +116,7 @@ class Groups:
             return True
         if self.closed.sends_notes(identity, peer, direct=False):
             return False
-        self.early.unmade(identity, peer)
+        self.early.buffer_of(identity, peer)
         return True
 
     def keep_frame(self, source: Channel, header: Header, payload: memoryview | None) -> bool:
@@ -130,14 +130,14 @@ class Groups:
             self.on_revocation(rank, message, direct)
         frames, notes = direct or not message["linked"], not direct
         if (group := self._find_group(identity, rank, name)) is not None:
-            self._farewells[identity].mark(rank, frames, notes)
+            self._goodbyes[identity].mark(rank, frames, notes)
             if frames:
-                group.departed(rank)
+                group.on_departure(rank)
         elif self.closed.mark(identity, rank, name, frames, notes):
             if frames:
                 self._release(rank, identity)
         else:
-            self.early.keep_farewell(identity, rank, name, frames, notes)
+            self.early.store_goodbye(identity, rank, name, frames, notes)
 
     def on_rank_end(self, rank: int, linked: Sequence[int] = (), direct: bool = False) -> None:
         """Handle the end of a rank, which leaves all groups, unless a further notice follows on its data link."""
@@ -148,9 +148,9 @@ class Groups:
         for identity, group in list(self.made.items()):
             peer = group.position.get(rank)
             if peer is not None:
-                self._farewells[identity].mark(rank, frames, not direct)
+                self._goodbyes[identity].mark(rank, frames, not direct)
                 if frames and peer not in group.left:
-                    group.departed(rank)
+                    group.on_departure(rank)
 
     def own_death(self, cause: dict[str, Any] | None) -> str | None:
         """Return the text of a group's cause of failure if the cause is the death of this rank."""
@@ -166,7 +166,7 @@ class Groups:
         self._context.transport.catch_up()
         identity, name = message["g"], message.get("name")
         if (group := self._find_group(identity, rank, name)) is not None:
-            group.revoke(error_from(message["cause"]), tell=False)
+            group.revoke(error_from(message["cause"]), notify=False)
         else:
             self.early.keep_cause(identity, rank, name, message["cause"], direct)
 
@@ -184,4 +184,4 @@ class Groups:
             last = handle_foreign_message(self.made, self.early, self.closed, self._control, peer, message)
             if last is not None and message["t"] == "query":
                 answer = {"t": "absent", "g": identity, "op": message["op"], "last": last, "age": None, "asked": True}
-                self._control.tell(peer, answer)
+                self._control.send(peer, answer)

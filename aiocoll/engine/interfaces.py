@@ -34,7 +34,7 @@ class Progressive(Progress, Protocol):
 
     flushed: bool
 
-    def want(self) -> None:
+    def start_if_held(self) -> None:
         """Start the recorded calls, since a caller waits for one of them."""
 
     def follow(self, completion: Completion) -> None:

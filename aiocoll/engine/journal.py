@@ -65,12 +65,12 @@ __all__ = [
     "MINUTE",
     "NBYTES",
     "SHIFT",
-    "Counted",
+    "CallCounters",
     "Journal",
     "Record",
     "Ring",
     "Table",
-    "Waited",
+    "WaitCounters",
 ]
 
 #: Number of records of collectives, and of messages. The rings are separate, because there may be thousands of messages
@@ -170,7 +170,7 @@ class Record(NamedTuple):
         return description(rank, self.signature, self.shape, self.key, self.seq)
 
 
-class Counted(NamedTuple):
+class CallCounters(NamedTuple):
     """The counters of one kind of operation.
 
     Attributes:
@@ -188,7 +188,7 @@ class Counted(NamedTuple):
     buckets: list[int]
 
 
-class Waited(NamedTuple):
+class WaitCounters(NamedTuple):
     """The number and the total seconds of this rank's waits for one peer: in total, and in the last minute."""
 
     times: int
@@ -494,17 +494,17 @@ class Journal:
         """Return the record of the last called collective; None if there is none."""
         return next((record for record in reversed(self.snapshot()) if record.op < P2P), None)
 
-    def counted(self) -> list[Counted]:
+    def counted(self) -> list[CallCounters]:
         """Return a copy of the counters."""
         rows = list(self._rows.items())  # before the numbers: a row is added after its memory
         copy = memoryview(bytes(self.counters.memory)).cast("d")
         found = [(kind, list(copy[row : row + ROW])) for kind, row in rows]
         return [
-            Counted(kind, int(row[FAILURES]), int(row[NBYTES_MOVED]), row[SECONDS], list(map(int, row[BUCKET:])))
+            CallCounters(kind, int(row[FAILURES]), int(row[NBYTES_MOVED]), row[SECONDS], list(map(int, row[BUCKET:])))
             for kind, row in found
         ]
 
-    def waited(self, now: float) -> dict[int, Waited]:
+    def waited(self, now: float) -> dict[int, WaitCounters]:
         """Return a copy of the waits, by rank."""
         rows = list(self._wait_rows.items())
         doubles = memoryview(bytes(self.waits.memory)).cast("d")
@@ -531,13 +531,13 @@ def _record(fields: tuple[Any, ...], objects: Objects) -> Record:
     )
 
 
-def _waited(row: Sequence[float], now: float) -> Waited:
-    """Return the `Waited` of a row of waits. The last minute starts at a whole second."""
+def _waited(row: Sequence[float], now: float) -> WaitCounters:
+    """Return the `WaitCounters` of a row of waits. The last minute starts at a whole second."""
     times, seconds = row[TIMES], row[WAITED]
     marks = zip(row[MARK::3], row[MARK + 1 :: 3], row[MARK + 2 :: 3], strict=True)
     # A mark that was never set equals a mark of second 0, before which nothing was counted.
     _, before, spent = min((mark for mark in marks if mark[0] > now // 1 - MINUTE), default=(now, times, seconds))
-    return Waited(int(times), seconds, int(times - before), seconds - spent)
+    return WaitCounters(int(times), seconds, int(times - before), seconds - spent)
 
 
 def _nbytes(signature: Signature, shape: tuple[int, ...]) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["native_calls"]
 
 #: Seconds for which calls wait for a free slot: a few time slices of a kernel whose cores are busy.
-PATIENCE: Final = 10e-3
+MAX_WAIT: Final = 10e-3
 
 _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -65,7 +65,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Ca
             "operation": seams.operation,
             "remember": comm.in_flight.remember,
             "scope": scope,
-            "rest": polling.rest,
+            "stop_polling": polling.stop_until_next_iteration,
             "quiet": seams.run_quietly,
             "wait": seams.wait,
         },
@@ -168,10 +168,10 @@ class _NativeCallbacks:
         before = native.waiting
         try:
             comm.endpoint.quiet.run(native.look)
-            if native.waiting == before and now - self._since > PATIENCE:
+            if native.waiting == before and now - self._since > MAX_WAIT:
                 native.give_up()
         except Exception as error:
-            comm.crashed(error)
+            comm.revoke_after_crash(error)
         if not native.waiting:
             return
         if native.waiting < before:

@@ -106,13 +106,13 @@ class Polling:
         `BUDGET`.
         """
         ticks, spin = self._runtime.ticks, self._spin
-        give_way = self._sched_yield if self.crowded or self._shares_core else None
+        yield_gil = self._sched_yield if self.crowded or self._shares_core else None
         now = ticks()
         idle, limit, doubt = now + spin, now + BUDGET, now + DOUBT
         while now < idle and now < limit:
-            if give_way is not None:
+            if yield_gil is not None:
                 # Yield before looking: the caller has just looked, and waits for a rank that may need this core.
-                give_way()
+                yield_gil()
                 given, now = now, ticks()
                 idle += now - given
             moved = False
@@ -129,17 +129,17 @@ class Polling:
             if now > doubt:
                 doubt = limit
                 self._shares_core = self._is_core_shared()
-                give_way = self._sched_yield if self.crowded or self._shares_core else None
+                yield_gil = self._sched_yield if self.crowded or self._shares_core else None
         self._busy = now < idle
         if completion is not None:
             self.turn[0] = now
         if completion is not None or not self._busy:
-            self.rest()
+            self.stop_until_next_iteration()
 
     def _is_core_shared(self) -> bool:
-        return any(link.shared.is_beside() for link in self.links if link.shared is not None)
+        return any(link.shared.shares_core() for link in self.links if link.shared is not None)
 
-    def linger(self, moved: bool) -> bool:
+    def keep_polling(self, moved: bool) -> bool:
         """Continue polling at the end of a loop iteration, while data arrives and no operation has ended.
 
         Args:
@@ -179,7 +179,7 @@ class Polling:
                 if operation.look():
                     moved = True
             except Exception as error:
-                operation.comm.crashed(error)
+                operation.comm.revoke_after_crash(error)
             if ticks() > deadline:
                 # The operation that has just looked goes last next time.
                 if operation in self.lookers:
@@ -207,7 +207,7 @@ class Polling:
                 if operation.look():
                     moved = True
             except Exception as error:
-                operation.comm.crashed(error)
+                operation.comm.revoke_after_crash(error)
             if not len(scan) % READERS_PER_CLOCK and ticks() > deadline:
                 break
         return moved or bool(scan) or self._has_news
@@ -215,7 +215,7 @@ class Polling:
     def _in_flight(self) -> int:
         return sum([len(group.in_flight) for group in self._groups.values()])
 
-    def rest(self) -> None:
+    def stop_until_next_iteration(self) -> None:
         """Stop polling without result in this loop iteration."""
         self.spun = True
         self._runtime.call_soon(self._on_iteration_end)

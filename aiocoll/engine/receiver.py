@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.consensus.agreements import Agreements
-from aiocoll.engine.control.messages import DATA, PROTOCOL, ControlMessage, Facts, read
+from aiocoll.engine.control.messages import DATA, PROTOCOL, ControlMessage, JobFacts, read
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.failure_detector import FailureDetector
-from aiocoll.engine.failure.refusal import Refusals, cannot_be_taken
+from aiocoll.engine.failure.refusal import Refusals, is_data_error
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Groups
 from aiocoll.errors import ProtocolError
@@ -25,7 +25,7 @@ PROCESSED_FROM_DEAD = frozenset({"shrink", "relay", "relayed"})
 class Receiver(NamedTuple):
     """Receiver of control messages of one endpoint; its attributes are the other parts."""
 
-    facts: Facts
+    facts: JobFacts
     control: ControlPlane
     roster: Roster
     failure_detector: FailureDetector
@@ -34,18 +34,18 @@ class Receiver(NamedTuple):
     groups: Groups
     refusals: Refusals
 
-    def receive(self, peer: int, payload: memoryview | None, way: str) -> None:
-        """Handle a message that `peer` sent on a data or control link (`way`).
+    def receive(self, peer: int, payload: memoryview | None, path: str) -> None:
+        """Handle a message that `peer` sent on a data or control link (`path`).
 
         Raises:
             ProtocolError: the message is invalid, or handling it raised an exception.
         """
-        message = read(payload or b"", peer, way, self.facts)
-        self._dispatch(peer, message, way == DATA)
+        message = read(payload or b"", peer, path, self.facts)
+        self._dispatch(peer, message, path == DATA)
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
         """Reject `peer` if `error` means that its message was unacceptable; return whether it does."""
-        if not cannot_be_taken(error):
+        if not is_data_error(error):
             return False
         self.refusals.refuse(peer, error, link)
         return True
@@ -75,7 +75,7 @@ class Receiver(NamedTuple):
         if kind not in PROCESSED_FROM_DEAD and self.roster.is_ignored(peer):
             return
         if kind == "relay":
-            self.control.tell(message["to"], {"t": "relayed", "from": peer, "note": message["note"]})
+            self.control.send(message["to"], {"t": "relayed", "from": peer, "note": message["note"]})
         elif kind == "relayed":
             self._handle_relayed(message["from"], message["note"])
         elif kind == "formed":
@@ -98,7 +98,7 @@ class Receiver(NamedTuple):
         elif kind == "died":
             self._handle_died(peer, message)
         elif kind == "probe":
-            self.control.tell(peer, {"t": "alive"})
+            self.control.send(peer, {"t": "alive"})
         elif kind == "alive":
             self.roster.record_return(peer)
         elif kind == "waits":
@@ -136,6 +136,6 @@ class Receiver(NamedTuple):
     def _handle_died(self, peer: int, message: ControlMessage) -> None:
         rank, how = message["rank"], message["how"]
         if rank != self.facts.rank:
-            self.roster.died(rank, message["detail"], tell=False, how=how)
+            self.roster.record_loss(rank, message["detail"], notify=False, how=how)
         elif how == PROTOCOL:
-            self.roster.died(peer, message["detail"], tell=False, how=how)
+            self.roster.record_loss(peer, message["detail"], notify=False, how=how)

@@ -107,7 +107,7 @@ def handle_foreign_message(
         if parent is None:
             if not closed.is_known(theirs.parent):
                 break
-            control.tell(peer, {"t": "bye", "g": message["g"], "cause": None, "linked": False})
+            control.send(peer, {"t": "bye", "g": message["g"], "cause": None, "linked": False})
             return None
         mine = parent.splits[theirs.number]
         if mine == theirs or (mine is None and theirs.number < len(parent.splits) - GROUPS):
@@ -132,8 +132,8 @@ def _refuse(
     """Revoke groups that this rank, `me`, will never be in."""
     for split in history:
         identity = split.identity()
-        early.disown(identity, peer, None, split.ranks, me)
-        control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
+        early.refuse_group(identity, peer, None, split.ranks, me)
+        control.send_to_others({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
 
 
 def _mismatch(parent: Communicator, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:

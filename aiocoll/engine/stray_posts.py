@@ -64,7 +64,7 @@ class StrayPosts:
                 try:
                     _compare(group, rank, op, fingerprint)
                 except Exception as error:
-                    group.crashed(error)
+                    group.revoke_after_crash(error)
         if unread or heads:  # these posts may be early: this rank may still make the matching calls
             self.watch()
 

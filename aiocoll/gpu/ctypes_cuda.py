@@ -140,7 +140,9 @@ class CtypesCuda(Driver):
         """Return page-locked host memory."""
         if not nbytes:
             return np.empty(0, np.uint8)
-        return np.asarray(_Pinned(self._address("cuMemHostAlloc", nbytes, 0), nbytes, self._calls["cuMemFreeHost"]))
+        return np.asarray(
+            _PinnedMemory(self._address("cuMemHostAlloc", nbytes, 0), nbytes, self._calls["cuMemFreeHost"])
+        )
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from the device to pinned memory."""
@@ -187,13 +189,13 @@ class _TorchKernels:
         number = factor if kind.kind == "complex" else factor.real
         try:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-                given, made = (_viewed(torch, at, count, kind) for at in (source, target))
+                given, made = (_view_tensor(torch, at, count, kind) for at in (source, target))
                 torch.mul(given, number, out=made)
         except Exception as error:  # torch may raise anything
             raise DeviceError("scale", str(error), fatal=False) from error
 
 
-class _Pinned:
+class _PinnedMemory:
     """Page-locked memory for a NumPy array; the last view frees it."""
 
     def __init__(self, address: int, nbytes: int, free: Callable[[int], int]) -> None:
@@ -214,6 +216,6 @@ class _Memory:
         }  # fmt: skip
 
 
-def _viewed(torch: Any, address: int, count: int, kind: DType) -> Any:
+def _view_tensor(torch: Any, address: int, count: int, kind: DType) -> Any:
     """Return a torch tensor on memory of the thread's device."""
     return torch.as_tensor(_Memory(address, count * kind.itemsize), device="cuda").view(getattr(torch, kind.name))

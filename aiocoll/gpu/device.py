@@ -63,7 +63,7 @@ class Device:
         self._waiters: dict[int, CompletionThread] = {}
         self._closing: dict[int, CompletionThread] = {}
         self._launcher = LaunchThread(cuda, ordinal)
-        self.staging = Staging(cuda, self._when_idle)
+        self.staging = Staging(cuda, self._call_when_idle)
         self._word = EndWord(cuda)
         self._bounce: Bounce | None = None
         #: Functions for the launcher to call once no NCCL call is on the device.
@@ -111,11 +111,11 @@ class Device:
             DeviceError: CUDA has refused.
         """
         self._check()
-        waiter = CompletionThread(self.cuda, self.ordinal, self._launcher, self._word, self._idle)
+        waiter = CompletionThread(self.cuda, self.ordinal, self._launcher, self._word, self._on_launcher_idle)
         try:
             stream = self._events.on_device(self.cuda.stream_create)
         except BaseException:
-            waiter.stop(_nothing)
+            waiter.stop(_do_nothing)
             raise
         self._waiters[stream] = waiter
         return stream
@@ -168,7 +168,7 @@ class Device:
         """
         found = self.staging.find(nbytes)
         if found is None and self._is_occupied():
-            self._when_idle(lambda: self.staging.give(self.staging.take(nbytes)))  # fill the pool for a later call
+            self._call_when_idle(lambda: self.staging.give(self.staging.take(nbytes)))  # fill the pool for a later call
             return None
         return self.staging.take(nbytes) if found is None else found
 
@@ -182,11 +182,11 @@ class Device:
         """Return whether NCCL calls may be on the device; runs in the launcher, so none is launched meanwhile."""
         return any(not each.is_idle for each in self._of_nccl)
 
-    def _when_idle(self, call: Callable[[], None]) -> None:
+    def _call_when_idle(self, call: Callable[[], None]) -> None:
         self._waiting.append(call)
         self._launcher.put(self._call_waiting)
 
-    def _idle(self) -> None:
+    def _on_launcher_idle(self) -> None:
         if self._waiting:
             self._launcher.put(self._call_waiting)
 
@@ -248,7 +248,7 @@ class Device:
     def mark(self, stream: int, is_checked: bool = False) -> int:
         """Return an event that is done once the work on the caller's `stream` so far is done.
 
-        Pass the event to `after` or `unmark`.
+        Pass the event to `make_streams_wait` or `unmark`.
 
         Args:
             stream: the stream.
@@ -261,7 +261,7 @@ class Device:
         self._check()
         return self._marks.record(stream) if is_checked else self._marks.on_device(self._mark, stream)
 
-    def after(self, marks: Sequence[int], *streams: int) -> None:
+    def make_streams_wait(self, marks: Sequence[int], *streams: int) -> None:
         """Make later work on `streams` wait for `marks`, which are used up; runs in the launcher."""
         try:
             for mark in marks:
@@ -321,13 +321,13 @@ class Device:
         return _carry(self._start_thread, call, None)
 
     def _start_thread(self, carry: Callable[[], None]) -> None:
-        def there() -> None:
+        def call_on_device() -> None:
             with suppress(DeviceError):  # `call` will raise it
                 self.cuda.use(self.ordinal)
                 self.cuda.relax()
             carry()
 
-        thread = threading.Thread(target=there, name=f"aiocoll-call-{self.ordinal}", daemon=True)
+        thread = threading.Thread(target=call_on_device, name=f"aiocoll-call-{self.ordinal}", daemon=True)
         thread.start()
         _threads.add(thread)
 
@@ -342,7 +342,7 @@ class Device:
         loop = asyncio.get_running_loop()
         waiter = self._closing[stream] = self._waiters.pop(stream)
         ended = loop.create_future()
-        self._launcher.put(partial(waiter.stop, partial(_tell, loop, _settle, ended, None, None, None)))
+        self._launcher.put(partial(waiter.stop, partial(_call_in_loop, loop, _settle, ended, None, None, None)))
         try:
             async with asyncio.timeout(seconds):
                 await ended
@@ -366,7 +366,7 @@ class Device:
             False if a thread has not ended within `seconds`.
         """
         for waiter in self._waiters.values():
-            self._launcher.put(partial(waiter.stop, _nothing))
+            self._launcher.put(partial(waiter.stop, _do_nothing))
         self._closing |= self._waiters
         self._waiters = {}
         self.staging.clear()
@@ -396,7 +396,7 @@ def close_devices(seconds: float = 10.0) -> bool:
     return all(closed)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing; the callback for threads whose end nothing waits for."""
 
 
@@ -410,17 +410,17 @@ def _carry(
         try:
             result = call()
         except BaseException as exc:
-            _tell(loop, _settle, future, None, exc, None)
+            _call_in_loop(loop, _settle, future, None, exc, None)
             return
-        undo = partial(_undo, late, result)
-        if not _tell(loop, _settle, future, result, None, partial(start, undo)):
+        undo = partial(_release_late_result, late, result)
+        if not _call_in_loop(loop, _settle, future, result, None, partial(start, undo)):
             undo()
 
     start(carry)
     return future
 
 
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> bool:
+def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> bool:
     """Call a function in the loop; return False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(call, *args)
@@ -429,7 +429,7 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: obj
     return True
 
 
-def _undo(late: Callable[[T], object] | None, result: T) -> None:
+def _release_late_result(late: Callable[[T], object] | None, result: T) -> None:
     if late is not None:
         try:
             late(result)
@@ -450,7 +450,7 @@ def _settle(
 
 
 @atexit.register
-def _exiting() -> None:
+def _wait_for_threads() -> None:
     """Wait for NCCL calls, because a process that unloads NCCL during a call crashes."""
     for thread in list(_threads):
         thread.join(EXITING)

@@ -57,6 +57,6 @@ class EndWord:
             return 0
         return self._last
 
-    def shows(self, number: int) -> bool:
+    def is_last_number(self, number: int) -> bool:
         """Return whether this is the last number that the device has written."""
         return self._words is not None and self._words[0] == number

@@ -10,7 +10,15 @@ from functools import cache
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl
 
-__all__ = ["by_ctypes", "device_count", "driver_devices", "needed", "provide", "runtime", "why_no_nccl"]
+__all__ = [
+    "by_ctypes",
+    "device_count",
+    "driver_devices",
+    "install_command",
+    "missing_nccl_reason",
+    "provide",
+    "runtime",
+]
 
 #: CUDA, NCCL or None, and the reason why there is no NCCL, as provided by a test.
 _provided: tuple[Cuda, Nccl | None, str] | None = None
@@ -47,7 +55,7 @@ def runtime() -> tuple[Cuda, Nccl | None]:
             return by_ctypes()[:2]
         except (OSError, AttributeError, DeviceError) as other:
             raise BackendUnavailableError(
-                f"CUDA arrays need CuPy: {needed()} ({error}; nor is the driver enough: {other})"
+                f"CUDA arrays need CuPy: {install_command()} ({error}; nor is the driver enough: {other})"
             ) from error
     return cuda(), nccl()[0]
 
@@ -71,7 +79,7 @@ def driver_devices() -> int:
     return count.value
 
 
-def why_no_nccl() -> str | None:
+def missing_nccl_reason() -> str | None:
     """Return the reason why `runtime` has no NCCL; None if it has. Call `runtime` first."""
     if _provided is not None:
         return _provided[2] if _provided[1] is None else None
@@ -103,7 +111,7 @@ def by_ctypes() -> tuple[Cuda, Nccl | None, str | None]:
         return cuda, None, str(error)
 
 
-def needed() -> str:
+def install_command() -> str:
     """Return the command that installs CuPy for the CUDA version of this machine."""
     found = _cuda_major()
     if found is None:

@@ -53,7 +53,7 @@ class Turn:
     def begin(self) -> None:
         """Call the owner's function in the owner's loop."""
         try:
-            self._loop.call_soon_threadsafe(self._begun)
+            self._loop.call_soon_threadsafe(self._on_begin)
         except RuntimeError:  # the loop is closed, and its groups with it
             self.end()
 
@@ -66,6 +66,6 @@ class Turn:
         self._call = None
         self._turns.end(self)
 
-    def _begun(self) -> None:
+    def _on_begin(self) -> None:
         if self._call is not None:
             self._call()

@@ -117,10 +117,10 @@ class CompletionThread:
             is_first = not (self._is_awake or self._calls)
             self._calls.append(launched)
             if look:
-                self._waken()
+                self._wake_thread()
             elif self._due_in is not launched.loop:
                 self._due_in = launched.loop
-                launched.loop.call_soon(self._due)
+                launched.loop.call_soon(self._wake_for_launched_calls)
         if is_first and not look:
             launched.number = self._word.follow(launched.stream)
 
@@ -137,7 +137,7 @@ class CompletionThread:
             number = self._calls[0].number
             if not number:
                 return None
-            if not self._word.shows(number):
+            if not self._word.is_last_number(number):
                 return False
             ended = deque([self._calls.popleft()])
         self._deliver(ended, loop)
@@ -147,7 +147,7 @@ class CompletionThread:
         """End the thread after the earlier calls, then call `ended` in it; runs in the launcher."""
         with self._lock:
             self._ended = ended
-            self._waken()
+            self._wake_thread()
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` for the stopped thread; return whether it has ended."""
@@ -165,12 +165,12 @@ class CompletionThread:
 
     # -- in the loop
 
-    def _due(self) -> None:
+    def _wake_for_launched_calls(self) -> None:
         """Wake the thread for the calls that one turn of the loop has launched."""
         with self._lock:
             self._due_in = None
             if self._calls:
-                self._waken()
+                self._wake_thread()
 
     def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
         """Report a batch of ended calls, after the rest of earlier batches."""
@@ -193,7 +193,7 @@ class CompletionThread:
 
     # -- the thread
 
-    def _waken(self) -> None:
+    def _wake_thread(self) -> None:
         if not self._is_awake:
             self._is_awake = True
             self._wake.release()
@@ -249,7 +249,7 @@ class CompletionThread:
             batch: the ended calls.
             here: loop that runs in this thread.
         """
-        for launch in self._released(len(batch)):
+        for launch in self._release_ended(len(batch)):
             self._launcher.put(launch)
         if self.is_idle:
             self._idle()
@@ -267,12 +267,12 @@ class CompletionThread:
                 while mine:
                     mine.popleft().drop()
 
-    def _released(self, ended: int) -> Sequence[Callable[[], None]]:
+    def _release_ended(self, ended: int) -> Sequence[Callable[[], None]]:
         """Subtract ended calls from the admitted ones; return the functions that launch held calls in their place."""
         with self._lock:
             self._admitted -= ended
             launches = [self._held.popleft() for _ in range(min(len(self._held), AT_MOST - self._admitted))]
             self._admitted += len(launches)
             if self._ended is not None:
-                self._waken()
+                self._wake_thread()
         return launches

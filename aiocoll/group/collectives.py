@@ -12,7 +12,7 @@ from aiocoll.elements.allocate import empty_like, same_place, spare
 from aiocoll.elements.buffers import Buffer, clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.elements.pairs import paired
+from aiocoll.elements.pairs import pair_buffer
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.arguments import Arguments, slices
@@ -101,7 +101,7 @@ class Collectives:
     def monitored_barrier(self, timeout: Timeout, wait_all_ranks: bool) -> Work[None]:
         """Start a monitored barrier."""
         d = self._dispatcher
-        executor = MonitoredBarrier.of_all if wait_all_ranks else MonitoredBarrier
+        executor = MonitoredBarrier.naming_all_ranks if wait_all_ranks else MonitoredBarrier
         plan = self._plans.plan("monitored_barrier", None, ())
 
         def make(identity: int, completion: Completion) -> MonitoredBarrier:
@@ -149,7 +149,7 @@ class Collectives:
         if (work := self._start_parts("allgather", output, tensor, None, timeout, key)) is not None:
             return work
         source = view(tensor, name="tensor", writable=False)
-        target = self._arguments.whole(output, "output", source, "tensor", source.count * self._size)
+        target = self._arguments.require_buffer(output, "output", source, "tensor", source.count * self._size)
         blocks = slices(target, [source.count] * self._size)
         return self._start_allgather(target.result, blocks, source, timeout, key, target)
 
@@ -233,7 +233,7 @@ class Collectives:
             return work
         target = view(output, name="output")
         count = target.count * self._size
-        source = self._arguments.whole(input, "input", target, "output", count, writable=False)
+        source = self._arguments.require_buffer(input, "input", target, "output", count, writable=False)
         return self._start_reduce_scatter(target, slices(source, [target.count] * self._size), op, timeout, key)
 
     def alltoall(
@@ -379,8 +379,8 @@ class Collectives:
     ) -> Work[Any]:
         d = self._dispatcher
         if target.dtype.kind == "record":
-            target = paired(target, op, writable=True)
-            blocks = [paired(block, op, writable=False) for block in blocks]
+            target = pair_buffer(target, op, writable=True)
+            blocks = [pair_buffer(block, op, writable=False) for block in blocks]
         if any(overlaps(block.array, target.array) for block in blocks):
             target = spare(target)
         plan = self._plans.plan("reduce_scatter", target.dtype, (tuple(block.count for block in blocks),), op=op)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from aiocoll.elements.dtypes import of_numpy
+from aiocoll.elements.dtypes import from_numpy
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.log import logger
 
@@ -27,7 +27,7 @@ async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DType
         kind = np.dtype(dtype)
     except TypeError as error:
         raise TypeError(f"dtype={dtype!r} is not a NumPy dtype: {error}") from None
-    of_numpy(kind)
+    from_numpy(kind)
     nbytes = math.prod(sizes) * kind.itemsize
     if nbytes > sys.maxsize:
         raise ValueError(f"shape={shape!r} of {kind} is {nbytes} bytes, which exceeds the address space")

@@ -16,8 +16,8 @@ from typing import Any
 
 from aiocoll.dump import signals as dump_signal
 from aiocoll.dump.files import FORMAT, KEYS, VERSION, file_name, write_json
+from aiocoll.dump.formatting import format_dump
 from aiocoll.dump.timeline import chrome_trace
-from aiocoll.dump.words import in_words
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.journal import Record
@@ -127,7 +127,7 @@ class FlightRecorder:
         if self._pid != os.getpid():
             return ""  # a forked child is not in the group
         if self._directory is None:
-            return in_words(self.dump())
+            return format_dump(self.dump())
         self._save()
         return ""
 

@@ -10,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.completion import Completion, watch_works
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.engine.fusion.deferred_completion import FlushCompletion
 from aiocoll.errors import GroupError
 from aiocoll.group import open_groups
@@ -102,7 +102,7 @@ class Lifetime:
         """Wait for all works that are pending now."""
         self._dispatcher.check_caller()
         works = await self.settle()
-        self._dispatcher.failures.forgive()
+        self._dispatcher.failures.forget_dropped_works()
         for error in [work.exception() for work in works]:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
@@ -149,7 +149,7 @@ class Lifetime:
             raise ValueError(f"rank={d.rank} is this rank, which is alive: report another rank")
         if not isinstance(reason, str):
             raise TypeError(f"reason must be a str, not {type(reason).__name__}")
-        d.endpoint.roster.report(comm.ranks[rank], fitting(reason))
+        d.endpoint.roster.report(comm.ranks[rank], fit_text(reason))
 
     async def leave(self, error: BaseException | None) -> None:
         """Close the group at the end of its block; an `error` that left the block revokes the group and its parts."""

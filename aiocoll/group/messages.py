@@ -34,7 +34,7 @@ from aiocoll.runtime import BUDGET
 from aiocoll.typing import Array
 from aiocoll.work import Work, completion_of
 
-__all__ = ["Message", "Messages", "Recv", "Send", "all_of"]
+__all__ = ["Message", "Messages", "Recv", "Send", "combine_works"]
 
 A_co = TypeVar("A_co", bound=Array, covariant=True)
 
@@ -101,7 +101,7 @@ class Messages:
     def batch(self, operations: Sequence[Send[Any] | Recv[Any]], timeout: Timeout) -> Work[list[Any]]:
         """Start several sends and receives together."""
         works = self.start_all(operations, timeout)
-        return all_of(self.one_of("BATCH", works), works)
+        return combine_works(self.one_of("BATCH", works), works)
 
     def start_all(self, operations: Sequence[Send[Any] | Recv[Any]], timeout: Timeout) -> list[Work[Any]]:
         """Check several sends and receives, then start them."""
@@ -395,7 +395,7 @@ def _ignore_outcome(_: Work[Any]) -> None:
     """Do nothing: the call of this callback marks the outcome of a work as retrieved."""
 
 
-def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
+def combine_works(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
     """End `whole` after all `works`, with the list of results or the first error."""
     end, parts = completion_of(whole), [completion_of(work) for work in works]
     pending = [part for part in parts if not part.done]

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiocoll.codec import dumps, reading
 from aiocoll.completion import Completion
-from aiocoll.engine.operations.incremental import Steps, at_once
+from aiocoll.engine.operations.incremental import Steps, run_to_end
 from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
@@ -107,7 +107,7 @@ class Objects:
         limit, result = self._dispatcher.limit(timeout), None
         if self._dispatcher.dry:
             own, sent = self.dump(mine), parcels.outgoing
-            result = at_once(parcels.unpack({rank: memoryview(sent.get(rank, own)) for rank in range(self._size)}))
+            result = run_to_end(parcels.unpack({rank: memoryview(sent.get(rank, own)) for rank in range(self._size)}))
         return self._dispatcher.start(FactoryCall(signature, make, limit, key, result=result, nbytes=nbytes))
 
     def _report_wrong(

@@ -89,7 +89,7 @@ class Reconfigurer:
                 ranks=[d.rank],
             ),
             # Other ranks may still complete operations that are complete here, but none that is in flight here.
-            tell=bool(len(comm.in_flight)),
+            notify=bool(len(comm.in_flight)),
         )
         outcome = await agreement.shrink(excluded, assumed, report(comm))
         members: list[int] = sorted(outcome["members"], key=comm.ranks.index)
@@ -133,7 +133,7 @@ class Reconfigurer:
         comm = self._comm
         self._dispatcher.check()
         invitation = Invitation(most, least, len(comm.ranks), _successor_name(comm.name))
-        assignment = await self._unless_revoked(self._assign(invitation, come, meet))
+        assignment = await self._run_until_revoked(self._assign(invitation, come, meet))
         async with self._notify_newcomers_on_failure(assignment):
             return await self._meet_newcomers(assignment, meet)
 
@@ -158,7 +158,7 @@ class Reconfigurer:
         comm = self._comm
         agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         try:
-            group = await self._unless_revoked(self._meet(assignment, limit, comm.timeout))
+            group = await self._run_until_revoked(self._meet(assignment, limit, comm.timeout))
         except BaseException as error:
             agreement.decline(assignment.prefix, str(error) or "a rank was cancelled")
             raise
@@ -319,7 +319,7 @@ class Reconfigurer:
         limit = d.limit(timeout)
         name = "merged" if group_name is None else group_name
         d.check()
-        return await self._unless_revoked(
+        return await self._run_until_revoked(
             self._merge(store, Party(min(comm.ranks), comm.name, 0, d.size, size), name, limit)
         )
 
@@ -361,13 +361,13 @@ class Reconfigurer:
         self._dispatcher.check()
         spec = self._spec._replace(name=assignment.name, timeout=timeout, completed=(None, None))
         try:
-            return await self._origin.meet_anew(assignment, limit, spec, store)
+            return await self._origin.rendezvous_again(assignment, limit, spec, store)
         except AiocollError as error:
             if not isinstance(error.__cause__, TimeoutError):
                 await self._dispatcher.runtime.sleep(DETECTION_TIME)
             raise
 
-    async def _unless_revoked(self, doing: Coroutine[Any, Any, T]) -> T:
+    async def _run_until_revoked(self, doing: Coroutine[Any, Any, T]) -> T:
         """Return the result of `doing`; if this group fails or is closed first, cancel `doing` and raise the cause."""
         comm, d = self._comm, self._dispatcher
         task = d.loop.create_task(doing, name=f"aiocoll growth of {comm.name}")

@@ -125,7 +125,7 @@ class _AnnouncedSend(OutboundMessage):
         """Announce the message, and start reading the array."""
         self._sends.outgoing[self.peer, self.id] = self
         self._message = Announced(self, 0, self._view, 0)
-        self.comm.channels[self.peer].kick(self._message)
+        self.comm.channels[self.peer].enqueue(self._message)
         run_in_thread(self, self.task, self._on_payload)
 
     def succeed(self, result: Any) -> None:
@@ -138,7 +138,7 @@ class _AnnouncedSend(OutboundMessage):
     def _on_payload(self, payload: NDArray[np.uint8]) -> None:
         self._message.view = payload.data
         self._message.limit = self._message.total
-        self.comm.channels[self.peer].kick(self._message)
+        self.comm.channels[self.peer].enqueue(self._message)
 
 
 class _AnnouncedSendToSelf(MessageToSelf):
@@ -157,17 +157,17 @@ class _AnnouncedSendToSelf(MessageToSelf):
         self._deliver(FrameKind.READY, EAGER, 0)
         run_in_thread(self, self.task, self._on_payload)
 
-    def asked(self) -> None:
+    def on_grant(self) -> None:
         """Handle a matching receive; the payload is delivered once it has been read."""
         self._is_requested = True
         if self._is_ready:
-            super().asked()
+            super().on_grant()
 
     def _on_payload(self, payload: NDArray[np.uint8]) -> None:
         self.read_from(payload.data)
         self._is_ready = True
         if self._is_requested:
-            super().asked()
+            super().on_grant()
 
 
 class _SparseReceive(PostedReceive):
@@ -185,12 +185,12 @@ class _SparseReceive(PostedReceive):
         if arrival.code != self.code:
             super().match(arrival)
         elif not _COUNT.itemsize <= total <= most:
-            self.comm.broke(
+            self.comm.revoke_after_error(
                 self,
                 ProtocolError(f"rank {arrival.peer} sent a sparse array of {total} bytes, expected at most {most}"),
             )
         elif total <= 8 * sparse_reduce.INLINE:
-            self.put_in(memoryview(bytearray(total)))
+            self.set_buffer(memoryview(bytearray(total)))
             super().match(arrival)
         else:
             self.claim(arrival)
@@ -208,7 +208,7 @@ class _SparseReceive(PostedReceive):
             try:
                 store = self._build()
             except ValueError as error:
-                self.comm.broke(self, error)
+                self.comm.revoke_after_error(self, error)
             else:
                 self._store(store)
         else:
@@ -216,7 +216,7 @@ class _SparseReceive(PostedReceive):
 
     def _allocate(self, total: int) -> None:
         (room,) = sparse_reduce.allocate_blocks([total])
-        self.put_in(room.data)
+        self.set_buffer(room.data)
 
     def _build(self) -> Callable[[], Any]:
         packed = np.frombuffer(self.view or b"", np.uint8)

@@ -16,7 +16,7 @@ from aiocoll.elements.entries import pack
 from aiocoll.elements.sparse import SparseArray, entries_of, fresh_like, sparse_array
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange
+from aiocoll.engine.operations.stepped import StepGenerator, SteppedOperation, collective, exchange
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.group.sparse_reduce import BYTES, SparseInput, allocate_blocks, calculate, gather_bytes
@@ -58,7 +58,7 @@ def _start(
     limit, plan = dispatcher.limit(timeout), dispatcher.plans.counting_plan(signature)
 
     def make(identity: int, completion: Completion) -> Operation:
-        return Stepped(dispatcher.comm, identity, plan, steps(), completion)
+        return SteppedOperation(dispatcher.comm, identity, plan, steps(), completion)
 
     nbytes = given.nbytes * (dispatcher.size - 1)
     return dispatcher.start(FactoryCall(signature, make, limit, key, shape, result, nbytes))

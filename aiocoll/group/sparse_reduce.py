@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.machine import Machine
 from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name
-from aiocoll.elements.entries import Entries, gathered, merged, pack, scattered, unpack
+from aiocoll.elements.entries import Entries, gather_entries, merge_entries, pack, scatter_entries, unpack
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange, in_thread
+from aiocoll.engine.operations.stepped import StepGenerator, SteppedOperation, calculate_in_thread, collective, exchange
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
@@ -77,7 +77,7 @@ def reduce_sparse(
     plan = dispatcher.plans.counting_plan(signature)
 
     def make(identity: int, completion: Completion) -> Operation:
-        return Stepped(dispatcher.comm, identity, plan, _reduce(given, op, tensor), completion)
+        return SteppedOperation(dispatcher.comm, identity, plan, _reduce(given, op, tensor), completion)
 
     # Bytes sent to all other ranks if there are few entries: each entry with its position.
     nbytes = given.nbytes * (dispatcher.size - 1)
@@ -122,7 +122,7 @@ class SparseInput(NamedTuple):
 
 def calculate(effort: int, task: Callable[[], T]) -> StepGenerator[T]:
     """Run `task`, a calculation with `effort` numbers, and return its result; a thread runs a long one."""
-    return (yield from in_thread(task)) if effort > INLINE else task()
+    return (yield from calculate_in_thread(task)) if effort > INLINE else task()
 
 
 def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> StepGenerator[list[NDArray[Any]]]:
@@ -184,7 +184,7 @@ def _merge(
         # For AVG, `divide` turns the sums into averages.
         wide = by_name("float32") if array.dtype.kind == "half" else array.dtype
         divide = kernel(op, wide, len(counts)).finalize
-        return array.build(merged(parts, array.dtype, divide))
+        return array.build(merge_entries(parts, array.dtype, divide))
 
     return (yield from calculate(sum(counts) * max(array.width, 1), merge))
 
@@ -193,7 +193,7 @@ def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[
     """Reduce dense arrays; return a function that stores the result, None on other ranks than receivers."""
     array, root, plans = given.array, given.root, given.dispatcher.plans
     effort = array.size * array.width
-    dense, bits = yield from calculate(effort, lambda: scattered(own, array.size))
+    dense, bits = yield from calculate(effort, lambda: scatter_entries(own, array.size))
     kind = "allreduce" if root is None else "reduce"
     plan = plans.plan(kind, array.dtype, (len(dense),), op=op, root=root)
     yield from collective("add", plan, [dense])
@@ -201,7 +201,7 @@ def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[
     yield from collective("mark", plan, [bits])
     if not given.is_receiver:
         return None
-    return (yield from calculate(effort, lambda: array.build(gathered(dense, bits, array.size, own))))
+    return (yield from calculate(effort, lambda: array.build(gather_entries(dense, bits, array.size, own))))
 
 
 def is_dense_faster(

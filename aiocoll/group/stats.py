@@ -8,7 +8,7 @@ from typing import Any
 
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
-from aiocoll.engine.journal import SHIFT, Counted, Waited
+from aiocoll.engine.journal import SHIFT, CallCounters, WaitCounters
 from aiocoll.engine.operations.base import Operation
 
 __all__ = ["GroupStats", "OperationStats", "PeerStats", "add_stats", "stats_of"]
@@ -209,7 +209,7 @@ def _order(each: OperationStats) -> tuple[str, str, str]:
     return each.op, each.algorithm or "", each.transport
 
 
-def _operation(row: Counted) -> OperationStats:
+def _operation(row: CallCounters) -> OperationStats:
     histogram = tuple((2.0 ** (number - SHIFT), calls) for number, calls in enumerate(row.buckets) if calls)
     completed = sum(calls for _, calls in histogram)
     return OperationStats(*row.kind, completed, row.failures, row.nbytes, row.seconds, histogram)
@@ -225,7 +225,7 @@ def _peers(comm: Communicator, pending: list[Operation], now: float) -> Iterable
             missing[rank] = missing.get(rank, 0) + 1
     waited = comm.journal.waited(now)
     for rank in sorted({*waited, *missing}):
-        yield PeerStats(rank, *waited.get(rank, Waited(0, 0.0, 0, 0.0)), missing.get(rank, 0))
+        yield PeerStats(rank, *waited.get(rank, WaitCounters(0, 0.0, 0, 0.0)), missing.get(rank, 0))
 
 
 def add_stats(first: GroupStats, second: GroupStats) -> GroupStats:

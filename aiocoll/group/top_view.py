@@ -35,7 +35,7 @@ class GroupView:
         self._comm = comm
         self._directory = directory
 
-    def shown(self) -> dict[str, Any]:
+    def to_data(self) -> dict[str, Any]:
         """Return the current state as plain data."""
         comm = self._comm
         endpoint = comm.endpoint
@@ -63,7 +63,7 @@ class GroupView:
             "oldest": now - pending[0].entered if pending else 0.0,
             "in_flight": [_in_flight(comm, each, now) for each in pending[:PENDING]],
             "slow": _slow(comm, pending, now),
-            **_counted(comm),
+            **_describe_counters(comm),
         }
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ def _slow(comm: Communicator, pending: list[Operation], now: float) -> list[tupl
     return [(rank, seconds, state) for rank, (seconds, state) in sorted(found.items())]
 
 
-def _counted(comm: Communicator) -> dict[str, Any]:
+def _describe_counters(comm: Communicator) -> dict[str, Any]:
     from aiocoll.group.stats import stats_of  # few ranks are watched
 
     if not comm.journal.counts:

@@ -16,7 +16,7 @@ from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange
+from aiocoll.engine.operations.stepped import StepGenerator, SteppedOperation, collective, exchange
 from aiocoll.errors import ProtocolError
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.prepared_call import FactoryCall
@@ -34,7 +34,7 @@ def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, 
     plan = dispatcher.plans.counting_plan(signature)
 
     def make(identity: int, completion: Completion) -> Operation:
-        return Stepped(dispatcher.comm, identity, plan, _allgather(dispatcher, source, dtype), completion)
+        return SteppedOperation(dispatcher.comm, identity, plan, _allgather(dispatcher, source, dtype), completion)
 
     nbytes = source.nbytes * (dispatcher.size - 1)
     call = FactoryCall(signature, make, limit, key, source.shape, nbytes=nbytes)

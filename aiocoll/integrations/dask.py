@@ -135,7 +135,7 @@ class _Workers:
         future = self._client.submit(_work, ticket, program, args, key=key, workers=[worker], pure=False)
         ending = asyncio.ensure_future(_ended(future))
         try:
-            await self._until_lost(worker, ending)
+            await self._wait_until_lost(worker, ending)
             return ending.result()
         except asyncio.CancelledError:
             with contextlib.suppress(TimeoutError, OSError):
@@ -148,7 +148,7 @@ class _Workers:
             await asyncio.wait([ending])
             await future.cancel()
 
-    async def _until_lost(self, worker: str, ending: asyncio.Future[Any]) -> None:
+    async def _wait_until_lost(self, worker: str, ending: asyncio.Future[Any]) -> None:
         while not ending.done():
             if worker not in self._present:
                 raise RankLostError(f"Dask has removed the worker {worker}")

@@ -13,7 +13,7 @@ from aiocoll.errors import GroupError, RendezvousError, StoreError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.rendezvous.tickets import Meeting, Ticket
 
-__all__ = ["Part", "Parts", "State", "all_right"]
+__all__ = ["Part", "Parts", "State", "wait_for_all"]
 
 
 class State(NamedTuple):
@@ -45,9 +45,9 @@ class Part:
     def __init__(self, ticket: Ticket) -> None:
         self.group: ProcessGroup | None = None
         self._begun = False
-        self._task = asyncio.create_task(self._keep(ticket), name="aiocoll part")
+        self._task = asyncio.create_task(self._stay_in_group(ticket), name="aiocoll part")
 
-    async def _keep(self, ticket: Ticket) -> None:
+    async def _stay_in_group(self, ticket: Ticket) -> None:
         async with aclosing(elastic(init_method=ticket, wait=0.0, mend_timeout=inf)) as groups:
             async for group in groups:
                 self.group, self._begun = group, True
@@ -102,7 +102,7 @@ class Parts:
         self._tickets: dict[int, Ticket] = {}
 
     @property
-    def meets(self) -> bool:
+    def has_meeting(self) -> bool:
         """Return whether there is a meeting."""
         return self._meeting is not None
 
@@ -123,23 +123,23 @@ class Parts:
         begun = any(state.begun for state in present.values())
         # A group may still contain a process that has ended in order, because its ranks have not noticed.
         outdated = [number for number, state in present.items() if state.size > len(present)]
-        await all_right(self._abort(number, "some of its ranks have ended") for number in outdated)
+        await wait_for_all(self._abort(number, "some of its ranks have ended") for number in outdated)
         if absent and not (begun and self._meeting is not None):
             await self.end()
             self._meeting = await Meeting(len(states), **self._given).__aenter__()
-            await self._give({number: self._meeting.ticket(rank) for rank, number in enumerate(states)})
+            await self._assign_tickets({number: self._meeting.ticket(rank) for rank, number in enumerate(states)})
         elif absent and self._meeting is not None:
-            await self._give({number: self._meeting.newcomer() for number in sorted(absent)})
+            await self._assign_tickets({number: self._meeting.newcomer() for number in sorted(absent)})
         else:
             [*groups] = set(present.values())
             return len(groups) == 1 and groups[0].size == len(states)
         return False
 
-    async def _give(self, tickets: Mapping[int, Ticket]) -> None:
+    async def _assign_tickets(self, tickets: Mapping[int, Ticket]) -> None:
         for number in tickets:
             self.report(number, "a new rank replaces it")
         self._tickets.update(tickets)
-        await all_right(self._join(number, ticket) for number, ticket in tickets.items())
+        await wait_for_all(self._join(number, ticket) for number, ticket in tickets.items())
 
     def report(self, number: int, reason: object) -> None:
         """Report the death of a process to the ranks."""
@@ -154,7 +154,7 @@ class Parts:
             await meeting.__aexit__()
 
 
-async def all_right(doing: Iterable[Awaitable[None]]) -> None:
+async def wait_for_all(doing: Iterable[Awaitable[None]]) -> None:
     """Wait until all awaitables are done; raise the first error."""
     for result in await asyncio.gather(*doing, return_exceptions=True):
         if isinstance(result, BaseException):

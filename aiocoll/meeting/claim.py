@@ -93,7 +93,7 @@ class Claims:
         while not await self._claim():
             self.generation += 1
 
-    async def leave_ended(self) -> None:
+    async def restart_after_ended_rank(self) -> None:
         """Make the ranks meet again if the process of a rank has ended, before this rank publishes its card.
 
         Raises:

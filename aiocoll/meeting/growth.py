@@ -139,7 +139,7 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
     # The last call for newcomers is made at the deadline, and needs time for the answers.
     store = DeadlineStore(store, timeout + LATE_ANSWER)
     open_world = f"aiocoll/grow/open/{invitation.name.rpartition('~')[0]}"
-    await _call_off_open(store, open_world)
+    await _cancel_open_world(store, open_world)
     while True:
         tickets = await _find_newcomers(store, invitation, deadline, runtime)
         if len(tickets) < invitation.least:
@@ -158,9 +158,9 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
             else:
                 return head
         except BaseException:
-            await last_request(_call_off_open(store, open_world))
+            await last_request(_cancel_open_world(store, open_world))
             raise
-        await _call_off_open(store, open_world)
+        await _cancel_open_world(store, open_world)
 
 
 async def _find_newcomers(store: Store, invitation: Invitation, deadline: float, runtime: Runtime) -> list[int]:
@@ -211,7 +211,7 @@ async def _call_holders(store: Store, tickets: Sequence[int], timeout: float) ->
     return [ticket for ticket in tickets if ticket in present]
 
 
-async def _call_off_open(store: Store, open_world: str) -> None:
+async def _cancel_open_world(store: Store, open_world: str) -> None:
     """Notify the newcomers of the last world that it may never meet. A world that has met ignores this."""
     if await store.check([open_world]):
         world = Assignment(*msgpack.unpackb(await store.get(open_world)))

@@ -14,7 +14,7 @@ import msgpack
 from aiocoll.errors import StoreError
 from aiocoll.store import Store
 
-__all__ = ["arrival", "death", "heed_deaths"]
+__all__ = ["arrival", "death", "watch_deaths"]
 
 
 def arrival(holder: str) -> str:
@@ -31,7 +31,7 @@ def _death_key(number: int) -> str:
     return f"aiocoll/deaths/{number}"
 
 
-async def heed_deaths(store: Store, holders: Mapping[str, int], report: Callable[[int, str], None]) -> None:
+async def watch_deaths(store: Store, holders: Mapping[str, int], report: Callable[[int, str], None]) -> None:
     """Call `report` with each rank reported dead and the evidence, until the meeting ends.
 
     Args:

@@ -58,7 +58,7 @@ class PeerLanes:
         lane_layout: tuple[int, ...],
         status: ReadableBuffer,
         reserve: Callable[[int, int], bool],
-        attend: Callable[[], None],
+        poll_soon: Callable[[], None],
         writer: LaneWriter,
         common: CommonLane,
         eventfd: int,

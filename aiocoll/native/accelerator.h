@@ -67,7 +67,7 @@ typedef struct {
     Word *own_status, *peer_status;
     uint64_t *numbers, rung;
     char *is_reserved;
-    PyObject *reserve, *attend, *writer;
+    PyObject *reserve, *poll_soon, *writer;
     CommonLane *common;
     int eventfd, has_lines;
     int can_post; /* true if the link is open and in use */
@@ -214,8 +214,8 @@ enum { ENTERED, BARRED, DIVERTS, GATE };
 typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
         *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten, *scope;
-    PyObject *left, *early, *asked_early, *hooks, *due, *watch, *runtime, *polling, *is_running, *create_future, *rest,
-        *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists that Python changes */
+    PyObject *left, *early, *asked_early, *hooks, *due, *watch, *runtime, *polling, *is_running, *create_future,
+        *stop_polling, *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists that Python changes */
     allocfunc allocate;
     PeerLanes **peers;
     Handle *first, *last, *first_waiting; /* in flight; calls that wait for a slot come last */
@@ -310,7 +310,7 @@ int common_post(const Post *post, PeerLanes **peers, int count, PyObject *lanes)
 int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Head *expected, int compares_length);
 int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group);
 int queue_is_ready(PeerLanes *peer);
-int attend(PeerLanes *peer);
+int poll_soon(PeerLanes *peer);
 void wake(PeerLanes *peer);
 int shares_core(PeerLanes *peer);
 void note_core(PeerLanes *peer);
@@ -327,7 +327,7 @@ int relay_open(Handle *call);
 void relay_close(Handle *call);
 int relay_is_startable(Handle *call);
 int relay_move(Handle *call);
-int relay_attend(Handle *call);
+int relay_poll_soon(Handle *call);
 
 /* journal.c */
 int journal_open(JournalView *view, PyObject *journal, int size);

@@ -157,33 +157,33 @@ static PyObject *Block_are_disjoint(Block *self, PyObject *members) {
 /* ---- in flight */
 
 /* Record the end of one call, or of the start of all. Report to the flush when few or no calls are left. */
-static int one_ended(Block *block, int missing, const char *go_on) {
+static int one_ended(Block *block, int missing, const char *method) {
     PyObject *flush = block->flush, *done = NULL;
     if (--block->left > block->low || !flush) return 0;
     if (block->left) {
         block->low = 0;
         KEEP(flush);
-        done = PyObject_CallMethod(flush, go_on, NULL);
+        done = PyObject_CallMethod(flush, method, NULL);
     } else {
         block->flush = NULL;
         Py_CLEAR(block->recording);
-        done = PyObject_CallMethod(flush, "singles_ended", "i", missing);
+        done = PyObject_CallMethod(flush, "on_singles_ended", "i", missing);
     }
     DROP(flush);
     DROP(done);
     return done ? 0 : -1;
 }
 
-static int leave_block(Handle *call, const char *go_on) {
+static int leave_block(Handle *call, const char *method) {
     Block *block = call->block;
     call->block = NULL;
-    int failed = one_ended(block, call->missing, go_on);
+    int failed = one_ended(block, call->missing, method);
     DROP(block);
     return failed;
 }
 
 /* Handle the end of a block's call. */
-int member_ended(Handle *call) { return leave_block(call, "go_on"); }
+int member_ended(Handle *call) { return leave_block(call, "start_more"); }
 
 /* Hand over a block's call, which was removed from the calls in flight. Takes the caller's reference. */
 int take_member_over(Handle *call) {
@@ -200,7 +200,7 @@ int take_member_over(Handle *call) {
     DROP(done);
     Py_CLEAR(call->arrays);
     /* Deferred, because Python may be iterating over the calls in flight. */
-    if (!failed) failed = leave_block(call, "go_on_later");
+    if (!failed) failed = leave_block(call, "start_more_later");
     DROP(call);
     return failed;
 }
@@ -291,7 +291,7 @@ static PyObject *Block_pause(Block *self, PyObject *low) {
 }
 
 static PyObject *Block_end(Block *self, PyObject *Py_UNUSED(unused)) {
-    if (self->flush && one_ended(self, NO_PEER, "go_on") < 0) return NULL;
+    if (self->flush && one_ended(self, NO_PEER, "start_more") < 0) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -117,7 +117,7 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
                      {"operation", &self->operation},
                      {"guard", &self->guard},
                      {"overwritten", &self->overwritten},
-                     {"rest", &self->rest},
+                     {"stop_polling", &self->stop_polling},
                      {"quiet", &self->quiet},
                      {"wait", &self->wait},
                      {"scope", &self->scope}};
@@ -158,10 +158,10 @@ end:
 /* Positions of references: those that belong to the group, and those that ended works need, too (the loop, and the
    owner, which then refuses calls). */
 #define AT(member) offsetof(Calls, member)
-static const size_t OF_GROUP[] = {AT(comm),       AT(resolve),      AT(make_steps), AT(find_one), AT(find_parts),
-                                  AT(find_lists), AT(find_barrier), AT(flatten),    AT(remember), AT(operation),
-                                  AT(guard),      AT(overwritten),  AT(left),       AT(early),    AT(asked_early),
-                                  AT(hooks),      AT(watch),        AT(rest),       AT(quiet),    AT(wait),
+static const size_t OF_GROUP[] = {AT(comm),       AT(resolve),      AT(make_steps),   AT(find_one), AT(find_parts),
+                                  AT(find_lists), AT(find_barrier), AT(flatten),      AT(remember), AT(operation),
+                                  AT(guard),      AT(overwritten),  AT(left),         AT(early),    AT(asked_early),
+                                  AT(hooks),      AT(watch),        AT(stop_polling), AT(quiet),    AT(wait),
                                   AT(folder),     AT(timeout),      AT(scope)};
 static const size_t OF_WORKS[] = {AT(owner),      AT(work_type),     AT(runtime),  AT(polling), AT(due),
                                   AT(is_running), AT(create_future), AT(progress), AT(lookers)};

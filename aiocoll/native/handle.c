@@ -149,7 +149,7 @@ int note_await(Handle *self) {
     if (!self->guard) return 0;
     PyObject *guard = self->guard;
     self->guard = NULL;
-    PyObject *done = PyObject_CallMethod(guard, "awaited", NULL);
+    PyObject *done = PyObject_CallMethod(guard, "mark_awaited", NULL);
     DROP(guard);
     DROP(done);
     return done ? 0 : -1;

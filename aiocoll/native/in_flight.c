@@ -135,7 +135,7 @@ int crash(Calls *calls) {
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     if (value && traceback) PyException_SetTraceback(value, traceback);
-    PyObject *done = PyObject_CallMethod(calls->comm, "crashed", "O", value ? value : Py_None);
+    PyObject *done = PyObject_CallMethod(calls->comm, "revoke_after_crash", "O", value ? value : Py_None);
     if (done && !is_error) {
         PyErr_Restore(type, value, traceback);
     } else {
@@ -288,7 +288,7 @@ int look_once(Handle *call) {
 static int begin_relay(Handle *call) {
     Calls *calls = call->calls;
     if (PyDict_SetItem(calls->lookers, (PyObject *)calls, Py_None) < 0) return crash(calls);
-    if (relay_attend(call) < 0) return crash(calls);
+    if (relay_poll_soon(call) < 0) return crash(calls);
     calls->deadline = seconds() + BUDGET;
     return call->is_in_flight && look_once(call) < 0 ? -1 : 0;
 }

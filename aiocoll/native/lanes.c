@@ -115,13 +115,13 @@ PyType_Spec CommonLane_spec = {"aiocoll.native._core.CommonLane", sizeof(CommonL
 /* ---- the lanes of a peer */
 
 static int PeerLanes_init(PeerLanes *self, PyObject *args, PyObject *kwargs) {
-    PyObject *memory, *layout, *posted, *ready, *theirs, *common_layout, *lane_layout, *status, *reserve, *attend,
+    PyObject *memory, *layout, *posted, *ready, *theirs, *common_layout, *lane_layout, *status, *reserve, *poll_soon,
         *writer, *common;
     Py_ssize_t lane_start;
     if (self->memory.obj || self->posted.obj) return raise_initialized();
     if (!PyArg_ParseTuple(args, "OO!OOOnO!O!OOOOO!i", &memory, &PyTuple_Type, &layout, &posted, &ready, &theirs,
                           &lane_start, &PyTuple_Type, &common_layout, &PyTuple_Type, &lane_layout, &status, &reserve,
-                          &attend, &writer, CommonLane_type, &common, &self->eventfd))
+                          &poll_soon, &writer, CommonLane_type, &common, &self->eventfd))
         return -1;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) return -1;
     if (slots_from(&self->slots, self->memory.buf, self->memory.len, LAYOUT_LANE_WORDS, layout) < 0) return -1;
@@ -149,8 +149,8 @@ static int PeerLanes_init(PeerLanes *self, PyObject *args, PyObject *kwargs) {
     self->peer_status = (Word *)base;
     KEEP(reserve);
     self->reserve = reserve;
-    KEEP(attend);
-    self->attend = attend;
+    KEEP(poll_soon);
+    self->poll_soon = poll_soon;
     KEEP(writer);
     self->writer = writer;
     KEEP(common);
@@ -163,7 +163,7 @@ static int PeerLanes_traverse(PeerLanes *self, visitproc visit, void *arg) {
     Py_VISIT(TYPE_OF(self));
     Py_VISIT(self->reserve);
     Py_VISIT(self->reserve_queue);
-    Py_VISIT(self->attend);
+    Py_VISIT(self->poll_soon);
     Py_VISIT(self->writer);
     Py_VISIT(self->common);
     return 0;
@@ -172,7 +172,7 @@ static int PeerLanes_traverse(PeerLanes *self, visitproc visit, void *arg) {
 static int PeerLanes_clear(PeerLanes *self) {
     Py_CLEAR(self->reserve);
     Py_CLEAR(self->reserve_queue);
-    Py_CLEAR(self->attend);
+    Py_CLEAR(self->poll_soon);
     Py_CLEAR(self->writer);
     Py_CLEAR(self->common);
     return 0;
@@ -280,7 +280,7 @@ static PyMethodDef PeerLanes_methods[] = {{"connect_queues", (PyCFunction)PeerLa
                                           {0}};
 static PyType_Slot PeerLanes_slots[] = {
     {Py_tp_doc, "PeerLanes(memory, layout, posted, ready, theirs, lane_start, common_layout, lane_layout, status, "
-                "reserve, attend, "
+                "reserve, poll_soon, "
                 "writer, common, eventfd, /)\n--\n\nThe lanes between this rank and one peer."},
     {Py_tp_new, PyType_GenericNew},
     {Py_tp_init, PeerLanes_init},
@@ -397,9 +397,9 @@ int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group) {
 /* ---- the doorbell */
 
 /* Make this rank check its links in the next loop iteration, so that its peers need not wake it to reply. */
-int attend(PeerLanes *peer) {
+int poll_soon(PeerLanes *peer) {
     if (!(load(peer->own_status + LAYOUT_STATUS) & 1)) return 0;
-    PyObject *function = peer->attend;
+    PyObject *function = peer->poll_soon;
     KEEP(function);
     PyObject *done = PyObject_CallNoArgs(function);
     DROP(function);

@@ -99,13 +99,13 @@ int poll_for(Handle *call) {
     if (!call->is_in_flight) return 0;
     if (!found && call->relay) {
         /* Chunks may arrive after this time, and no wake-up is sent for them. */
-        if (relay_attend(call) < 0) return crash(calls);
+        if (relay_poll_soon(call) < 0) return crash(calls);
         if (!call->is_in_flight) return 0;
     }
     if (found) return found > 0 ? complete(call) : hand_over(call);
     /* No progress: no other await polls in this loop iteration. */
     *(double *)calls->turn.buf = now;
-    PyObject *done = PyObject_CallNoArgs(calls->rest);
+    PyObject *done = PyObject_CallNoArgs(calls->stop_polling);
     DROP(done);
     return done ? 0 : -1;
 }

@@ -93,7 +93,7 @@ int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t 
 int ring(Calls *calls, const Contribution *contributions, int count) {
     PeerLanes *first = calls->peers[contributions[0].readers[0]];
     note_core(first);
-    if (attend(first) < 0) return -1;
+    if (poll_soon(first) < 0) return -1;
     fence_full();
     for (int i = 0; i < count; i++)
         for (int n = 0; n < contributions[i].readers_count; n++) {

@@ -257,7 +257,7 @@ int relay_is_startable(Handle *call) {
 }
 
 /* Let this rank look at its links in the next turn of the loop. */
-int relay_attend(Handle *call) {
+int relay_poll_soon(Handle *call) {
     PeerLanes *right = call->calls->peers[call->relay->right];
-    return right && right->can_post ? attend(right) : 0;
+    return right && right->can_post ? poll_soon(right) : 0;
 }

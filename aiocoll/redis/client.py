@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from aiocoll.errors import StoreError, StoreUnavailableError
-from aiocoll.redis.connection import PATIENCE, RedisAddress, RedisConnection, pauses
+from aiocoll.redis.connection import MAX_WAIT, RedisAddress, RedisConnection, pauses
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store.base import wait_until_done
 
@@ -213,7 +213,7 @@ class RedisClient:
             return _Request("renew", (), self._count)
 
     async def _carry_out(self, request: _Request, runtime: Runtime) -> Any:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(MAX_WAIT):
             if not self._connection.connected:
                 await self._connection.open()
                 self.reached = self._connection.reached
@@ -299,7 +299,7 @@ class RedisChanges:
         pause = pauses()
         while self._watches and self.refusal is None:
             try:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(MAX_WAIT):
                     await self._connection.open()
                     await self._connection.send("SUBSCRIBE", self._channel)
                     await self._connection.receive()

@@ -15,10 +15,10 @@ from aiocoll.numerals import parse_int
 from aiocoll.store.address import describe
 from aiocoll.store.client import StoreAuthenticationError
 
-__all__ = ["PATIENCE", "RedisAddress", "RedisConnection", "pauses"]
+__all__ = ["MAX_WAIT", "RedisAddress", "RedisConnection", "pauses"]
 
 #: Timeout in seconds of a connection attempt and of a reply, the time of 8 MiB at 5 Mbit/s.
-PATIENCE: Final = 15.0
+MAX_WAIT: Final = 15.0
 #: Seconds between attempts to connect, which grow from the first value to the second.
 _FIRST_RETRY: Final = 0.005
 _LAST_RETRY: Final = 0.25

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from aiocoll.redis.client import RedisChanges, RedisClient
-from aiocoll.redis.connection import PATIENCE, RedisAddress
+from aiocoll.redis.connection import MAX_WAIT, RedisAddress
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store.base import Store, timeout_error
 from aiocoll.store.commands import keys_of
@@ -130,7 +130,7 @@ class RedisStore(KeyValueStore):
             while True:
                 remaining = max(0.0, deadline - time())
                 wanted = wanted if remaining else names
-                values = await self._read_values(wanted, max(remaining, PATIENCE))
+                values = await self._read_values(wanted, max(remaining, MAX_WAIT))
                 missing = [name for name, value in zip(wanted, values, strict=True) if value is None]
                 if not missing and len(wanted) < len(names):
                     wanted = names

@@ -97,7 +97,7 @@ class World:
     async def await_newcomer(self) -> None:
         """Return at once, as if all wanted newcomers had arrived."""
 
-    async def meet_anew(
+    async def rendezvous_again(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
         """Make a group that includes the newcomers."""
@@ -169,10 +169,10 @@ class _UnanimousAgreements(Agreements):
 class _DiscardingControlPlane(ControlPlane):
     """A control plane without links that discards all messages."""
 
-    def tell(self, rank: int, message: ControlMessage) -> None:
+    def send(self, rank: int, message: ControlMessage) -> None:
         pass
 
-    def flood(self, message: ControlMessage, ranks: Sequence[int]) -> None:
+    def send_to_others(self, message: ControlMessage, ranks: Sequence[int]) -> None:
         pass
 
 

@@ -21,7 +21,7 @@ from aiocoll.log import logger
 from aiocoll.meeting.cards import CALLED_OFF, CardCache, MeetingMovedError, call_off, cores, ranks_on_host
 from aiocoll.meeting.claim import Claims, call_off_all
 from aiocoll.meeting.growth import Assignment, Invitation, await_newcomer, invite
-from aiocoll.meeting.holders import arrival, heed_deaths
+from aiocoll.meeting.holders import arrival, watch_deaths
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.native import describe_implementation
 from aiocoll.options import GroupOptions
@@ -194,7 +194,7 @@ class Job:
         """Wait until a newcomer requests to join."""
         await await_newcomer(self._store_handle.store)
 
-    async def meet_anew(
+    async def rendezvous_again(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
         """Meet the newcomers in a new job, which receives no messages of older jobs."""
@@ -304,7 +304,7 @@ class Job:
         transport.accepted = early.append
         try:
             card |= await self._split_hosts(store, stream)
-            await self._claims.leave_ended()
+            await self._claims.restart_after_ended_rank()
             cards = await exchange.exchange_cards("card", card, self._cards)
             holders = {card.get("holder", ""): rank for rank, card in cards.items()}
             self._tuning = from_wire(cards[0].get("tuning"), cards[0].get("medium"), ranks_on_host(0, cards))
@@ -319,7 +319,7 @@ class Job:
                 endpoint.accept(link)
             joining = self._join_ranks(endpoint, cards)
             await run_until_notice(self._runtime, joining, self._claims.await_loss(), f"aiocoll joining {self.rank}")
-            stream.all_met()
+            stream.set_all_met()
         except BaseException:
             if self.endpoint is None:
                 for link in early:
@@ -328,7 +328,7 @@ class Job:
             raise
         if holder := self._store_handle.holder:
             await self._store_handle.store.set(arrival(holder), b"")
-            watching = heed_deaths(self._store_handle.store, holders, endpoint.roster.report)
+            watching = watch_deaths(self._store_handle.store, holders, endpoint.roster.report)
             self._death_watcher = self._runtime.create_task(watching, f"aiocoll deaths {self.rank}")
         await self._claims.confirm()
 

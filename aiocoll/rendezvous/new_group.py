@@ -21,7 +21,7 @@ from aiocoll.meeting.growth import Assignment, await_assignment
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
-from aiocoll.rendezvous.where import DEFAULT, Place, find_dry_run, find_where
+from aiocoll.rendezvous.parameters import DEFAULT, Place, find_dry_run, find_parameters
 from aiocoll.runtime import Runtime, refuse_trio, running_loop
 from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
@@ -112,8 +112,8 @@ class new_group:
         if isinstance(init_method, Place):
             if (rank, world_size, join) != (None, None, False):
                 raise ValueError("leave out rank, world_size and join: the ticket given as init_method determines them")
-            self._where = init_method.where()
-            if not self._where.world_size and (name is not None or self._backend != Backend.AIO):
+            self._parameters = init_method.where()
+            if not self._parameters.world_size and (name is not None or self._backend != Backend.AIO):
                 raise ValueError(
                     "leave out name and backend: init_method is a ticket of a newcomer, and the group assigns them"
                 )
@@ -121,12 +121,14 @@ class new_group:
             if (rank, world_size, name) != (None, None, None) or self._backend != Backend.AIO:
                 why = "join=True" if join else "AIOCOLL_JOIN=1 in the environment"
                 raise ValueError(f"{why}: leave out rank, world_size, name and backend, which the group assigns")
-            self._where = find_where(init_method, store, 0, 1, os.environ, job_id)._replace(world_size=0, hosted=True)
+            self._parameters = find_parameters(init_method, store, 0, 1, os.environ, job_id)._replace(
+                world_size=0, hosted=True
+            )
         elif self._backend == Backend.FAKE:
-            self._where = find_dry_run(rank, world_size, os.environ)
+            self._parameters = find_dry_run(rank, world_size, os.environ)
         else:
-            self._where = find_where(init_method, store, rank, world_size, os.environ, job_id)
-        if self._where.rank is None and self._backend != Backend.AIO:
+            self._parameters = find_parameters(init_method, store, rank, world_size, os.environ, job_id)
+        if self._parameters.rank is None and self._backend != Backend.AIO:
             raise ValueError(f"rank is missing: give rank=, since backend={backend!r} does not assign ranks")
         self._pg: Any = None
 
@@ -138,7 +140,7 @@ class new_group:
     @property
     def newcomer(self) -> bool:
         """Return whether this process joins an existing group that grows."""
-        return not self._where.world_size
+        return not self._parameters.world_size
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
         return self._make().__await__()
@@ -158,9 +160,9 @@ class new_group:
     async def _make(self) -> ProcessGroup:
         options, loop = self._options, running_loop()
         left: Callable[[], float] = partial(_time_left, Runtime.of(loop).time, Runtime.of(loop).time() + self._timeout)
-        if self._where.ask is not None:
-            self._where = await self._where.resolve(self._key(), options, self._timeout)
-        where = self._where
+        if self._parameters.ask is not None:
+            self._parameters = await self._parameters.resolve(self._key(), options, self._timeout)
+        where = self._parameters
         if (factory := factory_of(self._backend)) is not None:
             return await self._make_by(factory, options)
         if not where.world_size:
@@ -184,7 +186,7 @@ class new_group:
         store_handle = self._open_store_handle(options)
         store_handle.hold()
         try:
-            size = self._where.world_size
+            size = self._parameters.world_size
             first = await assign(DeadlineStore(store_handle.store, left()), size)
             for rank in (*range(first, size), *range(first)):
                 job = self._make_job((id(store_handle), rank), store_handle, rank)
@@ -221,21 +223,21 @@ class new_group:
             await store_handle.drop()
 
     def _open_store_handle(self, options: GroupOptions) -> StoreHandle:
-        where, key = self._where, self._key()
+        where, key = self._parameters, self._key()
         return StoreHandle(
             where.store, lambda: where.open(self._timeout, key, options), where.replaceable, where.holder
         )
 
     def _make_job(self, identity: tuple[Any, ...], store_handle: StoreHandle, rank: int) -> Job:
-        assignment = Assignment("", rank, self._where.world_size, self._name or "")
+        assignment = Assignment("", rank, self._parameters.world_size, self._name or "")
         return Job(identity, store_handle, assignment, self._options, self._key(), self._timeout)
 
     def _key(self) -> bytes | None:
-        where = self._where
+        where = self._parameters
         return _key(self._options, where.job) if where.key is None else where.key
 
     async def _make_by(self, factory: Callable[..., Any], options: GroupOptions) -> ProcessGroup:
-        where = self._where
+        where = self._parameters
         store = where.store if where.store is not None else where.open(self._timeout, self._key(), options)
         made = factory(store, where.rank, where.world_size, self._timeout, self._device, options=options)
         group: ProcessGroup = await made if inspect.isawaitable(made) else made
@@ -244,7 +246,7 @@ class new_group:
     def _make_fake(self, options: GroupOptions) -> ProcessGroup:
         from aiocoll.rendezvous.dry_run import World  # imported late: few programs do dry runs
 
-        rank, size = self._where.rank, self._where.world_size
+        rank, size = self._parameters.rank, self._parameters.world_size
         assert rank is not None
         return World(rank, size, options).group(GroupSpec(self._name, self._timeout, options, self._devices))
 

@@ -18,7 +18,7 @@ from aiocoll.rendezvous.launchers import common_parent
 from aiocoll.security.tls import is_encrypted
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
-from aiocoll.transport.shm.process_memory import permit, yama_scope
+from aiocoll.transport.shm.process_memory import permit_reading, yama_scope
 from aiocoll.transport.stream.route import find_route
 from aiocoll.transport.stream.transport import StreamTransport
 
@@ -50,7 +50,7 @@ def single_copy(options: GroupOptions, env: Mapping[str, str]) -> bool:
     if not options.single_copy:
         return False
     if (launcher := common_parent(env)) is not None:
-        permit(launcher)
+        permit_reading(launcher)
     return yama_scope() < (1 if launcher is None else 2) or os.geteuid() == 0
 
 
@@ -84,5 +84,5 @@ async def split_hosts(store: Store, stream: StreamTransport, *, trusted: bool) -
         if reason is None or not trusted:  # without a key only unix sockets can connect, so joining tries them again
             break
         reasons.append(reason)
-        stream.stand_apart(f"{name}/{number + 1}", reason)
+        stream.treat_as_remote(f"{name}/{number + 1}", reason)
     return {"host": stream.card["host"], "apart": "; ".join(reasons)}

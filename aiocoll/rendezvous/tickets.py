@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.meeting.holders import arrival, death
 from aiocoll.numerals import to_int
 from aiocoll.rendezvous.new_group import new_group
-from aiocoll.rendezvous.where import DEFAULT, Where
+from aiocoll.rendezvous.parameters import DEFAULT, RendezvousParameters
 from aiocoll.runtime import random_bytes, running_loop
 from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
@@ -45,9 +45,9 @@ class Ticket:
     rank: int | None
     holder: str = ""
 
-    def where(self) -> Where:
+    def where(self) -> RendezvousParameters:
         """Return the store address, rank and world size for `new_group`."""
-        return Where(
+        return RendezvousParameters(
             (self.host, self.port, self.job),
             self.rank,
             self.world_size,
@@ -187,7 +187,7 @@ class Meeting:
         """
         if ticket.job != self._job:
             raise ValueError("ticket belongs to another meeting; pass one that this meeting made")
-        self._server.put(*death(next(self._deaths), ticket.holder, fitting(reason)))
+        self._server.put(*death(next(self._deaths), ticket.holder, fit_text(reason)))
 
     def _ticket(self, world_size: int, rank: int | None) -> Ticket:
         if not self._started:

@@ -70,7 +70,7 @@ __all__ = [
     "Status",
     "UnprovenError",
     "job_id",
-    "may_be_ours",
+    "may_be_handshake",
 ]
 
 MAGIC = b"aioc"
@@ -165,7 +165,7 @@ def job_id(name: str) -> bytes:
         raise ValueError(f"job={name!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
 
 
-def may_be_ours(received: bytes) -> bool:
+def may_be_handshake(received: bytes) -> bool:
     """Return whether a handshake message may begin with the bytes `received` (possibly none)."""
     return received[: len(MAGIC)] == MAGIC[: len(received)]
 

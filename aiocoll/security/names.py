@@ -18,12 +18,12 @@ from aiocoll.security.handshake import UnprovenError
 
 __all__ = [
     "WrongCertificateError",
+    "certificate_names",
     "check_job",
     "check_names",
-    "names_in",
+    "format_names",
     "part_name",
     "rank_name",
-    "shown",
     "store_name",
 ]
 
@@ -67,7 +67,7 @@ def check_job(job: str) -> None:
         )
 
 
-def names_in(certificate: Mapping[str, Any]) -> tuple[str, ...]:
+def certificate_names(certificate: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names in a certificate, as `ssl.SSLSocket.getpeercert` describes it."""
     names = certificate.get("subjectAltName", ())
     return tuple(name for kind, name in names if kind == "URI" and name.startswith(_SCHEME))
@@ -77,7 +77,7 @@ def check_names(names: Sequence[str], expected: str, whose: str) -> None:
     """Raise an error if a certificate does not have the expected name.
 
     Args:
-        names: the certificate's names, from `names_in`.
+        names: the certificate's names, from `certificate_names`.
         expected: the return value of `rank_name`, `store_name` or `part_name`.
         whose: description of the certificate in the error, such as "the certificate of 10.0.0.2".
 
@@ -91,11 +91,11 @@ def check_names(names: Sequence[str], expected: str, whose: str) -> None:
         if any(name.startswith(expected) for name in names):
             return
         expected += "..."
-    has = f"names {shown(names)}" if names else "has no URI of the form aiocoll://JOB/... as a name"
+    has = f"names {format_names(names)}" if names else "has no URI of the form aiocoll://JOB/... as a name"
     raise WrongCertificateError(f"{whose} {has}, but {expected} was expected")
 
 
-def shown(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """Return the first names as text, for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}" if names else "no job"

@@ -28,8 +28,8 @@ __all__ = [
     "binding",
     "is_encrypted",
     "load_chain",
+    "make_own_contexts",
     "new_context",
-    "of_this_process",
 ]
 
 #: Validity of a certificate before and after its creation: clock differences of hosts, and the lifetime of a process.
@@ -89,7 +89,7 @@ class Tls(NamedTuple):
 
 
 @cache
-def of_this_process() -> Tls:
+def make_own_contexts() -> Tls:
     """Return contexts with a certificate that this process makes for itself; the first call takes up to a second.
 
     Raises:

@@ -8,7 +8,16 @@ from datetime import UTC, datetime
 from aiocoll.security.names import WrongCertificateError
 from aiocoll.security.tls import OwnCertificate, Tls
 
-__all__ = ["EXPIRED", "NOT_YET", "PURPOSE", "WRONG_PURPOSE", "clock", "closed_without_reason", "in_words", "moment"]
+__all__ = [
+    "EXPIRED",
+    "NOT_YET",
+    "PURPOSE",
+    "WRONG_PURPOSE",
+    "clock",
+    "explain_silent_close",
+    "explain_tls_error",
+    "format_utc",
+]
 
 #: Numbers of OpenSSL's X509_V_ERR_... constants: not valid yet; expired; signed by an unknown CA (several constants);
 #: not made for servers, or not for clients.
@@ -36,12 +45,12 @@ def clock() -> float:
     return datetime.now(UTC).timestamp()
 
 
-def moment(seconds: float) -> str:
+def format_utc(seconds: float) -> str:
     """Return a time as text, such as "2030-01-31 12:00:00 UTC"."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def in_words(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertificateError | None:
+def explain_tls_error(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertificateError | None:
     """Return the error to raise in place of a TLS error; None if the error is not about certificates.
 
     Args:
@@ -50,36 +59,37 @@ def in_words(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertificateError 
         peer: the address of the other end.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        return WrongCertificateError(f"the certificate of {peer} {_verdict(error)}")
+        return WrongCertificateError(f"the certificate of {peer} {_explain_verification_error(error)}")
     reason = error.reason or ""
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return WrongCertificateError(f"{peer} presented no certificate: {_all_need_it('it')}")
+        return WrongCertificateError(f"{peer} presented no certificate: {_files_hint('it')}")
     if reason.endswith("ALERT_CERTIFICATE_REQUIRED"):
-        return WrongCertificateError(f"{peer} accepts only certificates of a CA: {_all_need_it('this process')}")
+        return WrongCertificateError(f"{peer} accepts only certificates of a CA: {_files_hint('this process')}")
     verdict = next((words for name, words in _ALERT_REASONS.items() if reason.endswith(f"ALERT_{name}")), None)
     if verdict is None or tls.own is None:
         return None
     return WrongCertificateError(
-        f"{peer} rejects the certificate of this process {verdict}: {_dates(tls.own)}; compare the clocks of both hosts"
+        f"{peer} rejects the certificate of this process {verdict}: {_validity_text(tls.own)}; "
+        "compare the clocks of both hosts"
     )
 
 
-def closed_without_reason(tls: Tls) -> str:
+def explain_silent_close(tls: Tls) -> str:
     """Return possible reasons of a peer that closes the connection without an alert, as asyncio does."""
     if tls.own is None:
         return "an end that accepts only certificates of a CA: then this process needs tls_ca, as every rank does"
-    return f"an end that rejects the certificate of this process, and has logged the reason: {_dates(tls.own)}"
+    return f"an end that rejects the certificate of this process, and has logged the reason: {_validity_text(tls.own)}"
 
 
-def _dates(own: OwnCertificate) -> str:
+def _validity_text(own: OwnCertificate) -> str:
     return (
-        f"tls_certificate={own.path!r} is valid from {moment(own.begins)} until {moment(own.ends)}, and the clock of "
-        f"this host shows {moment(clock())}"
+        f"tls_certificate={own.path!r} is valid from {format_utc(own.begins)} until {format_utc(own.ends)}, and the "
+        f"clock of this host shows {format_utc(clock())}"
     )
 
 
-def _verdict(error: ssl.SSLCertVerificationError) -> str:
-    now = moment(clock())
+def _explain_verification_error(error: ssl.SSLCertVerificationError) -> str:
+    now = format_utc(clock())
     code = error.verify_code
     if code == EXPIRED:
         return (
@@ -98,7 +108,7 @@ def _verdict(error: ssl.SSLCertVerificationError) -> str:
     return f"is rejected: {error.verify_message}"
 
 
-def _all_need_it(end: str) -> str:
+def _files_hint(end: str) -> str:
     return (
         f"give {end} the files tls_ca, tls_certificate and tls_key (AIOCOLL_TLS_CA, AIOCOLL_TLS_CERTIFICATE, "
         "AIOCOLL_TLS_KEY); if one rank has them, every rank and the store need them"

@@ -14,11 +14,11 @@ from typing import NoReturn
 
 from aiocoll.credentials import TlsFiles, read_private
 from aiocoll.log import logger
-from aiocoll.security.names import WrongCertificateError, check_job, check_names, names_in
-from aiocoll.security.tls import OwnCertificate, Tls, load_chain, new_context, of_this_process
-from aiocoll.security.tls_trouble import EXPIRED, NOT_YET, PURPOSE, WRONG_PURPOSE, clock, moment
+from aiocoll.security.names import WrongCertificateError, certificate_names, check_job, check_names
+from aiocoll.security.tls import OwnCertificate, Tls, load_chain, make_own_contexts, new_context
+from aiocoll.security.tls_trouble import EXPIRED, NOT_YET, PURPOSE, WRONG_PURPOSE, clock, format_utc
 
-__all__ = ["Renewed", "prepare", "read"]
+__all__ = ["RenewedContexts", "prepare", "read"]
 
 #: Maximum size of a file in bytes: far above any key or chain of certificates.
 _MAX_PEM = 1 << 20
@@ -41,7 +41,7 @@ def prepare(files: TlsFiles | None, job: str, name: str) -> Tls:
         BackendUnavailableError: without files, the package `cryptography` is not installed.
     """
     if files is None:
-        return of_this_process()
+        return make_own_contexts()
     check_job(job)
     tls = read(files)
     assert tls.own is not None
@@ -68,12 +68,12 @@ def read(files: TlsFiles) -> Tls:
     client.check_hostname = False
     for context in (server, client):
         context.verify_mode = ssl.CERT_REQUIRED
-        _trust(context, authority, files)
+        _load_authority(context, authority, files)
     _handshake(server, client, files)
     return Tls(server, client, certificate, own=own)
 
 
-class Renewed:
+class RenewedContexts:
     """Newest usable TLS contexts of a process that keeps running while its files are replaced.
 
     Args:
@@ -139,7 +139,7 @@ def _key(path: str) -> bytes:
     return found[0]
 
 
-def _trust(context: ssl.SSLContext, authority: list[str], files: TlsFiles) -> None:
+def _load_authority(context: ssl.SSLContext, authority: list[str], files: TlsFiles) -> None:
     try:
         context.load_verify_locations(cadata="\n".join(authority))
     except (ssl.SSLError, ValueError) as error:
@@ -186,10 +186,12 @@ def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files:
     """Raise an error that explains why this process's certificate is unusable; its dates were checked before."""
     where = f"tls_certificate={files.certificate!r}"
     if error.verify_code in (EXPIRED, NOT_YET):
-        ends = (" to ".join(map(_moment, (each["notBefore"], each["notAfter"]))) for each in context.get_ca_certs())
+        ends = (
+            " to ".join(map(_format_time, (each["notBefore"], each["notAfter"]))) for each in context.get_ca_certs()
+        )
         raise ValueError(
             f"{where}: a certificate between it and the CA, or one of tls_ca={files.ca!r} (valid from "
-            f"{', '.join(ends)}), is not valid at {moment(clock())}, by the clock of this host"
+            f"{', '.join(ends)}), is not valid at {format_utc(clock())}, by the clock of this host"
         ) from None
     if error.verify_code == WRONG_PURPOSE:
         raise ValueError(f"{where}: {PURPOSE}") from None
@@ -199,8 +201,8 @@ def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files:
     ) from None
 
 
-def _moment(text: object) -> str:
-    return moment(ssl.cert_time_to_seconds(str(text)))
+def _format_time(text: object) -> str:
+    return format_utc(ssl.cert_time_to_seconds(str(text)))
 
 
 def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> tuple[bytes, OwnCertificate]:
@@ -212,7 +214,7 @@ def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> t
     client = new_context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
-    _trust(client, [certificate_pem], files)
+    _load_authority(client, [certificate_pem], files)
     seen = _handshake(server, client, files)
     certificate, found = seen.getpeercert(binary_form=True), seen.getpeercert()
     assert certificate is not None
@@ -221,7 +223,7 @@ def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> t
     trouble = "has expired" if ends < clock() else "is not valid yet" if clock() < begins else None
     if trouble is not None:
         raise ValueError(
-            f"tls_certificate={files.certificate!r} {trouble}: it is valid from {moment(begins)} until {moment(ends)}, "
-            f"and the clock of this host shows {moment(clock())}; renew it, or set the clock"
+            f"tls_certificate={files.certificate!r} {trouble}: it is valid from {format_utc(begins)} until "
+            f"{format_utc(ends)}, and the clock of this host shows {format_utc(clock())}; renew it, or set the clock"
         )
-    return certificate, OwnCertificate(files.certificate, names_in(found), begins, ends)
+    return certificate, OwnCertificate(files.certificate, certificate_names(found), begins, ends)

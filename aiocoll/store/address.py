@@ -15,7 +15,7 @@ from aiocoll.security.keys import require_key
 from aiocoll.sockets import retry_soon
 from aiocoll.users import peer_trouble
 
-__all__ = ["StoreEndpoint", "check_peer", "describe", "is_unix", "listen", "literal", "means_loopback", "resolve"]
+__all__ = ["StoreEndpoint", "check_peer", "describe", "is_loopback_name", "is_unix", "listen", "literal", "resolve"]
 
 _UNIX = "unix:"
 #: Connections that the kernel queues before they are accepted, enough for all ranks of a large job at once. The kernel
@@ -136,7 +136,7 @@ def literal(host: str, port: int) -> StoreEndpoint | None:
     return StoreEndpoint(socket.AF_INET6, (host, port, 0, 0))
 
 
-def means_loopback(name: str) -> bool:
+def is_loopback_name(name: str) -> bool:
     """Return whether a host name always means the loopback."""
     return name.split(".")[0].lower() in ("localhost", "ip6-localhost", "ip6-loopback", "localhost4", "localhost6")
 

@@ -15,15 +15,15 @@ from aiocoll.security.handshake import (
     VERDICT_SIZE,
     ClientHandshake,
     Identity,
-    may_be_ours,
+    may_be_handshake,
 )
 from aiocoll.security.keys import is_loopback
-from aiocoll.security.names import WrongCertificateError, check_names, names_in, store_name
-from aiocoll.security.patience import patient_timeout
+from aiocoll.security.loop_timeout import loop_timeout
+from aiocoll.security.names import WrongCertificateError, certificate_names, check_names, store_name
 from aiocoll.security.tls import Tls, binding, is_encrypted
-from aiocoll.security.tls_trouble import closed_without_reason, in_words
+from aiocoll.security.tls_trouble import explain_silent_close, explain_tls_error
 from aiocoll.sockets import is_ready
-from aiocoll.store.address import StoreEndpoint, check_peer, describe, is_unix, literal, means_loopback, resolve
+from aiocoll.store.address import StoreEndpoint, check_peer, describe, is_loopback_name, is_unix, literal, resolve
 from aiocoll.store.base import timeout_error, wait_until_done
 from aiocoll.store.frames import FrameProtocol, pack
 from aiocoll.store.replies import ReplyStatus, check_reply
@@ -119,9 +119,9 @@ class ClientLink(FrameProtocol):
         if secured := transport.get_extra_info("ssl_object"):
             self._handshake.bound = binding(secured.getpeercert(binary_form=True))
             try:
-                self._check_names(names_in(secured.getpeercert()))
+                self._check_names(certificate_names(secured.getpeercert()))
             except WrongCertificateError as error:
-                self.broken(error)
+                self.record_failure(error)
                 self.transport.abort()
                 return
         self._expect(CHALLENGE_SIZE, self._challenge_received)
@@ -132,7 +132,7 @@ class ClientLink(FrameProtocol):
         if not self.ready.done():
             causes = "not an aiocoll store, or one that is ending"
             if self.tls is not None:
-                causes += f", or {closed_without_reason(self.tls)}"
+                causes += f", or {explain_silent_close(self.tls)}"
             reset = ConnectionResetError(f"something listens there but closes the connection: {causes}")
             self.ready.set_result(self.certificate_trouble(exc) or self.foreign_answer() or reset)
         for request in self._requests.values():
@@ -140,7 +140,7 @@ class ClientLink(FrameProtocol):
         self._requests.clear()
         self._closed.set_result(None)
 
-    def broken(self, exc: Exception) -> None:
+    def record_failure(self, exc: Exception) -> None:
         """Record the reason of the failure for the pending requests."""
         self._failure = f"store {self._where}: {exc}"
         if not self.ready.done():
@@ -149,7 +149,7 @@ class ClientLink(FrameProtocol):
     def foreign_answer(self) -> AuthenticationError | None:
         """Return an error if the other end has sent anything but the handshake of a store; else None."""
         received = self.received_so_far()
-        if self._challenged or may_be_ours(received):
+        if self._challenged or may_be_handshake(received):
             return None
         return AuthenticationError(f"it is not an aiocoll store: it sent {received[:32]!r}")
 
@@ -168,7 +168,11 @@ class ClientLink(FrameProtocol):
 
     def certificate_trouble(self, exc: BaseException | None) -> WrongCertificateError | None:
         """Return the error to raise if `exc` shows a refused certificate; else None."""
-        return in_words(exc, self.tls, "the server") if isinstance(exc, ssl.SSLError) and self.tls is not None else None
+        return (
+            explain_tls_error(exc, self.tls, "the server")
+            if isinstance(exc, ssl.SSLError) and self.tls is not None
+            else None
+        )
 
     def _challenge_received(self, block: bytearray) -> None:
         self._challenged = True
@@ -321,7 +325,7 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, 
         return is_read or is_ready(sock.fileno(), to_write=connecting)
 
     try:
-        async with patient_timeout(runtime, timeout, has_arrived):
+        async with loop_timeout(runtime, timeout, has_arrived):
             await loop.sock_connect(sock, endpoint.sockaddr)
             connecting = False
             check_peer(sock)
@@ -354,7 +358,7 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, 
 
 def _explain_loopback(host: str, endpoint: StoreEndpoint) -> str:
     """Return a hint if the name of another machine resolves to the loopback; else ""."""
-    if literal(host, 0) is not None or means_loopback(host) or not is_loopback(endpoint.sockaddr[0]):
+    if literal(host, 0) is not None or is_loopback_name(host) or not is_loopback(endpoint.sockaddr[0]):
         return ""
     return f"; {host!r} resolves to {endpoint.sockaddr[0]} here, this machine itself (see /etc/hosts)"
 

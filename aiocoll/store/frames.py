@@ -71,10 +71,10 @@ class FrameProtocol(asyncio.BufferedProtocol):
             else:
                 self._handler(self._block)
         except (AuthenticationError, ProtocolError) as exc:
-            self.broken(exc)
+            self.record_failure(exc)
             self.transport.abort()
         except Exception as exc:
-            self.broken(ProtocolError(f"handling the received bytes failed: {exc!r}"))
+            self.record_failure(ProtocolError(f"handling the received bytes failed: {exc!r}"))
             self.transport.abort()
 
     def received_so_far(self) -> bytes:
@@ -118,5 +118,5 @@ class FrameProtocol(asyncio.BufferedProtocol):
         """Handle a decoded frame. A `ProtocolError` closes the connection."""
 
     @abstractmethod
-    def broken(self, exc: Exception) -> None:
+    def record_failure(self, exc: Exception) -> None:
         """Record the reason why the connection is about to be aborted."""

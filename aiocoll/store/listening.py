@@ -9,7 +9,7 @@ from collections.abc import Callable
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.runtime import Runtime
 from aiocoll.security.keys import is_loopback
-from aiocoll.store.address import StoreEndpoint, is_unix, literal, means_loopback, resolve
+from aiocoll.store.address import StoreEndpoint, is_loopback_name, is_unix, literal, resolve
 
 __all__ = ["find_address", "local_address"]
 
@@ -62,7 +62,7 @@ async def find_address(
             "address of this machine"
         )
     outside = next((address for address in own if not is_loopback(address)), None)
-    if outside is not None or (own and (not named or means_loopback(host))):
+    if outside is not None or (own and (not named or is_loopback_name(host))):
         return outside or own[0], None
     if bind is not None:
         return bind, None

@@ -111,7 +111,7 @@ class LogFile:
             return self._read(apply, self.position + nbytes)
         except DamagedError as exc:
             if self._locked:
-                raise self._damaged(str(exc)) from exc
+                raise self._damage_error(str(exc)) from exc
         # The cause may be an active writer. Read again under the lock; if it is taken, the next call decides.
         if self.try_lock():
             try:
@@ -210,7 +210,7 @@ class LogFile:
         except OSError as exc:
             raise StoreError(f"cannot read {self.path}: {exc.strerror}") from exc
 
-    def _damaged(self, what: str) -> StoreError:
+    def _damage_error(self, what: str) -> StoreError:
         return StoreError(
             f"{self.path} is damaged at byte {self.position} ({what}), and the later history is lost: "
             f"end the job, remove the file, and start again"

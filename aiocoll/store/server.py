@@ -19,15 +19,15 @@ from typing import Literal
 
 from aiocoll.credentials import tls_files
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
-from aiocoll.log import Repeats, logger
+from aiocoll.log import RepeatLimiter, logger
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, ServerHandshake, job_id
+from aiocoll.security.loop_timeout import loop_timeout
 from aiocoll.security.names import WrongCertificateError, store_name
-from aiocoll.security.patience import patient_timeout
 from aiocoll.security.tls import binding, is_encrypted
-from aiocoll.security.tls_trouble import in_words
-from aiocoll.security.unproven import Unproven
-from aiocoll.security.user_ca import Renewed, prepare
+from aiocoll.security.tls_trouble import explain_tls_error
+from aiocoll.security.unproven_connections import UnprovenConnections
+from aiocoll.security.user_ca import RenewedContexts, prepare
 from aiocoll.sockets import is_ready
 from aiocoll.store.address import check_peer, describe, is_unix, listen
 from aiocoll.store.core import StoreCore
@@ -77,7 +77,7 @@ class StoreServer:
         tls_key: str | None = None,
     ) -> None:
         files = tls_files(tls_ca, tls_certificate, tls_key)
-        self._tls = Renewed(files, partial(prepare, files, job, store_name(job)))
+        self._tls = RenewedContexts(files, partial(prepare, files, job, store_name(job)))
         self._reads_files = files is not None
         self.host = host
         self.port = port
@@ -85,9 +85,11 @@ class StoreServer:
         self._key = key
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
         self._encryption = encryption
-        self._unproven: Unproven[Session] = Unproven(world_size or 0, Session.abort)
+        self._unproven: UnprovenConnections[Session] = UnprovenConnections(world_size or 0, Session.abort)
         # Connections without a session, since they are not encrypted yet.
-        self._unencrypted: Unproven[asyncio.Task[None]] = Unproven(world_size or 0, asyncio.Task.cancel)
+        self._unencrypted: UnprovenConnections[asyncio.Task[None]] = UnprovenConnections(
+            world_size or 0, asyncio.Task.cancel
+        )
         self._members = StoreCore()
         self._sessions: set[Session] = set()
         self._changed = asyncio.Event()
@@ -99,7 +101,7 @@ class StoreServer:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = False
-        self._repeats = Repeats()
+        self._repeats = RepeatLimiter()
 
     def start(self) -> tuple[str, int]:
         """Bind, listen and start serving. Call this once, from any thread.
@@ -303,7 +305,7 @@ class StoreServer:
             self._refuse(connection, error if str(error) else "it sent nothing")
 
     async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
-        async with patient_timeout(self.runtime, HANDSHAKE_TIMEOUT, partial(is_ready, connection.fileno())):
+        async with loop_timeout(self.runtime, HANDSHAKE_TIMEOUT, partial(is_ready, connection.fileno())):
             # Called once, since a second call may return other certificates.
             tls = self._tls.get() if encrypted else None
             bound = b"" if tls is None else binding(tls.certificate)
@@ -319,7 +321,7 @@ class StoreServer:
             try:
                 await self._loop.connect_accepted_socket(lambda: session, connection, ssl=tls.server)
             except ssl.SSLError as error:
-                if trouble := in_words(error, tls, address):
+                if trouble := explain_tls_error(error, tls, address):
                     raise trouble from error
                 raise
 

@@ -17,8 +17,8 @@ from aiocoll.security.handshake import (
     ServerHandshake,
     Status,
 )
-from aiocoll.security.names import WrongCertificateError, check_names, names_in, part_name
-from aiocoll.security.patience import Patience
+from aiocoll.security.loop_timeout import LoopTimeout
+from aiocoll.security.names import WrongCertificateError, certificate_names, check_names, part_name
 from aiocoll.sockets import is_ready
 from aiocoll.store.commands import COMMANDS, LEFT, LEFT_SUFFIX, SERVER_COMMANDS, WAITS, check_request
 from aiocoll.store.core import PendingWait, StoreCore
@@ -71,7 +71,7 @@ class Session(FrameProtocol):
         # The time includes encryption, although this session can close the connection only after that.
         self._end_of_handshake = owner.runtime.time() + HANDSHAKE_TIMEOUT
         # The deadline for proving the key. Later requests of the client have no deadline.
-        self._deadline: Patience | None = None
+        self._deadline: LoopTimeout | None = None
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -82,7 +82,7 @@ class Session(FrameProtocol):
         super().connection_made(transport)
         runtime = self._owner.runtime
         left = max(0.0, self._end_of_handshake - runtime.time())
-        self._deadline = Patience(runtime, left, self.abort, self._has_arrived)
+        self._deadline = LoopTimeout(runtime, left, self.abort, self._has_arrived)
         self._expect(HELLO_SIZE, self._hello_received)
         self._owner.session_opened(self)
 
@@ -107,7 +107,7 @@ class Session(FrameProtocol):
         """Resume reading requests."""
         self.transport.resume_reading()
 
-    def broken(self, exc: Exception) -> None:
+    def record_failure(self, exc: Exception) -> None:
         """Record the reason for the log."""
         self._reason = exc
 
@@ -162,7 +162,7 @@ class Session(FrameProtocol):
     def _decide(self, peer: Peer) -> Status:
         if self._job is not None:
             address, *_ = self.transport.get_extra_info("peername")
-            names = names_in(self.transport.get_extra_info("ssl_object").getpeercert())
+            names = certificate_names(self.transport.get_extra_info("ssl_object").getpeercert())
             try:
                 check_names(names, part_name(self._job), f"the certificate of {address}")
             except WrongCertificateError as error:
@@ -196,11 +196,11 @@ class Session(FrameProtocol):
     def _start_wait(self, core: StoreCore, number: int, command: str, arguments: tuple[Any, ...]) -> None:
         if number in self._waits or len(self._waits) >= _MAX_WAITS:
             raise StoreError(f"one client has {_MAX_WAITS} waits in progress: await some of them first")
-        waiter = core.start(command, arguments, self._deliverer(core, number, command, arguments[0]))
+        waiter = core.start(command, arguments, self._make_deliverer(core, number, command, arguments[0]))
         if waiter is not None:
             self._waits[number] = (core, waiter, arguments)
 
-    def _deliverer(self, core: StoreCore, number: int, command: str, key: Any) -> Callable[[Any], None]:
+    def _make_deliverer(self, core: StoreCore, number: int, command: str, key: Any) -> Callable[[Any], None]:
         def deliver(result: Any) -> None:
             self._waits.pop(number, None)
             if command == "queue_pop" and self.transport.is_closing():
@@ -208,7 +208,7 @@ class Session(FrameProtocol):
             try:
                 self._reply(number, ReplyStatus.RESULT, result)
             except Exception as exc:  # must not fail the command of another client that ended the wait
-                self.broken(exc)
+                self.record_failure(exc)
                 self.abort()
 
         return deliver

@@ -29,10 +29,10 @@ from aiocoll.testing.comparison import find_difference, has_arrays
 from aiocoll.testing.deaths import Death
 from aiocoll.testing.frames import trim
 from aiocoll.testing.loops import loop_factory, portable_loop
+from aiocoll.testing.persistent_ranks import PersistentRanks
 from aiocoll.testing.processes import run_team
 from aiocoll.testing.ranks import run_ranks, time_limit
 from aiocoll.testing.skips import skip_early
-from aiocoll.testing.standing import Standing
 from aiocoll.testing.team import Team, pickled
 
 __all__ = ["InProcessTestCase", "MultiProcessTestCase", "RanksTestCase"]
@@ -241,7 +241,7 @@ class MultiProcessTestCase(RanksTestCase):
 
     continuous: ClassVar[bool] = False
     expect_death: Mapping[int, Death] | None = None
-    _standing: ClassVar[Standing | None] = None
+    _persistent_ranks: ClassVar[PersistentRanks | None] = None
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -250,15 +250,15 @@ class MultiProcessTestCase(RanksTestCase):
         if cls.continuous:
             world_size = cls().world_size  # a property in the test cases of torch
             skip_early(world_size, cls)
-            cls._standing = Standing(
+            cls._persistent_ranks = PersistentRanks(
                 cls,
                 world_size,
                 options=cls.options,
                 loop=portable_loop(cls.loop),
                 allow_unretrieved=cls.allow_unretrieved,
             )
-            cls.addClassCleanup(cls._standing.close)
-            cls._standing.start()
+            cls.addClassCleanup(cls._persistent_ranks.close)
+            cls._persistent_ranks.start()
 
     def _run_on_all_ranks(self) -> None:
         cls = type(self)
@@ -268,10 +268,10 @@ class MultiProcessTestCase(RanksTestCase):
                 runner.run(self._run_once(*args))
         elif self.expect_death is not None:
             raise ValueError("expect_death needs new processes for each test; set continuous = False")
-        elif self._standing is None:
+        elif self._persistent_ranks is None:
             raise RuntimeError(f"{cls.__name__}.setUpClass must call super().setUpClass(), which starts the ranks")
         else:
-            self._standing.call(pickled(_on_rank, args), time_limit(self.timeout))
+            self._persistent_ranks.call(pickled(_on_rank, args), time_limit(self.timeout))
 
     async def _run_once(self, *args: Any) -> None:
         """Run the test in new processes."""

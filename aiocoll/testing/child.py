@@ -60,7 +60,7 @@ class ChildJob(NamedTuple):
 
 
 class RemoteCall(NamedTuple):
-    """A call that all standing ranks make, in the group with the number `group`; a higher number means a new group.
+    """A call that all persistent ranks make, in the group with the number `group`; a higher number means a new group.
 
     With None as `call`, the ranks close the group.
     """

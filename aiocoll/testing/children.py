@@ -104,7 +104,7 @@ class Child:
         self.send(job)
 
     async def call(self, call: RemoteCall) -> Any:
-        """Make `call` in a standing child; return its result or raise its exception."""
+        """Make `call` in a persistent child; return its result or raise its exception."""
         self.unretrieved = []
         self.send(call)
         outcome = await self._next_outcome()
@@ -124,7 +124,7 @@ class Child:
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER):
                 await self.ended()
-        return self._last_words() or "  it does not answer, and cannot even abort: it may be stopped\n"
+        return self._read_trace() or "  it does not answer, and cannot even abort: it may be stopped\n"
 
     def kill(self) -> None:
         """Kill the process and its children, if they still exist."""
@@ -173,7 +173,7 @@ class Child:
 
     def _make_death_error(self, code: int, *, returned: bool = False) -> ChildProcessError:
         self.failed = 0.0
-        return ChildProcessError(f"{self._name} {describe_end(code, returned=returned)}\n{self._last_words()}".rstrip())
+        return ChildProcessError(f"{self._name} {describe_end(code, returned=returned)}\n{self._read_trace()}".rstrip())
 
     async def ended(self) -> int:
         """Wait for the end of the process; return its exit code, or the negative number of its signal."""
@@ -188,7 +188,7 @@ class Child:
         self.kill()  # the process has closed its channel but still runs
         return await self.ended()
 
-    def _last_words(self) -> str:
+    def _read_trace(self) -> str:
         self._trace.seek(0)
         return self._trace.read().decode(errors="replace")
 

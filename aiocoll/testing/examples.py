@@ -20,9 +20,9 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing.frames import trim
 from aiocoll.testing.loops import loop_of_fixtures
+from aiocoll.testing.persistent_ranks import PersistentRanks
 from aiocoll.testing.ranks import run_ranks, time_limit
 from aiocoll.testing.skips import skip_early
-from aiocoll.testing.standing import Standing
 from aiocoll.testing.team import pickled
 
 __all__ = ["inner_test", "on_all_ranks"]
@@ -102,19 +102,19 @@ def _processes(
     allow_unretrieved: bool = False,
 ) -> Iterator[_Run]:
     limit = time_limit(timeout)
-    standing = Standing(test, world_size, options=options, loop=loop, allow_unretrieved=allow_unretrieved)
+    ranks = PersistentRanks(test, world_size, options=options, loop=loop, allow_unretrieved=allow_unretrieved)
     try:
-        standing.start()
+        ranks.start()
         # The processes start before the first example, because hypothesis limits the time of examples.
-        standing.call(pickled(_meet, ()), limit)
+        ranks.call(pickled(_meet, ()), limit)
 
         async def run(shared: dict[str, Any], drawn: dict[str, Any]) -> None:
             call = pickled(_in_process, (owner, test.__module__, test.__name__, shared | drawn))
-            await asyncio.to_thread(standing.call, call, limit)
+            await asyncio.to_thread(ranks.call, call, limit)
 
         yield run
     finally:
-        standing.close()
+        ranks.close()
 
 
 async def _on_task(

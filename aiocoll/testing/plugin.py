@@ -100,10 +100,10 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generat
     ):
         pytest.mark.asyncio(obj)
     made = yield
-    return [item for item in made if _is_wanted(item)] if isinstance(made, list) and "ranks" in names else made
+    return [item for item in made if _has_world_size(item)] if isinstance(made, list) and "ranks" in names else made
 
 
-def _is_wanted(item: Any) -> bool:
+def _has_world_size(item: Any) -> bool:
     """Return whether a test has one of the world sizes in its mark; parameters may have marks of their own."""
     mark, case = _mark_of(item), getattr(item, "callspec", None)
     if case is None or "pg" not in case.params:

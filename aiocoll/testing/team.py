@@ -1,6 +1,6 @@
 """The processes of all ranks, and the choice of the first failure, for `run_processes` and continuous test cases.
 
-The ranks of a `run_processes` carry out one job and end. Standing ranks serve many calls. They keep their group from
+The ranks of a `run_processes` carry out one job and end. Persistent ranks serve many calls. They keep their group from
 call to call, and make a new one after a call that failed or left an operation pending.
 """
 
@@ -84,19 +84,19 @@ class Team:
             await child.aclose()
         await self._server.aclose()
 
-    async def start_standing(self) -> None:
+    async def start_persistent(self) -> None:
         """Make the ranks wait for calls."""
         for child in self._children:
             await child.send_job(self._job)
 
     async def stop(self) -> None:
-        """Make standing ranks leave their group and end."""
+        """Make persistent ranks leave their group and end."""
         for child in self._children:
             child.send("stop")
         await asyncio.wait([asyncio.create_task(child.ended()) for child in self._children], timeout=GRACE)
 
     async def call(self, call: bytes, limit: float) -> list[Any]:
-        """Make a call on all standing ranks; return or raise as `run_processes` does."""
+        """Make a call on all persistent ranks; return or raise as `run_processes` does."""
         fresh = not all(child.clean for child in self._children)
         self._calls += fresh
         results = await self._results(lambda child: child.call(RemoteCall(call, self._calls)), limit)
@@ -165,7 +165,7 @@ class Team:
         return "".join(lines)
 
     async def _end_calls(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """End the calls that still run: standing ranks may cancel the call, other ranks are killed."""
+        """End the calls that still run: persistent ranks may cancel the call, other ranks are killed."""
         late = self._find_late(tasks)
         if late and self._calls:
             for child in late:

@@ -31,13 +31,13 @@ REST: Final = 0.25
 #: Seconds for which one answer also serves other viewers.
 FRESH: Final = 0.1
 #: Seconds to wait for the end of the thread; an answer takes about a thousandth of that.
-FAREWELL: Final = 1.0
+JOIN_TIMEOUT: Final = 1.0
 
 
 class Source(Protocol):
     """A group that `aiocoll top` shows."""
 
-    def shown(self) -> dict[str, Any]:
+    def to_data(self) -> dict[str, Any]:
         """Return the state of the group as plain data; runs in the listener's thread."""
 
 
@@ -107,7 +107,7 @@ class _Listener:
         folders.remove(self._folder)
         self._ending.set()
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(FAREWELL)
+        self._thread.join(JOIN_TIMEOUT)
 
     def abandon(self) -> None:
         """Close the descriptors that a forked child has inherited; its parent keeps the thread."""
@@ -238,6 +238,6 @@ def leave(source: Source, path: str) -> None:
 
 def _get_state(source: Source) -> dict[str, Any]:
     try:
-        return source.shown()
+        return source.to_data()
     except Exception as error:  # for example of a group that is closing
         return {"error": f"{type(error).__name__}: {error}"}

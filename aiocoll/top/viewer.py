@@ -121,7 +121,7 @@ class Process:
 
 
 class Viewer:
-    """A viewer of all processes in a folder; each `ask` updates it.
+    """A viewer of all processes in a folder; each `request_answers` updates it.
 
     Args:
         path: path of the folder.
@@ -139,15 +139,15 @@ class Viewer:
         self._clock = clock
         self.processes: dict[int, Process] = {}
 
-    def ask(self, patience: float) -> None:
-        """Send a request to all processes, and wait at most `patience` seconds for their answers."""
+    def request_answers(self, timeout: float) -> None:
+        """Send a request to all processes, and wait at most `timeout` seconds for their answers."""
         for number in folders.processes(self._folder):
             known = self.processes.get(number)
             if known is None or known.state == State.CLOSED:  # the process has made another group
                 self.processes[number] = Process(number)
         for each in self.processes.values():
             each.request(self._folder)
-        end = self._clock() + patience
+        end = self._clock() + timeout
         while waiting := {
             each.due_connection.fileno(): each for each in self.processes.values() if each.due_connection is not None
         }:

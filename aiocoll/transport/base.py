@@ -159,7 +159,7 @@ class SharedMemoryLink(Link, Protocol):
     def announce_to(self, links: Sequence[Any]) -> None:
         """Wake the peers of several links, as `announce` does for one. This link may be one of them."""
 
-    def is_beside(self) -> bool:
+    def shares_core(self) -> bool:
         """Return whether this rank now runs on the core on which the peer ran when it last waited for long."""
 
     def refuse(self, error: Exception) -> None:
@@ -174,7 +174,7 @@ class SharedMemoryLink(Link, Protocol):
                 are freed when they arrive.
         """
 
-    def departed(self, group: int) -> None:
+    def on_departure(self, group: int) -> None:
         """Handle a peer that has left a group: it no longer reads contributions posted there."""
 
     def unmap(self) -> None:
@@ -196,7 +196,7 @@ class Transport(Protocol):
     look: Callable[[], bool]
     """Called by a transport with shared memory whenever it polls its links. Reads slots and chunk queues, and returns
     whether any data moved."""
-    linger: Callable[[bool], bool]
+    keep_polling: Callable[[bool], bool]
     """Called at the end of a loop iteration by a transport that can sleep until a peer wakes this rank. The argument is
     whether any data moved. Returns whether to poll again in the next iteration instead of sleeping."""
 

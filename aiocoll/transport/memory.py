@@ -51,19 +51,19 @@ class Hub:
     def unblock(self, source: int, target: int) -> None:
         """Deliver the frames that were held back, in order."""
         self.blocked.discard((source, target))
-        self.look_again()
+        self.deliver_unblocked()
 
     def is_blocked(self, source: int, target: int) -> bool:
         """Return whether frames from `source` to `target` are held back."""
         return (source, target) in self.blocked
 
-    def look_again(self) -> None:
+    def deliver_unblocked(self) -> None:
         """Deliver the frames that are no longer blocked."""
         self._opened.set()
         for link in list(self.links):
             link.release()
 
-    async def wait_unblocked(self, a: int, b: int) -> None:
+    async def wait_until_unblocked(self, a: int, b: int) -> None:
         """Wait until frames pass between ranks `a` and `b`, in both directions."""
         while self.is_blocked(a, b) or self.is_blocked(b, a):
             self._opened.clear()
@@ -201,7 +201,7 @@ class MemoryTransport:
     accepted: Callable[[Link], None]
     heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool]
-    linger: Callable[[bool], bool]
+    keep_polling: Callable[[bool], bool]
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub = hub
@@ -240,7 +240,7 @@ class MemoryTransport:
                 arrival = hub.runtime.loop.create_future()
                 hub.awaited.setdefault(peer, []).append(arrival)
                 await arrival
-            await hub.wait_unblocked(self._rank, peer)
+            await hub.wait_until_unblocked(self._rank, peer)
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
         """Return "memory"."""

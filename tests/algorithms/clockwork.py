@@ -9,7 +9,7 @@ from collections import defaultdict
 from heapq import heappop, heappush
 
 from aiocoll.algorithms.machine import PIECE, Machine
-from aiocoll.algorithms.program import Action, Program, Verb
+from aiocoll.algorithms.program import Action, ActionKind, Program
 
 from .proof import RECEIVES
 
@@ -43,7 +43,7 @@ class Clockwork:
             (rank, action.peer, action.step): (rank, index)
             for rank, program in enumerate(self.programs)
             for index, action in enumerate(program.actions)
-            if action.verb is Verb.SEND
+            if action.verb is ActionKind.SEND
         }
         for rank, program in enumerate(self.programs):
             for index, action in enumerate(program.actions):
@@ -77,15 +77,15 @@ class Clockwork:
         action = self.programs[rank].actions[index]
         nbytes = min(action.region.count - piece * PIECE, PIECE)
         overhead = self.machine.overhead if piece == 0 else 0.0
-        if action.verb is Verb.SEND:
+        if action.verb is ActionKind.SEND:
             at = self._use("processor", rank, at, overhead)
             return self._use("out", rank, at, nbytes * self.machine.beta)
-        work = nbytes * max(len(action.sources) - (action.verb is Verb.FOLD), 1) * self.machine.gamma
+        work = nbytes * max(len(action.sources) - (action.verb is ActionKind.FOLD), 1) * self.machine.gamma
         if action.verb in RECEIVES:
             # Bytes arrive while they are sent, unless other bytes occupy the link of the receiver.
             start = max(at - nbytes * self.machine.beta, self.free["in", rank])
             at = self.free["in", rank] = max(start + nbytes * self.machine.beta, at)
-            work = overhead + (work if action.verb is Verb.COMBINE else 0.0)
+            work = overhead + (work if action.verb is ActionKind.COMBINE else 0.0)
         return self._use("processor", rank, at, work)
 
     def _use(self, what: str, rank: int, at: float, seconds: float) -> float:

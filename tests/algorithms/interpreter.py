@@ -7,7 +7,7 @@ A result thus shows which inputs were reduced in which order, and whether they w
 from collections import deque
 from random import Random
 
-from aiocoll.algorithms.program import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, ActionKind, Program, Region
 
 FINAL = "!"
 SCALED = "*"
@@ -46,9 +46,9 @@ class Interpreter:
         for index, action in enumerate(program.actions):
             for earlier in (*action.after, *action.follow):
                 dependents[earlier].append(index)
-            if action.verb is Verb.SEND:
+            if action.verb is ActionKind.SEND:
                 self.senders[rank, action.peer, action.step] = (rank, index)
-            elif action.verb in (Verb.RECV, Verb.COMBINE):
+            elif action.verb in (ActionKind.RECV, ActionKind.COMBINE):
                 self.receivers[action.peer, rank, action.step] = (rank, index)
         self.dependents.append(dependents)
 
@@ -84,7 +84,7 @@ class Interpreter:
             return []
         woken: list[tuple[int, ...]] = []
         low, limit = self.progress[rank][index], self._limit(rank, action)
-        if action.verb in (Verb.RECV, Verb.COMBINE):
+        if action.verb in (ActionKind.RECV, ActionKind.COMBINE):
             message = (action.peer, rank, action.step)
             woken = [self.senders[message]]
             if message not in self.stash:
@@ -92,7 +92,7 @@ class Interpreter:
             limit = min(limit, low + len(self.stash[message]))
         elif (
             self.rendezvous
-            and action.verb is Verb.SEND
+            and action.verb is ActionKind.SEND
             and not self._startable(*self.receivers[rank, action.peer, action.step])
         ):
             return []
@@ -104,7 +104,7 @@ class Interpreter:
         self.done[rank][index] = high == action.region.count
         if not self.done[rank][index]:
             woken.append((rank, index))
-        if action.verb is Verb.SEND:
+        if action.verb is ActionKind.SEND:
             woken.append((-1, rank, action.peer))
         return woken + [(rank, later) for later in self.dependents[rank][index]]
 
@@ -118,12 +118,12 @@ class Interpreter:
         def read(region: Region) -> list:
             return buffers[region.buffer][region.start + low : region.start + high]
 
-        if action.verb is Verb.SEND:
+        if action.verb is ActionKind.SEND:
             values = read(action.region) if action.region.count else []
             self.links.setdefault((rank, action.peer), deque()).append((action.step, values))
             return
         operands = [read(source) for source in action.sources]
-        if action.verb in (Verb.RECV, Verb.COMBINE):
+        if action.verb in (ActionKind.RECV, ActionKind.COMBINE):
             stash = self.stash[action.peer, rank, action.step]
             operands.insert(0 if action.incoming_first else 1, stash[: high - low])
             del stash[: high - low]
@@ -132,7 +132,7 @@ class Interpreter:
         values = operands[0]
         for operand in operands[1:]:
             values = list(zip(values, operand, strict=True))
-        if action.verb is Verb.SCALE:
+        if action.verb is ActionKind.SCALE:
             values = [(SCALED, value) for value in values]
         if action.final:
             values = [(FINAL, value) for value in values]

@@ -8,9 +8,9 @@ order two actions of one rank, if the received data depends on the earlier one.
 
 from collections.abc import Iterator
 
-from aiocoll.algorithms.program import Action, Program, Verb
+from aiocoll.algorithms.program import Action, ActionKind, Program
 
-RECEIVES = (Verb.RECV, Verb.COMBINE)
+RECEIVES = (ActionKind.RECV, ActionKind.COMBINE)
 
 
 class Proof:
@@ -57,7 +57,7 @@ class Proof:
         receives: dict[tuple[int, int, int], int] = {}
         for number, action in enumerate(self.actions):
             rank = self.ranks[number]
-            if action.verb is Verb.SEND:
+            if action.verb is ActionKind.SEND:
                 assert (rank, action.peer, action.step) not in sends
                 sends[rank, action.peer, action.step] = number
             elif action.verb in RECEIVES:
@@ -125,4 +125,4 @@ def _accesses(action: Action) -> Iterator[tuple[int, int, int, bool]]:
         yield source.buffer, source.start, source.stop, False
     region = action.region
     if region.count:
-        yield region.buffer, region.start, region.stop, action.verb is not Verb.SEND
+        yield region.buffer, region.start, region.stop, action.verb is not ActionKind.SEND

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiocoll.algorithms.program import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, ActionKind, Program, Region
 
 from ..each import each
 from .interpreter import execute
@@ -14,9 +14,9 @@ TENSOR, SCRATCH = Region(0, 0, 4), Region(1, 0, 4)
 def exchange(peer: int, fold_after: tuple[int, ...], step: int = 0, count: int = 4) -> Program:
     """Return a program that exchanges two tensors and folds them, not in rank order."""
     actions = (
-        Action(Verb.SEND, Region(0, 0, count), peer, step),
-        Action(Verb.RECV, SCRATCH, peer),
-        Action(Verb.FOLD, TENSOR, sources=(TENSOR, SCRATCH), final=True, after=fold_after),
+        Action(ActionKind.SEND, Region(0, 0, count), peer, step),
+        Action(ActionKind.RECV, SCRATCH, peer),
+        Action(ActionKind.FOLD, TENSOR, sources=(TENSOR, SCRATCH), final=True, after=fold_after),
     )
     return Program(actions, (4,))
 
@@ -53,7 +53,9 @@ def test_race_changes_the_result_in_some_order() -> None:
 
 def test_checker_finds_a_cycle() -> None:
     def waiting(peer: int) -> Program:
-        return Program((Action(Verb.RECV, SCRATCH, peer), Action(Verb.SEND, TENSOR, peer, after=(0,))), (4,))
+        return Program(
+            (Action(ActionKind.RECV, SCRATCH, peer), Action(ActionKind.SEND, TENSOR, peer, after=(0,))), (4,)
+        )
 
     with pytest.raises(AssertionError, match="in a circle"):
         Proof([waiting(1), waiting(0)])

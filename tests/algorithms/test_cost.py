@@ -6,7 +6,7 @@ import pytest
 
 from aiocoll.algorithms import cost, predict
 from aiocoll.algorithms.machine import PIECE, Machine, Medium, Tuning
-from aiocoll.algorithms.program import Action, Verb
+from aiocoll.algorithms.program import Action, ActionKind
 from aiocoll.algorithms.select import ALGORITHMS
 from aiocoll.transport.frame import SEGMENT
 
@@ -18,9 +18,9 @@ from .proof import RECEIVES, Proof
 
 def worked(action: Action) -> int:
     """Return the number of input elements that an action reduces or copies."""
-    if action.verb is Verb.SEND or action.verb is Verb.RECV:
+    if action.verb is ActionKind.SEND or action.verb is ActionKind.RECV:
         return 0
-    return action.region.count * max(len(action.sources) - (action.verb is Verb.FOLD), 1)
+    return action.region.count * max(len(action.sources) - (action.verb is ActionKind.FOLD), 1)
 
 
 @each("world_size", [1, 2, 3, 4, 5, 6, 8, 9, 16, 17])
@@ -31,7 +31,7 @@ def test_costs_equal_those_of_the_programs(kind: str, algorithm: str, world_size
     counts, matrix = (block,) * world_size, ((block,) * world_size,) * world_size
     case = Case(kind, algorithm, world_size, 0, count=block * world_size, counts=counts, matrix=matrix)
     programs = case.programs()
-    sends = [[action for action in program.actions if action.verb is Verb.SEND] for program in programs]
+    sends = [[action for action in program.actions if action.verb is ActionKind.SEND] for program in programs]
     receives = [[action for action in program.actions if action.verb in RECEIVES] for program in programs]
     load = cost(algorithm, kind, 0 if kind in BARRIERS else block * world_size, world_size)
     assert load.steps == Proof(programs).steps

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiocoll.algorithms.program import Verb
+from aiocoll.algorithms.program import ActionKind
 from aiocoll.algorithms.select import ALGORITHMS, IN_SLOTS, build
 
 from ..each import each
@@ -66,8 +66,8 @@ def test_element_is_completed_once_or_on_every_rank(kind: str, algorithm: str, w
 @each(("kind", "algorithm"), [pair for pair in ALL if pair[0] in REDUCING])
 def test_ordered_algorithms_reduce_by_folding_alone(kind: str, algorithm: str) -> None:
     case = next(case for case in cases(kind, algorithm, 5) if case.count == 97)
-    combines = any(action.verb is Verb.COMBINE for program in case.programs() for action in program.actions)
-    folds = any(action.verb is Verb.FOLD for program in case.programs() for action in program.actions)
+    combines = any(action.verb is ActionKind.COMBINE for program in case.programs() for action in program.actions)
+    folds = any(action.verb is ActionKind.FOLD for program in case.programs() for action in program.actions)
     assert folds if algorithm in IN_RANK_ORDER else (combines or kind == "exscan")
 
 
@@ -76,7 +76,7 @@ def test_programs_are_named_and_write_no_input(kind: str, algorithm: str) -> Non
     for case in cases(kind, algorithm, 4):
         for rank, (program, buffers) in enumerate(zip(case.programs(), case.memory(), strict=True)):
             assert program.algorithm == algorithm
-            written = {action.region.buffer for action in program.actions if action.verb is not Verb.SEND}
+            written = {action.region.buffer for action in program.actions if action.verb is not ActionKind.SEND}
             if kind == "reduce" and rank != case.root:
                 assert 0 not in written
             if kind not in BARRIERS and len(buffers) > 1:
@@ -95,7 +95,7 @@ def test_barrier_carries_no_elements_and_is_empty_for_one_rank() -> None:
     assert build("barrier", "dissemination", 0, 1).actions == ()
     for rank in range(7):
         actions = build("barrier", "dissemination", rank, 7).actions
-        assert [action.verb for action in actions] == [Verb.SEND, Verb.RECV] * 3
+        assert [action.verb for action in actions] == [ActionKind.SEND, ActionKind.RECV] * 3
         assert {(action.region.buffer, action.region.start, action.region.stop) for action in actions} == {(0, 0, 0)}
 
 
@@ -110,11 +110,11 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(kind: str) -> None:
 def test_ring_streams_and_needs_no_scratch() -> None:
     program = build("allreduce", "ring", 1, 4, 400)
     assert program.scratch == ()
-    forwarded = [action for action in program.actions if action.verb is Verb.SEND][1:]
+    forwarded = [action for action in program.actions if action.verb is ActionKind.SEND][1:]
     assert [len(action.follow) for action in forwarded] == [1] * 5
     assert not any(action.after for action in program.actions)
 
 
 def test_ring_of_two_exchanges_halves() -> None:
-    sends = [action for action in build("allreduce", "ring", 0, 2, 10).actions if action.verb is Verb.SEND]
+    sends = [action for action in build("allreduce", "ring", 0, 2, 10).actions if action.verb is ActionKind.SEND]
     assert [(action.region.start, action.region.stop) for action in sends] == [(5, 10), (0, 5)]

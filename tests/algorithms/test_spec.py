@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiocoll.algorithms.program import Program, Region, Verb
+from aiocoll.algorithms.program import ActionKind, Program, Region
 from aiocoll.algorithms.select import ALGORITHMS, RULES, build, choose
 from aiocoll.algorithms.spec import PROGRAMS, SPECS, Method, Spec, spec_of
 from aiocoll.algorithms.two_level import select as two_level
@@ -17,7 +17,7 @@ from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import NcclCommunicator
-from aiocoll.gpu.calls.native import PACKED, enqueuing, way_of
+from aiocoll.gpu.calls.native import PACKED, make_enqueue, way_of
 from aiocoll.group.dispatch.planner import Planner
 from aiocoll.group.interceptors.fuse import Fuser
 
@@ -59,11 +59,11 @@ def touched(program: Program, buffers: int) -> tuple[set[tuple[int, int]], set[t
 
     for action in program.actions:
         sources = action.sources
-        if action.verb is Verb.SEND or (action.verb is Verb.COMBINE and not sources):
+        if action.verb is ActionKind.SEND or (action.verb is ActionKind.COMBINE and not sources):
             sources = (action.region,)
         for source in sources:
             read |= elements(source) - written
-        if action.verb is not Verb.SEND:
+        if action.verb is not ActionKind.SEND:
             written |= elements(action.region)
     return read, written
 
@@ -144,9 +144,9 @@ def test_private_blocks_are_sent_to_their_peers(kind: str, algorithm: str) -> No
         for rank, program in enumerate(case.programs()):
             sends, receives = spec.lengths(sizes(case, rank), rank, case.root)
             for action in program.actions:
-                if action.verb is not Verb.COPY:
+                if action.verb is not ActionKind.COPY:
                     assert action.peer == spec.peer(action.region.buffer, size, case.root)
-                    lengths = sends if action.verb is Verb.SEND else receives
+                    lengths = sends if action.verb is ActionKind.SEND else receives
                     assert action.region.count == lengths[action.peer]
 
 
@@ -161,7 +161,7 @@ def test_rows_with_a_root_depend_on_it(kind: str) -> None:
 def test_rows_that_reduce_have_a_fold(kind: str) -> None:
     case = Case(kind, choose(kind, 44, 3), 3, 0, 11, (5, 6, 7), ((1,) * 3,) * 3)
     verbs = {action.verb for program in case.programs() for action in program.actions}
-    assert bool(verbs & {Verb.COMBINE, Verb.FOLD}) is spec_of(kind).reduces
+    assert bool(verbs & {ActionKind.COMBINE, ActionKind.FOLD}) is spec_of(kind).reduces
 
 
 def unknown() -> Plan:
@@ -178,7 +178,7 @@ READERS: dict[str, Callable[[], object]] = {
     "fusing one": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(),)),
     "fusing several": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(), unknown())),
     "the call on a device": lambda: way_of(unknown(), False),
-    "a device": lambda: enqueuing(unknown(), PACKED),
+    "a device": lambda: make_enqueue(unknown(), PACKED),
     "a benchmark's sizes": lambda: Benchmark("rotate", 4).count(2),
     "a benchmark's arrays": lambda: Workload(Benchmark("rotate", 4), 0, 2),
     "a benchmark's bandwidth": lambda: bus_factor("rotate", 2),
@@ -194,4 +194,4 @@ def test_unknown_kind_is_refused(reader: str) -> None:
 def test_kind_without_an_nccl_call_is_refused() -> None:
     plan = Plan(Signature("SCAN", "uint8", (4,), None, "SUM"), Program(()), None, None, ProgramExecutor)
     with pytest.raises(ValueError, match="NCCL cannot carry out scan: stage it"):
-        enqueuing(plan, PACKED)
+        make_enqueue(plan, PACKED)

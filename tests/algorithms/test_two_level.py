@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from aiocoll.algorithms.machine import Machine, Tuning
-from aiocoll.algorithms.program import Verb
+from aiocoll.algorithms.program import ActionKind
 from aiocoll.algorithms.select import ALGORITHMS as FLAT
 from aiocoll.algorithms.select import choose
 from aiocoll.algorithms.two_level import select as two_level
@@ -63,7 +63,7 @@ def check_case(case: Case, seed: int) -> None:
     case.check(after)
     for rank, program in enumerate(programs):
         assert program.algorithm == case.algorithm
-        written = {action.region.buffer for action in program.actions if action.verb is not Verb.SEND}
+        written = {action.region.buffer for action in program.actions if action.verb is not ActionKind.SEND}
         assert case.kind != "reduce" or rank == case.root or 0 not in written
 
 
@@ -73,7 +73,7 @@ def crossing(case: Case) -> list[int]:
         action.region.count
         for rank, program in enumerate(case.programs())
         for action in program.actions
-        if action.verb is Verb.SEND and case.hosts[rank] != case.hosts[action.peer]
+        if action.verb is ActionKind.SEND and case.hosts[rank] != case.hosts[action.peer]
     ]
 
 
@@ -136,7 +136,7 @@ def test_allreduce_sends_twice_its_share_of_hosts_and_each_lane_its_part() -> No
             sent = [
                 action.region.count
                 for action in program.actions
-                if action.verb is Verb.SEND and hosts[action.peer] != hosts[rank]
+                if action.verb is ActionKind.SEND and hosts[action.peer] != hosts[rank]
             ]
             assert sum(sent) == 2 * count * (number - 1) // number // per_host
 
@@ -174,7 +174,9 @@ def test_costs_equal_those_of_the_programs(kind: str, algorithm: str, number: in
     hosts = tuple(rank // per_host for rank in range(number * per_host))
     case = whole(kind, algorithm, hosts, block=number * per_host)
     programs = case.programs()
-    sent = [sum(action.region.count for action in program.actions if action.verb is Verb.SEND) for program in programs]
+    sent = [
+        sum(action.region.count for action in program.actions if action.verb is ActionKind.SEND) for program in programs
+    ]
     nbytes = 0 if kind == "barrier" else case.count
     assert two_level.cost(algorithm, kind, nbytes, hosts) == (Proof(programs).steps, max(sent))
 

@@ -326,10 +326,10 @@ async def test_calls_in_flight_are_measured(pg: ProcessGroup) -> None:
 
 def test_wrong_result_of_any_call_in_flight_is_found() -> None:
     loads = Workloads(Case("allreduce", 4096, inflight=3), 0, 2)
-    loads.fresh()
-    assert loads.wrong() == 3 * loads.all[0].wrong() > 0
-    loads.steady()
-    assert loads.wrong_after(1) == 3 * loads.all[2].wrong_after(1) > 0
+    loads.fill_patterns()
+    assert loads.count_wrong() == 3 * loads.all[0].count_wrong() > 0
+    loads.fill_repeatable()
+    assert loads.count_wrong_after(1) == 3 * loads.all[2].count_wrong_after(1) > 0
 
 
 def test_failed_launch_reports_its_reason_and_keeps_its_results(bench: Any) -> None:

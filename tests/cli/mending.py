@@ -20,7 +20,7 @@ MENDS = """
     import asyncio, json, os, sys, time
     from pathlib import Path
     import aiocoll
-    from aiocoll.launcher import say_elastic
+    from aiocoll.launcher import report_elastic
 
     SIZE, ENOUGH = int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
 
@@ -45,7 +45,7 @@ MENDS = """
 
     async def main():
         pg = await become_a_rank()
-        say_elastic()
+        report_elastic()
         pg, state = await whole(pg, {"steps": 0, "sum": 0, "enough": False})
         lost = None
         print("member of", pg.size())

@@ -58,20 +58,20 @@ def test_collective_that_does_nothing_has_wrong_results(kind: str) -> None:
     load = Workload(Case(kind, 4096), 0 if kind == "gather" else 1, 2)
     if kind == "reduce":
         load = Workload(Case(kind, 4096), 0, 2)
-    load.fresh()
-    assert load.wrong() > 0
-    load.steady()
+    load.fill_patterns()
+    assert load.count_wrong() > 0
+    load.fill_repeatable()
     if kind in ("allreduce", "allgather", "reduce_scatter", "alltoall", "gather", "scatter"):
-        assert load.wrong_after(1) > 0
+        assert load.count_wrong_after(1) > 0
 
 
 def test_single_wrong_element_is_found() -> None:
     load = Workload(Case("broadcast", 4 * (113 * 4096 + 500)), 0, 2)
-    load.fresh()
+    load.fill_patterns()
     assert load.inplace is not None
     for place in (0, 113 * 4096 - 1, 113 * 4096, -1):
         load.inplace[place] += 1
-    assert load.wrong() == 4
+    assert load.count_wrong() == 4
 
 
 @pytest.mark.ranks(2)

@@ -178,11 +178,11 @@ def test_rank_that_ends_with_success_is_not_replaced(
     script = launch.write("""
         import asyncio, os, select
         import aiocoll
-        from aiocoll.launcher import say_elastic
+        from aiocoll.launcher import report_elastic
 
         async def main():
             async with aiocoll.new_group() as pg:
-                say_elastic()
+                report_elastic()
                 pids = await pg.allgather_object(os.getpid())
                 other = os.pidfd_open(pids[0]) if pg.rank() else None
                 await pg.barrier()
@@ -200,13 +200,13 @@ def test_newcomer_is_stopped_if_the_other_ranks_end(launch: Launch) -> None:
     script = """
         import asyncio, os, signal, sys
         import aiocoll
-        from aiocoll.launcher import say_elastic
+        from aiocoll.launcher import report_elastic
 
         async def main():
             if "AIOCOLL_JOIN" in os.environ:
                 print("joins")
             pg = await aiocoll.new_group()
-            say_elastic()
+            report_elastic()
             await pg.barrier()
             if pg.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -383,12 +383,12 @@ def test_children_of_a_failed_rank_are_killed(launch: Launch, elastic: bool) -> 
     script = """
         import asyncio, os, subprocess, sys
         import aiocoll
-        from aiocoll.launcher import say_elastic
+        from aiocoll.launcher import report_elastic
 
         async def main():
             pg = await aiocoll.new_group()
             if sys.argv[2] == "True":
-                say_elastic()
+                report_elastic()
             if "AIOCOLL_JOIN" not in os.environ:
                 await pg.barrier()
             if os.environ.get("RANK") == "1" and os.environ["AIOCOLL_RESTART_COUNT"] == "0":
@@ -429,15 +429,15 @@ def test_only_the_rank_itself_can_report_an_elastic_group(launch: Launch) -> Non
     """Report it in vain in a forked child, in a spawned child, and without a launcher."""
     script = """
         import multiprocessing, os, sys
-        from aiocoll.launcher import say_elastic
+        from aiocoll.launcher import report_elastic
 
         def fail():
-            say_elastic()
+            report_elastic()
 
         if __name__ == "__main__":
             child = os.fork()
             if not child:
-                say_elastic()
+                report_elastic()
                 os._exit(0)
             os.waitpid(child, 0)
             with multiprocessing.get_context("spawn").Pool(1) as pool:

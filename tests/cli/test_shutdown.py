@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiocoll.cli import main
-from aiocoll.cli.program import Program, Start
+from aiocoll.cli.program import Program, RankStart
 from aiocoll.cli.restarts import HostState, Phase, Verdict
 from aiocoll.cli.supervise import supervise
 
@@ -102,9 +102,9 @@ def test_rank_has_the_whole_limit_when_another_ends_at_once(
 class StoppedElsewhere(TwoHosts):
     """Restarts of a job on two hosts: when this host stops, the other one has already ended by the same signal."""
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         if state.phase == Phase.QUITS:
-            self._tell(Verdict(None, "host 1 was stopped by SIGTERM"))
+            self._notify(Verdict(None, "host 1 was stopped by SIGTERM"))
 
 
 def test_rank_has_the_whole_limit_when_another_host_ends_at_once(
@@ -112,7 +112,7 @@ def test_rank_has_the_whole_limit_when_another_host_ends_at_once(
 ) -> None:
     limits(run_release=0.05, run_grace=0.05)
 
-    def environment(start: Start) -> dict[str, str]:
+    def environment(start: RankStart) -> dict[str, str]:
         return {**os.environ, "RANK": str(start.rank)}
 
     program = Program((launch.write(SAVES),), range(1, 2), environment, b"k" * 32)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from aiocoll.cli.program import Program, Start
-from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Phase, Verdict
+from aiocoll.cli.program import Program, RankStart
+from aiocoll.cli.restarts import HostState, News, OtherHosts, Phase, RestartGrant, Verdict
 from aiocoll.cli.supervise import supervise
 
 #: A rank that dies as soon as it is in a group. The newcomer in its place exits with 0.
 LOST = """
 import os, signal
-from aiocoll.launcher import say_elastic
+from aiocoll.launcher import report_elastic
 if "AIOCOLL_JOIN" not in os.environ:
-    say_elastic()
+    report_elastic()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -31,18 +31,18 @@ class TwoHosts:
         self.taken: list[int] = []
         self._other = other
 
-    def begin(self, tell: Callable[[News], object]) -> None:
-        self._tell = tell
-        tell(Verdict(0))
-        tell(Elsewhere({1: self._other}))
+    def begin(self, notify: Callable[[News], object]) -> None:
+        self._notify = notify
+        notify(Verdict(0))
+        notify(OtherHosts({1: self._other}))
 
     def take(self, rank: int) -> None:
         self.taken.append(rank)
-        self._tell(Granted(rank, len(self.taken)))
+        self._notify(RestartGrant(rank, len(self.taken)))
 
-    def say(self, state: HostState) -> None:
+    def report(self, state: HostState) -> None:
         if state.over:
-            self._tell(Verdict(None))
+            self._notify(Verdict(None))
 
     def close(self) -> None:
         pass
@@ -64,7 +64,7 @@ def test_ranks_are_replaced_if_others_may_be_in_the_group(
     script = tmp_path / "script.py"
     script.write_text(LOST)
 
-    def environment(start: Start) -> dict[str, str]:
+    def environment(start: RankStart) -> dict[str, str]:
         return {**os.environ, **({"AIOCOLL_JOIN": "1"} if start.joins else {})}
 
     restarts = TwoHosts(other)

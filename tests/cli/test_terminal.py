@@ -22,7 +22,7 @@ from aiocoll.cli.checks import CheckResult
 from aiocoll.cli.main import main
 from aiocoll.cli.measure import Timing
 from aiocoll.cli.sweep import row
-from aiocoll.cli.terminal import Progress, coloured, styled
+from aiocoll.cli.terminal import Progress, has_colours, styled
 from aiocoll.cli.workload import KINDS, OPS, Case
 from aiocoll.machine_load import LoadMeter, MachineLoad
 from aiocoll.native import IMPLEMENTATION, core
@@ -235,7 +235,7 @@ def test_colours_depend_on_the_terminal_and_the_environment(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     stream = Terminal() if terminal else io.StringIO()
-    assert coloured(stream) is colours
+    assert has_colours(stream) is colours
     assert styled("x", "bad", stream) == ("\x1b[1;31mx\x1b[0m" if colours else "x")
 
 

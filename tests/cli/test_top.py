@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from aiocoll.cli.top.command import Watch
-from aiocoll.cli.top.jobs import End, job_folder, jobs
+from aiocoll.cli.top.jobs import JobOutcome, job_folder, jobs
 from aiocoll.cli.top.model import GroupView
 from aiocoll.cli.top.web import MOST, Page
 from aiocoll.process import ProcessId
@@ -213,7 +213,7 @@ def test_killed_rank_is_gone_and_the_outcome_is_kept(running_job: tuple[Job, dic
 
 
 def test_outcome_of_a_job_can_be_read_after_the_removal_of_its_folder(env: Mapping[str, str]) -> None:
-    end = End(3, ("rank 1 exited with code 3",))
+    end = JobOutcome(3, ("rank 1 exited with code 3",))
     with job_folder(env, ["a.py"], 3) as (folder, record_end):
         watch = Watch(folder)
         assert (watch.over, watch.end, watch.sample()) == (False, None, [])

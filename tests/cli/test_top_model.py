@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from aiocoll.cli.top import words
-from aiocoll.cli.top.jobs import End
+from aiocoll.cli.top import formatting
+from aiocoll.cli.top.jobs import JobOutcome
 from aiocoll.cli.top.model import KEPT, GroupView, HostLoad, Model
 from aiocoll.top.viewer import Process, State
 
@@ -183,7 +183,7 @@ def test_revoked_group_has_its_cause_and_closed_group_disappears() -> None:
     job = Job()
     (group,) = job.views(1.0, answer_of(0, 1.0, 1, cause="rank 3 was lost"))
     assert (group.state, group.cause, group.ranks[0].state) == ("revoked", "rank 3 was lost", "revoked")
-    assert "world:0: 1 ranks, revoked: rank 3 was lost" in words.plain([group], 80)
+    assert "world:0: 1 ranks, revoked: rank 3 was lost" in formatting.format_groups([group], 80)
     job.processes[0].state = State.CLOSED
     (group,) = job.model.look(job.processes.values(), 1.0 + KEPT)
     assert group.state == "closed"
@@ -202,7 +202,7 @@ def test_oldest_pending_operations_have_all_their_ranks() -> None:
         ("BARRIER (sequence 4)", (0, 1, 2), 2.0, (3,)),
         ("SEND", (0, 1, 2), 1.0, ()),
     ]
-    text = words.plain([group], 80)
+    text = formatting.format_groups([group], 80)
     assert "BARRIER (sequence 4) pending for 2 s on rank 0-2, rank 3 missing, called at job.py:3 in main" in text
 
 
@@ -225,7 +225,7 @@ def wide_group(size: int = 8) -> GroupView:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_text_fits_the_width(width: int) -> None:
-    lines = words.plain([wide_group()], width).splitlines()
+    lines = formatting.format_groups([wide_group()], width).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0] == "healthy: no rank is late"
     assert ("process" in lines[2].split()) == (width == 120)
@@ -243,7 +243,7 @@ def test_live_table_fits_the_width(width: int) -> None:
     recording.file.close()
     shown = recording.export_text(clear=False)
     assert "…" not in shown
-    plain = [line.split() for line in words.plain([wide_group()], width).splitlines() if line]
+    plain = [line.split() for line in formatting.format_groups([wide_group()], width).splitlines() if line]
     assert [line.split() for line in shown.splitlines()[1:] if line.strip()] == plain
     assert re.search(r'class="[^"]*-r\d+"[^>]*>ok', recording.export_svg().replace("&#160;", " "))
 
@@ -338,17 +338,19 @@ def test_history_has_one_value_per_answer() -> None:
     assert group.history == (1.0, 3.0, 5.0)
     (group,) = job.model.look(job.processes.values(), 3.5)
     assert group.history == (1.0, 3.0, 5.0)
-    assert words.history(group) == "ops/s, last 3 rounds: ▂▅█ (highest 5)"
+    assert formatting.history(group) == "ops/s, last 3 rounds: ▂▅█ (highest 5)"
 
 
 def test_text_of_a_job_that_has_ended_has_exit_code_cause_and_last_state() -> None:
     group = measured_group(0.05, 0.8, 0.05)
-    end = End(137, ("ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)", "rank 1 was killed by SIGKILL"))
-    lines = words.ended("job 7: a.py", end, [group], 80).splitlines()
+    end = JobOutcome(
+        137, ("ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)", "rank 1 was killed by SIGKILL")
+    )
+    lines = formatting.format_ended_job("job 7: a.py", end, [group], 80).splitlines()
     assert lines[:3] == ["job 7: a.py: it has ended with exit code 137", *end.lines]
     assert lines[3:6] == ["", "last state:", group.verdict]
 
 
 def test_host_line_names_load_and_cores() -> None:
-    assert words.host_line(HostLoad(0.5, 1)) == "host: load 0.5 on 1 core"
-    assert words.host_line(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; ranks wait for a free core"
+    assert formatting.format_host_load(HostLoad(0.5, 1)) == "host: load 0.5 on 1 core"
+    assert formatting.format_host_load(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; ranks wait for a free core"

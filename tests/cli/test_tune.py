@@ -13,7 +13,7 @@ from aiocoll.algorithms import Machine, Tuning
 from aiocoll.algorithms.machine import SingleCopy
 from aiocoll.cli import tune
 from aiocoll.cli.main import main
-from aiocoll.cli.tune_single_copy import SIZES, measure_single_copy, paying, without_accelerator
+from aiocoll.cli.tune_single_copy import SIZES, disabled_accelerator, measure_single_copy, paying
 from aiocoll.errors import RendezvousError
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.tuning import default_path, load
@@ -93,7 +93,7 @@ def test_single_copy_is_measured_without_the_accelerator(given: str | None, monk
     monkeypatch.delenv("AIOCOLL_NATIVE", raising=False)
     if given is not None:
         monkeypatch.setenv("AIOCOLL_NATIVE", given)
-    with without_accelerator():
+    with disabled_accelerator():
         command = [sys.executable, "-c", "from aiocoll.native import IMPLEMENTATION; print(IMPLEMENTATION)"]
         assert subprocess.check_output(command, text=True).startswith("pure Python")
     assert os.environ.get("AIOCOLL_NATIVE") == given

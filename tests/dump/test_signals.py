@@ -221,7 +221,7 @@ def test_summary_of_a_rank_without_a_group_does_not_nest(default: None, monkeypa
         signal.raise_signal(signal.SIGUSR2)
         return len(data)
 
-    signal.signal(signal.SIGUSR2, start._say_where)
+    signal.signal(signal.SIGUSR2, start._write_stack)
     monkeypatch.setattr(os, "write", write)
     try:
         signal.raise_signal(signal.SIGUSR2)

@@ -12,7 +12,7 @@ import pytest
 from aiocoll.arrays.cuda_array import CudaArray
 from aiocoll.elements.allocate import empty_like, overwrite, same_place, spare
 from aiocoll.elements.buffers import clash, overlaps, view
-from aiocoll.elements.device import UNKNOWN, DeviceArray, PutBack
+from aiocoll.elements.device import UNKNOWN, CopyBack, DeviceArray
 from aiocoll.elements.dtypes import by_code, by_name
 
 from ..lookalikes import Cupy, JaxArray, Torch
@@ -460,7 +460,7 @@ def test_buffer_can_get_new_memory(kind: str, cupy: Cupy, torch: Torch) -> None:
 
 def test_put_back_drops_its_copies() -> None:
     done: list[int] = []
-    back = PutBack(done.append, 3, "result")
+    back = CopyBack(done.append, 3, "result")
     assert back() == "result"
     back.on(4)
     assert done == [3]

@@ -93,7 +93,7 @@ def test_unknown_wire_code_is_refused(code: int) -> None:
 
 @each("name", NATIVE)
 def test_native_dtypes_map_to_numpy(name: str) -> None:
-    dtype = dtypes.of_numpy(np.dtype(name))
+    dtype = dtypes.from_numpy(np.dtype(name))
     assert dtype is dtypes.by_name(name)
     assert dtype.name == name
     assert dtype.storage == np.dtype(name) == dtypes.array_dtype(dtype)
@@ -102,7 +102,7 @@ def test_native_dtypes_map_to_numpy(name: str) -> None:
 
 @each("name", HALF[1:])
 def test_ml_dtypes_are_stored_as_unsigned_integers(name: str) -> None:
-    dtype = dtypes.of_numpy(extension_dtype(name))
+    dtype = dtypes.from_numpy(extension_dtype(name))
     assert dtype is dtypes.by_name(name)
     assert dtype.kind == "half"
     assert dtype.storage == np.dtype(f"uint{dtype.itemsize * 8}")
@@ -110,7 +110,7 @@ def test_ml_dtypes_are_stored_as_unsigned_integers(name: str) -> None:
 
 
 def test_longlong_is_int64() -> None:
-    assert dtypes.of_numpy(np.dtype(np.longlong)) is dtypes.by_name("int64")
+    assert dtypes.from_numpy(np.dtype(np.longlong)) is dtypes.by_name("int64")
 
 
 def test_element_type_has_one_instance() -> None:
@@ -152,7 +152,7 @@ def test_conversions_need_no_ml_dtypes(name: str, monkeypatch: pytest.MonkeyPatc
 )
 def test_unsupported_dtype_is_refused(dtype: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        dtypes.of_numpy(np.dtype(dtype))
+        dtypes.from_numpy(np.dtype(dtype))
 
 
 def test_unknown_dtype_name_is_refused() -> None:

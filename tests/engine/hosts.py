@@ -173,7 +173,7 @@ class Hosts:
 
     def _deliver_held(self) -> None:
         for hub in self._networks:
-            hub.look_again()
+            hub.deliver_unblocked()
 
     def _report_stopped(self, process: int) -> None:
         """Report a stopped process to the endpoints that watch it, as their watchdogs would."""

@@ -29,7 +29,7 @@ class LoneEndpoint:
         self.gone: set[int] = set()
         self.own_death: str | None = None
         self.dead: dict[int, tuple[str, str]] = {}
-        self.doubted: set[int] = set()
+        self.doubted_ranks: set[int] = set()
         self.groups: dict[int, Any] = {}
         self.runtime = self
         self.sent: Messages = []
@@ -39,19 +39,19 @@ class LoneEndpoint:
         self.agreement = Agreements(parts, lambda identity, peer: None).voter(GROUP, 0, range(world_size))
 
     @property
-    def suspected(self) -> set[int]:
+    def suspected_ranks(self) -> set[int]:
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
     def record_return(self, rank: int) -> None:
         self.dead.pop(rank, None)
 
-    def send(self, rank: int, note: dict[str, Any]) -> None:
+    def send_direct(self, rank: int, note: dict[str, Any]) -> None:
         self.sent.append((rank, note))
 
     def flood(self, note: dict[str, Any], ranks: Sequence[int]) -> None:
         """Drop a message for several ranks."""
 
-    def reach(self, rank: int) -> None:
+    def probe(self, rank: int) -> None:
         """Do nothing: no rank is unreachable."""
 
     def look(self, rank: int) -> None:

@@ -285,9 +285,9 @@ def test_split_groups_are_bounded_per_peer(limits: Limits) -> None:
     for peer in (1, 2):
         for number in range(FEW):
             identity = peer * UNMADE * FEW + number
-            kept.disown(identity, peer, None, (0, peer), 0)
-            kept.disown(identity, peer, None, (0, peer), 0)  # a known group does not count again
+            kept.refuse_group(identity, peer, None, (0, peer), 0)
+            kept.refuse_group(identity, peer, None, (0, peer), 0)  # a known group does not count again
             assert closed.sends_frames(identity, peer)
             assert not closed.sends_frames(identity, 0)
         with pytest.raises(ProtocolError, match=f"rank {peer} has split off more than {FEW} groups"):
-            kept.disown(UNMADE, peer, None, (0, peer), 0)
+            kept.refuse_group(UNMADE, peer, None, (0, peer), 0)

@@ -188,10 +188,10 @@ class DetectorSetup:
         cards[self._me] = {"host": "here", "process": this_process()}
         self.hub = self._me if self._me < 0 else self.chance.choice((LIVING, KILLED))
         roster: Any = SimpleNamespace(
-            died=self._on_death, on_connection_broken=self._cut_off, gone=set(), suspected={LIVING, KILLED}
+            record_loss=self._on_death, on_connection_broken=self._cut_off, gone=set(), suspected_ranks={LIVING, KILLED}
         )
         links = [self._link(rank) for rank in self._pids if self.hub in (self._me, rank)]
-        control: Any = SimpleNamespace(links=links, hub=self.hub, tell=lambda *_: None)
+        control: Any = SimpleNamespace(links=links, hub=self.hub, send=lambda *_: None)
         context: Any = SimpleNamespace(
             rank=self._me, cards=cards, loop=self.clock, runtime=self.clock, closed=False, spawn=self._spawn,
             connect_heartbeat=mock.Mock(),
@@ -265,7 +265,7 @@ class DetectorSetup:
 
         return SimpleNamespace(peer=rank, peer_process=peer_process)
 
-    def _on_death(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
+    def _on_death(self, rank: int, detail: str, notify: bool = True, how: str = "killed") -> None:
         self.lost[rank].add(how)
 
     def _cut_off(self, rank: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
-from aiocoll.engine.operations.differences import mismatch
+from aiocoll.engine.operations.differences import mismatch_error
 from aiocoll.engine.operations.manifest import ROOM, Manifest
 from aiocoll.engine.operations.signature import Signature, description
 
@@ -194,19 +194,19 @@ def test_long_member_list_is_reported_up_to_its_limit() -> None:
     one, two = coalesced_call(0, *first), coalesced_call(1, *second)
     assert len(repr(one)) < 2 * ROOM
     assert one["members"]["told"] < 5000
-    text = str(mismatch("g", one, two))
+    text = str(mismatch_error("g", one, two))
     assert re.search(r"member \d+ is ONE OF THE FOLLOWING\(\) on rank 0, ONE OF", text)
     assert "and 4997 more" in text
-    assert "the messages they exchange" in str(mismatch("g", one, coalesced_call(1, *first)))
+    assert "the messages they exchange" in str(mismatch_error("g", one, coalesced_call(1, *first)))
 
 
 def test_consecutive_equal_members_are_reported_as_one() -> None:
     one, two = coalesced_call(0, *[member(1)] * 100_000), coalesced_call(1, *[member(1)] * 99_999, member(2))
     assert len(repr(one)) < 500
-    text = str(mismatch("g", one, two))
+    text = str(mismatch_error("g", one, two))
     assert "member 99999 is ALLREDUCE(dtype=float32, counts=[1], reduce op=SUM) on rank 0, ALLREDUCE(" in text
 
 
 def test_mismatch_names_at_most_three_members() -> None:
-    text = str(mismatch("g", coalesced_call(0, *[member(1)] * 9), coalesced_call(1, *[member(2)] * 9)))
+    text = str(mismatch_error("g", coalesced_call(0, *[member(1)] * 9), coalesced_call(1, *[member(2)] * 9)))
     assert text.count("on rank 0, ") == 3

@@ -9,7 +9,7 @@ import pytest
 
 from aiocoll import GroupClosedError, GroupError, GroupOptions, ProcessGroup
 from aiocoll.engine.control import closed_groups
-from aiocoll.engine.control.closed_groups import ClosedGroups, Farewells
+from aiocoll.engine.control.closed_groups import ClosedGroups, Goodbyes
 from aiocoll.engine.split_history import Split, Splits
 from aiocoll.testing import run_ranks
 from aiocoll.testing.virtual import run_virtual
@@ -217,7 +217,7 @@ def test_closed_group_records_of_unreachable_peers_are_bounded(monkeypatch: pyte
     dropped: list[int] = []
     closed = ClosedGroups(lambda identity, ranks: dropped.append(identity))
     for identity in range(6):
-        closed.close(identity, Farewells(str(identity), (0, 1)), [1])
+        closed.close(identity, Goodbyes(str(identity), (0, 1)), [1])
     assert (len(closed), dropped) == (3, [0, 1, 2])
     assert [closed.is_known(identity) for identity in range(6)] == [False, True, True, True, True, True]
     assert [closed.name(identity) for identity in range(6)] == [None, None, None, "3", "4", "5"]
@@ -229,9 +229,9 @@ def test_closed_group_records_of_unreachable_peers_are_bounded(monkeypatch: pyte
 def test_closed_group_record_waits_for_both_goodbyes_of_each_rank() -> None:
     dropped: list[int] = []
     closed = ClosedGroups(lambda identity, ranks: dropped.append(identity))
-    farewells = Farewells("a", (0, 1, 2, 3))
-    farewells.mark(1, frames=True, notes=False)
-    closed.close(7, farewells, [1, 2, 3])
+    goodbyes = Goodbyes("a", (0, 1, 2, 3))
+    goodbyes.mark(1, frames=True, notes=False)
+    closed.close(7, goodbyes, [1, 2, 3])
     assert [closed.sends_frames(7, rank) for rank in range(4)] == [False, False, True, True]
     assert [closed.sends_notes(7, rank, direct=False) for rank in range(4)] == [False, True, True, True]
     assert not closed.mark(7, 2, "b", frames=True, notes=True), "the name belongs to another group"

@@ -360,7 +360,7 @@ async def test_timeout_names_the_rank_that_has_not_read(pg: ProcessGroup) -> Non
     await CALLS["allreduce"](pg, LARGE)
     if pg.rank() == 0:
         work = pg.scatter(np.empty(LARGE), [np.empty(LARGE)] * 2, 0, timeout=0.2)
-        assert [each.awaited() for each in comm_of(pg).in_flight._operations.values()] == [[1]]
+        assert [each.awaited_ranks() for each in comm_of(pg).in_flight._operations.values()] == [[1]]
         with pytest.raises(CollectiveTimeoutError, match="it waits for rank 1"):
             await work
     else:

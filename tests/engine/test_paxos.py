@@ -181,7 +181,7 @@ def test_coordinator_learns_dead_ranks_from_a_vote() -> None:
             await asyncio.sleep(60)
             return None
         if pg.rank() == 2:
-            comm_of(pg).endpoint.roster.died(3, "its process is gone", tell=False, how="killed")
+            comm_of(pg).endpoint.roster.record_loss(3, "its process is gone", notify=False, how="killed")
         await pg.wait_revoked()
         start = asyncio.get_running_loop().time()
         small = await pg.shrink()

@@ -61,7 +61,7 @@ class Bench:
     def shared(self) -> Bench | None:
         return None if self.same_core is None else self
 
-    def is_beside(self) -> bool:
+    def shares_core(self) -> bool:
         return bool(self.same_core)
 
     def poll(self) -> bool:
@@ -172,28 +172,28 @@ def test_iteration_with_progress_polls_until_an_operation_ends() -> None:
     bench = Bench([True] * 1000)
     bench.pending += ["one"]
     bench.ends_at = 5
-    assert not bench.polling.linger(False)
-    assert bench.polling.linger(True)
+    assert not bench.polling.keep_polling(False)
+    assert bench.polling.keep_polling(True)
     assert bench.polls == 5
-    assert bench.polling.linger(True), "without operations in flight, the next iteration polls and this one does not"
+    assert bench.polling.keep_polling(True), "the next iteration must poll, and this one must not"
     assert bench.polls == 5
 
 
 def test_iteration_without_progress_is_the_last_to_poll() -> None:
     bench = Bench([True] * 3)
     bench.pending += ["one"]
-    assert bench.polling.linger(True)
+    assert bench.polling.keep_polling(True)
     assert bench.polls == pytest.approx(3 + SPIN / LOOK, abs=1)
-    assert not bench.polling.linger(False)
+    assert not bench.polling.keep_polling(False)
 
 
 def test_iteration_that_uses_up_its_budget_is_followed_by_another() -> None:
     bench = Bench([True] * 100_000)
     bench.pending += ["one"]
-    assert bench.polling.linger(True)
+    assert bench.polling.keep_polling(True)
     first = bench.polls
     assert first == pytest.approx(BUDGET / LOOK, abs=1)
-    assert bench.polling.linger(False), "the iteration after a busy one must poll"
+    assert bench.polling.keep_polling(False), "the iteration after a busy one must poll"
     assert bench.polls > first
 
 

@@ -155,7 +155,7 @@ async def test_chunks_of_a_rank_that_has_left_are_still_read(world_size: int, li
                 for operation in others:
                     operation._take_next()
         assert not others[0].done
-        comm_of(pgs[1]).departed(0)
+        comm_of(pgs[1]).on_departure(0)
         assert others[0].done
         await check(calls, world_size)
 
@@ -216,7 +216,7 @@ async def test_relay_ends_with_its_last_frame() -> None:
         gate = channel.link = GatedLink(channel.link)  # type: ignore[assignment]
         calls = [call(zero, 2 * PIECE), call(one, 2 * PIECE)]
         (operation,) = comm_of(zero).in_flight.pending
-        await until(lambda: not operation.awaited())
+        await until(lambda: not operation.awaited_ranks())
         assert not calls[0][1].done()
         gate.open = True
         channel.drained(gate)

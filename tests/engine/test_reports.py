@@ -92,7 +92,7 @@ def test_living_rank_reported_dead_is_excluded(victim: int, reporter: int) -> No
             await pg.shrink()
         endpoint = comm_of(pg).endpoint
         for rank in others:
-            endpoint.roster.died(rank, "a test", how="killed")
+            endpoint.roster.record_loss(rank, "a test", how="killed")
         with pytest.raises(GroupError, match="was declared dead by other ranks"):
             await pg.shrink(assume_dead=others)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiocoll.algorithms.program import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, ActionKind, Program, Region
 from aiocoll.algorithms.select import ALGORITHMS, IN_SLOTS, Lanes, build, lanes
 from aiocoll.engine.operations.round import Contribution, Round, Take
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
@@ -91,10 +91,10 @@ def test_round_of_a_program_of_several_rounds_is_refused(kind: str, algorithm: s
 @pytest.mark.parametrize(
     "action",
     [
-        Action(Verb.SEND, Region(0, 1, 3), 1),
-        Action(Verb.RECV, Region(0, 1, 3), 1),
-        Action(Verb.COPY, Region(1, 0, 2), sources=(Region(0, 1, 3),)),
-        Action(Verb.FOLD, Region(0, 1, 3), sources=(Region(1, 0, 2),)),
+        Action(ActionKind.SEND, Region(0, 1, 3), 1),
+        Action(ActionKind.RECV, Region(0, 1, 3), 1),
+        Action(ActionKind.COPY, Region(1, 0, 2), sources=(Region(0, 1, 3),)),
+        Action(ActionKind.FOLD, Region(0, 1, 3), sources=(Region(1, 0, 2),)),
     ],
 )
 def test_round_of_a_program_on_a_part_of_an_array_is_refused(action: Action) -> None:

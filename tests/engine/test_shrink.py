@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup, RendezvousError, new_group
-from aiocoll.engine.consensus.quorum import connected, decides
+from aiocoll.engine.consensus.quorum import can_decide, connected
 from aiocoll.engine.consensus.voter import Voter
 from aiocoll.group.parts import parts_of
 from aiocoll.store import HashStore
@@ -142,7 +142,7 @@ async def recover(pg: ProcessGroup) -> tuple[int, ...]:
 def test_quorum_is_a_majority_half_with_the_lowest_rank_or_all_living_ranks(
     ranks: list[int], group: list[int], away: list[int], decide: bool
 ) -> None:
-    assert decides(ranks, group, away) is decide
+    assert can_decide(ranks, group, away) is decide
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
@@ -153,7 +153,7 @@ def test_two_parts_of_a_group_never_both_have_a_quorum(size: int) -> None:
         here, there, dead = ([rank for rank in group if parts[rank] == part] for part in ("here", "there", parts[-1]))
         dead = [rank for rank in group if parts[rank] == "dead, was there"]
         if there:
-            assert not (decides(here, group, dead) and decides(there + dead, group, []))
+            assert not (can_decide(here, group, dead) and can_decide(there + dead, group, []))
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_unreachable_ranks_are_retried_and_count_in_the_quorum(lost: set[int]) -
             return None
         job.cut(lost, {0, 1, 2, 3} - lost)
         for rank in lost:
-            comm_of(pg).endpoint.roster.died(rank, "it has not answered", how="unreachable")
+            comm_of(pg).endpoint.roster.record_loss(rank, "it has not answered", how="unreachable")
         start = now()
         if 0 in lost:
             with pytest.raises(PeerLostError, match=r"certainly dead, call shrink\(assume_dead=\[0, 1\]\)") as raised:
@@ -552,7 +552,7 @@ def test_death_while_the_group_meets_newcomers_is_survived() -> None:
 
         start_newcomer()
         if pg.rank() == 2:
-            parts_of(pg).reconfigurer._origin.meet_anew = lambda *_: job.die(2)  # type: ignore[method-assign]
+            parts_of(pg).reconfigurer._origin.rendezvous_again = lambda *_: job.die(2)  # type: ignore[method-assign]
         start = now()
         with pytest.raises(PeerLostError) as raised:
             await pg.grow(1)

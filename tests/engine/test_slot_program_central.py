@@ -83,7 +83,7 @@ async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
         keys = [str(number) for number in range(16 * MIDDLE_SLOTS)]
         later = [call(pg, count, key) for pg in b[1:] for key in keys]
         (operation,) = comm_of(a[0]).in_flight.pending
-        assert operation.awaited() == []
+        assert operation.awaited_ranks() == []
         taken = [(pg.broadcast(into := np.empty(count), 0), into, each) for pg in b[1:] for each in fill]
         for work in works + sent:
             await work
@@ -115,7 +115,7 @@ async def test_results_are_bitwise_equal_on_all_ranks() -> None:
 async def test_awaited_ranks_are_those_whose_posts_are_missing() -> None:
     async with jobs(5) as (pgs,):
         works = [call(pg) for pg in pgs if pg.rank() != 3]
-        awaited = [[operation.awaited() for operation in comm_of(pg).in_flight.pending] for pg in pgs]
+        awaited = [[operation.awaited_ranks() for operation in comm_of(pg).in_flight.pending] for pg in pgs]
         assert awaited == [[[3]], [[0]], [[0]], [], [[0]]]
         await check([*works, call(pgs[3])], 5)
 

@@ -14,7 +14,7 @@ from aiocoll import CollectiveTimeoutError, GroupError, GroupOptions, ProcessGro
 from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange, in_thread
+from aiocoll.engine.operations.stepped import StepGenerator, SteppedOperation, calculate_in_thread, collective, exchange
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
@@ -32,8 +32,8 @@ def start(pg: ProcessGroup, steps: Steps, timeout: float = 60.0) -> Work[Any]:
     signature = Signature("STEPS", "int64", (), None, None)
     plan = d.plans.counting_plan(signature)
 
-    def make(identity: int, completion: Completion) -> Stepped:
-        return Stepped(d.comm, identity, plan, steps(d), completion)
+    def make(identity: int, completion: Completion) -> SteppedOperation:
+        return SteppedOperation(d.comm, identity, plan, steps(d), completion)
 
     return d.start(FactoryCall(signature, make, timeout))
 
@@ -48,11 +48,11 @@ def add(d: Dispatcher, name: str, values: np.ndarray) -> StepGenerator[None]:
 @over(*LINKS)
 async def test_step_gets_the_results_of_earlier_steps(pg: ProcessGroup) -> None:
     def steps(d: Dispatcher) -> StepGenerator[list[int]]:
-        first = yield from in_thread(lambda: d.rank + 1)
+        first = yield from calculate_in_thread(lambda: d.rank + 1)
         numbers = yield from exchange(first)
         values = np.full(3, int(numbers.sum()))
         yield from add(d, "one", values)
-        doubled = yield from in_thread(lambda: 2 * values)
+        doubled = yield from calculate_in_thread(lambda: 2 * values)
         yield from add(d, "two", doubled)
         return [int(each) for each in doubled]
 
@@ -80,7 +80,7 @@ async def test_step_error_on_one_rank_fails_the_call_on_all(place: str) -> None:
                 if place == "after it":
                     broken()
                 if place == "in a thread":
-                    yield from in_thread(broken)
+                    yield from calculate_in_thread(broken)
                 yield from add(d, "one", np.zeros(2, np.int64))
                 if place == "after a collective":
                     broken()
@@ -109,7 +109,7 @@ async def test_failed_call_closes_its_generator() -> None:
             try:
                 yield from exchange(0)
                 if d.rank == 0:
-                    yield from in_thread(wait)
+                    yield from calculate_in_thread(wait)
                     continued.append(d.rank)
                 yield from add(d, "one", np.zeros(2, np.int64))
             except GeneratorExit:
@@ -139,7 +139,7 @@ async def test_long_calculation_is_not_blamed_on_other_ranks() -> None:
         def steps(d: Dispatcher) -> StepGenerator[None]:
             yield from exchange(0)
             if d.rank == 0:
-                yield from in_thread(lambda: held.wait(20))
+                yield from calculate_in_thread(lambda: held.wait(20))
 
         work = start(pg, steps, timeout=0.4)
         if pg.rank() == 0:
@@ -165,7 +165,7 @@ async def test_later_step_that_waits_for_long_is_logged(caplog: pytest.LogCaptur
             yield from exchange(0)
             yield from add(d, "one", np.zeros(2, np.int64))
             if d.rank == 1:
-                yield from in_thread(lambda: held.wait(20))
+                yield from calculate_in_thread(lambda: held.wait(20))
             yield from add(d, "two", np.zeros(2, np.int64))
 
         work = start(pg, steps)

@@ -174,7 +174,7 @@ def test_any_message_about_its_own_death_excludes_a_rank(
             if relayed:
                 message = {"t": "relayed", "from": 2, "note": message}
             for other in ignored:
-                endpoint.roster.died(other, "its process is gone", tell=False)
+                endpoint.roster.record_loss(other, "its process is gone", notify=False)
             header, payload = frame_of(message)
             link = endpoint.control.link(0)
             assert link is not None
@@ -231,10 +231,10 @@ def test_lost_majority_makes_a_rank_accept_its_reported_death() -> None:
         await asyncio.sleep(START - now())
         roster = comm_of(pg).endpoint.roster
         if pg.rank() == 0:
-            roster.died(1, REASON, tell=False)
+            roster.record_loss(1, REASON, notify=False)
             roster.on_own_death("reported by rank 1", 1)
             assert roster.own_death is None
-            roster.died(2, REASON, tell=False)
+            roster.record_loss(2, REASON, notify=False)
             assert roster.own_death == "reported by rank 1"
         await asyncio.sleep(END - now())
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.elements.dtypes import DType, by_name, of_numpy
+from aiocoll.elements.dtypes import DType, by_name, from_numpy
 
 from .cuda import FakeCuda
 
@@ -35,7 +35,7 @@ class FakeArray:
         self, cuda: FakeCuda, values: Any, device: int = 0, dtype: DType | str | None = None, stream: int | None = None
     ) -> None:
         array = np.array(values, order="C")
-        self.dtype = by_name(dtype) if isinstance(dtype, str) else dtype or of_numpy(array.dtype)
+        self.dtype = by_name(dtype) if isinstance(dtype, str) else dtype or from_numpy(array.dtype)
         if array.dtype != self.dtype.storage:
             raise TypeError(f"{self.dtype.name} is stored as {self.dtype.storage}, not as {array.dtype}")
         self.shape = array.shape

@@ -24,9 +24,9 @@ WAYS = st.sampled_from([gate.CONTROL, gate.DATA, gate.RELAYED])
 RANKS = {ALL: (0, 1, 2), PAIR: (0, 1)}
 
 
-def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.Facts:
+def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.JobFacts:
     """Return the facts that a rank of three knows if it belongs to these groups."""
-    return gate.Facts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
+    return gate.JobFacts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
 
 
 def packed(note: Any) -> bytes | None:
@@ -47,7 +47,7 @@ def test_mutated_note_is_valid_or_refused(note: Any, way: str) -> None:
         read = gate.read(body, 2, way, facts(0))
     except ProtocolError:
         return
-    assert way in gate.SHAPES[read["t"]].ways
+    assert way in gate.SHAPES[read["t"]].paths
     for path in paths(read):
         part = at(read, path)
         assert not isinstance(part, float) or math.isfinite(part)

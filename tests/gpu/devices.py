@@ -80,7 +80,7 @@ def launch_call(
 
     def run_in_order() -> None:
         if mark is not None:
-            device.after((mark,), stream)
+            device.make_streams_wait((mark,), stream)
         call()
 
     return device.launch(stream, run_in_order, keep, finish), ended

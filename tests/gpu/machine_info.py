@@ -146,11 +146,11 @@ def _cuda() -> Found:
 
 
 def _nccl() -> Found:
-    from aiocoll.gpu.provider import runtime, why_no_nccl
+    from aiocoll.gpu.provider import missing_nccl_reason, runtime
 
     _, made = runtime()
     if made is None:
-        raise ImportError(why_no_nccl())
+        raise ImportError(missing_nccl_reason())
     return {"version": made.version()}
 
 

@@ -444,7 +444,7 @@ async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: 
 
 async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the keyed call waits if rank 1 makes the launched call only after rank 0's patience has expired."""
-    monkeypatch.setattr(pacing, "PATIENCE", 0.0)
+    monkeypatch.setattr(pacing, "MAX_WAIT", 0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
@@ -455,7 +455,7 @@ async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest
         if rank:
             other, over = pg.allreduce(keyed, key="other"), asyncio.Event()
             await until(lambda: program_of(pg).through is not None)
-            comm_of(pg).call_later(pacing.PATIENCE, over.set)  # expires after rank 0's timer in the shared loop
+            comm_of(pg).call_later(pacing.MAX_WAIT, over.set)  # expires after rank 0's timer in the shared loop
             await over.wait()
             work = pg.allreduce(tensor)
         else:
@@ -568,12 +568,12 @@ async def test_confirmation_during_a_halt_starts_the_placed_operations() -> None
     rank.pacing.place(begun.append)
     rank.pacing.place(begun.append)
     rank.comparison.reported(1, 1, rank.call())
-    rank.pacing.halted(0, 0)
+    rank.pacing.on_halt(0, 0)
     assert not begun
-    rank.pacing.halted(1, 0)
+    rank.pacing.on_halt(1, 0)
     assert rank.sent == [("halt", 0, 0), ("confirm", 1), ("through", 1, 1)]
     assert begun == [False, False]
-    rank.pacing.halted(1, 0)  # a repeated report has no effect
+    rank.pacing.on_halt(1, 0)  # a repeated report has no effect
     assert len(rank.sent) == 3
 
 
@@ -593,6 +593,6 @@ async def test_operations_are_staged_after_a_rank_has_left() -> None:
     rank = Rank0()
     begun: list[bool] = []
     rank.pacing.place(begun.append)
-    rank.pacing.departed()
+    rank.pacing.on_departure()
     rank.pacing.place(begun.append)
     assert begun == [True, True]

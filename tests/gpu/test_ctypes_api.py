@@ -376,12 +376,12 @@ def test_libraries_are_used_without_cupy(log: Log, monkeypatch: pytest.MonkeyPat
     cuda, nccl = provider.runtime()
     assert isinstance(cuda, CtypesCuda)
     assert nccl is None
-    assert provider.why_no_nccl() == "libnccl.so.2 is not there"
+    assert provider.missing_nccl_reason() == "libnccl.so.2 is not there"
     assert provider.runtime() == (cuda, nccl)
     provider.by_ctypes.cache_clear()
     libraries["libnccl.so.2"] = stub.nccl(log)
     assert isinstance(provider.runtime()[1], CtypesNccl)
-    assert provider.why_no_nccl() is None
+    assert provider.missing_nccl_reason() is None
     provider.by_ctypes.cache_clear()
     log.status["cuInit"] = 100
     with pytest.raises(BackendUnavailableError, match="cuInit: CUDA_ERROR_OF_A_STUB"):
@@ -393,4 +393,4 @@ def test_cupy_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     there.cuda, there.nccl = (lambda: "cuda"), (lambda: (None, "it rains"))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "aiocoll.gpu.cupy_api", there)
     assert provider.runtime() == ("cuda", None)
-    assert provider.why_no_nccl() == "it rains"
+    assert provider.missing_nccl_reason() == "it rains"

@@ -122,7 +122,7 @@ async def test_deferred_call_runs_after_its_mark(cuda: FakeCuda, device: Device)
     second = cuda.gate(0)
 
     def call() -> None:
-        device.after([mark], stream)
+        device.make_streams_wait([mark], stream)
         cuda.kernel(stream, lambda: ran.append("call"))
 
     launched, ended = launch_call(device, stream, call, before=None)
@@ -144,7 +144,7 @@ async def test_marks_that_cannot_be_waited_for_are_released(cuda: FakeCuda, devi
     for _ in range(3):
         marks = [device.mark(0) for _ in range(2)]
         cuda.fail_next("stream_wait", "busy")
-        _, ended = launch_call(device, stream, partial(device.after, marks, stream), before=None)
+        _, ended = launch_call(device, stream, partial(device.make_streams_wait, marks, stream), before=None)
         with pytest.raises(DeviceError, match="busy"):
             await ended
     assert cuda.live()["events"] <= 3
@@ -297,8 +297,8 @@ async def test_calls_of_an_iteration_wake_the_completion_thread_at_its_end(
     """Check that the thread is not woken before: it would compete for the GIL with the launches."""
     stream, wakes = device.stream(), list[int]()
     waiter = waiter_of(device, stream)
-    waken = waiter._waken
-    monkeypatch.setattr(waiter, "_waken", lambda: (wakes.append(len(calls)), waken()))
+    waken = waiter._wake_thread
+    monkeypatch.setattr(waiter, "_wake_thread", lambda: (wakes.append(len(calls)), waken()))
     for several in (1, 5, 5, 1):
         await until(lambda: not waiter._is_awake)
         wakes.clear()
@@ -520,7 +520,7 @@ def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device)
                 own.append(number)
                 ended.set_result(None)
 
-            device.launch(stream, partial(device.after, stream, device.mark(2)), None, done)
+            device.launch(stream, partial(device.make_streams_wait, stream, device.mark(2)), None, done)
             if number % 10 == 9:
                 await ended
         assert threading.active_count() <= before + 4 + 6  # the threads of the loops, and those of the fake streams

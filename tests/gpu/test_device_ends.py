@@ -282,11 +282,11 @@ async def test_process_end_waits_for_functions_in_threads(device: Device, limits
     go_on = threading.Event()
     call = device.run_in_thread(lambda: go_on.wait(10))
     limits(device_exiting=0.01)
-    module._exiting()
+    module._wait_for_threads()
     assert not call.done()
     limits(device_exiting=10.0)
     threading.Timer(0.02, go_on.set).start()
-    module._exiting()
+    module._wait_for_threads()
     assert go_on.is_set()
     assert await call
 

@@ -693,7 +693,7 @@ async def test_scan_is_refused_by_the_nccl_path() -> None:
         await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
         plan = next(plan for plan in plans_of(pg) if plan.signature.op == "SCAN")
         with pytest.raises(ValueError, match="NCCL cannot carry out scan: stage it"):
-            native.enqueuing(plan, native.PACKED)
+            native.make_enqueue(plan, native.PACKED)
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
@@ -722,7 +722,7 @@ async def test_failed_part_of_a_staged_call_fails_it() -> None:
         work = pg.scan(gpu.tensor(np.ones(3), 0))
         await until(lambda: comm_of(pg).in_flight.pending)
         (operation,) = comm_of(pg).in_flight.pending
-        operation._carried_out(None, ZeroDivisionError("a bug"))  # type: ignore[attr-defined]
+        operation._copy_outputs(None, ZeroDivisionError("a bug"))  # type: ignore[attr-defined]
         with pytest.raises(ZeroDivisionError, match="a bug"):
             await work
         gate.open()

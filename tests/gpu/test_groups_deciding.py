@@ -163,10 +163,10 @@ async def test_messages_for_closed_or_foreign_groups_are_not_kept() -> None:
         assert part is not None
         await part.shutdown()
         for identity in (comm_of(part).id, 7):
-            endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True, "shares": False})
+            endpoint.control.send(1 - pg.rank(), {"t": "device", "g": identity, "ready": True, "shares": False})
         await until(lambda: unmade_groups(pg))
         assert list(unmade_groups(pg)) == [7]
-        endpoint.registry.early.disown(7, 1 - pg.rank(), None, (1 - pg.rank(),), pg.rank())
+        endpoint.registry.early.refuse_group(7, 1 - pg.rank(), None, (1 - pg.rank(),), pg.rank())
         assert not unmade_groups(pg)
 
     with gpus(2) as gpu:
@@ -309,7 +309,7 @@ async def test_late_turn_messages_are_ignored() -> None:
         tensor = gpu.tensor(np.ones(1), rank)
         await pg.allreduce(tensor)
         await until(lambda: uses_nccl(pg))
-        member.endpoint.control.tell(
+        member.endpoint.control.send(
             1 - rank, {"t": "device", "g": member.id, **({"ready": True, "shares": False} if rank else {"turn": True})}
         )
         await pg.allreduce(tensor)
@@ -369,7 +369,7 @@ async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str,
             await pg.allreduce(gpu.tensor(np.ones(1), rank))
         await pg.barrier()
         if rank == sender:
-            member.endpoint.control.tell(1 - rank, {"t": "device", "g": member.id, **note})
+            member.endpoint.control.send(1 - rank, {"t": "device", "g": member.id, **note})
         elif when == "before":
             await until(lambda: member.devices._kept or member.cause)
             with pytest.raises(GroupRevokedError):

@@ -388,7 +388,7 @@ async def test_rank_0_is_named_if_it_does_not_start_a_message(monkeypatch: pytes
         tensor = filled(gpu, rank, 0)
         if rank:
             other = pg.recv(filled(gpu, 1, 0), 0, tag=1)
-            assert [each.standing() for each in comm_of(pg).in_flight.pending] == [
+            assert [each.describe_wait() for each in comm_of(pg).in_flight.pending] == [
                 "no message with tag 1 has arrived from rank 0"
             ]
         work = pg.recv(tensor, 0, timeout=0.05) if rank else pg.send(tensor, 1)
@@ -516,7 +516,7 @@ async def test_rank_that_leaves_during_a_message_ends_the_group() -> None:
         tensor = filled(gpu, rank, 0)
         work = pg.recv(tensor, 0) if rank else pg.send(tensor, 1)
         if gate is not None:
-            await until(lambda: any(each.hangs_here() for each in comm_of(pg).in_flight.pending))
+            await until(lambda: any(each.is_waiting_for_device() for each in comm_of(pg).in_flight.pending))
             pg.timeout = 0.01
             asyncio.get_running_loop().call_later(0.1, gate.open)
             await pg.shutdown()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiocoll.errors import BackendUnavailableError
-from aiocoll.gpu.provider import driver_devices, needed, provide, runtime, why_no_nccl
+from aiocoll.gpu.provider import driver_devices, install_command, missing_nccl_reason, provide, runtime
 from aiocoll.group.dispatch.devices import devices
 
 from ..fakes.cuda import FakeCuda
@@ -118,7 +118,7 @@ def test_missing_cupy_names_the_package_to_install(
 def test_unknown_driver_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(0, 3))
-    assert "could not be determined" in needed()
+    assert "could not be determined" in install_command()
 
 
 # -- providers
@@ -129,15 +129,15 @@ def test_provided_cuda_and_nccl_are_used() -> None:
     nccl: Any = object()
     with provide(cuda, nccl):
         assert runtime() == (cuda, nccl)
-        assert why_no_nccl() is None
+        assert missing_nccl_reason() is None
         with provide(cuda, missing="it rains"):
             assert runtime() == (cuda, None)
-            assert why_no_nccl() == "it rains"
+            assert missing_nccl_reason() == "it rains"
         assert runtime() == (cuda, nccl)
     with pytest.raises(ZeroDivisionError), provide(cuda):
         raise ZeroDivisionError
     with provide(cuda):
-        assert why_no_nccl() == "it was left out"
+        assert missing_nccl_reason() == "it was left out"
 
 
 @pytest.mark.parametrize("nccl", [True, False])
@@ -148,5 +148,5 @@ def test_cupy_provides_cuda_and_nccl(nccl: bool, monkeypatch: pytest.MonkeyPatch
     api = import_cupy_api(log)
     assert runtime() == (api.cuda(), api.nccl()[0])
     assert runtime()[0] is api.cuda()
-    assert (why_no_nccl() is None) is nccl is (runtime()[1] is not None)
+    assert (missing_nccl_reason() is None) is nccl is (runtime()[1] is not None)
     unload_cupy_api()

@@ -192,10 +192,10 @@ def test_end_numbers_wrap_around_without_zero(cuda: FakeCuda, monkeypatch: pytes
     for _ in range(5):
         numbers.append(word.follow(stream))
         finish(cuda, stream)
-        assert [number for number in range(5) if word.shows(number)] == numbers[-1:]
+        assert [number for number in range(5) if word.is_last_number(number)] == numbers[-1:]
     assert numbers == [1, 2, 3, 1, 2]
     word.free()
-    assert not word.shows(2)
+    assert not word.is_last_number(2)
 
 
 def test_ends_of_another_loop_are_posted_to_it(cuda: FakeCuda, device: Device) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiocoll.gpu.calls.matching import PATIENCE, BatchMatching, Match, MessageBatch
+from aiocoll.gpu.calls.matching import MAX_WAIT, BatchMatching, Match, MessageBatch
 
 
 class Timer:
@@ -28,7 +28,7 @@ class Timers:
         self.due: list[Timer] = []
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> Any:
-        assert seconds == PATIENCE
+        assert seconds == MAX_WAIT
         self.due.append(Timer(call))
         return self.due[-1]
 
@@ -91,13 +91,13 @@ def test_batch_starts_with_messages_outside_batches(world: World) -> None:
 
 def test_staged_message_does_not_delay_its_batch(world: World) -> None:
     world.matching.matched(Match(0, 1, 1), [MessageBatch(0, 5, 3), MessageBatch(1, 0, 1)])
-    world.matching.without(MessageBatch(0, 5, 3))
+    world.matching.record_uncarried(MessageBatch(0, 5, 3))
     assert not world.begun
-    world.matching.without(MessageBatch(0, 5, 3))
+    world.matching.record_uncarried(MessageBatch(0, 5, 3))
     assert world.begun == [[Match(0, 1, 1)]]
-    world.matching.without(MessageBatch(2, 0, 1))
+    world.matching.record_uncarried(MessageBatch(2, 0, 1))
     for _ in range(2):
-        world.matching.without(MessageBatch(2, 1, 2))
+        world.matching.record_uncarried(MessageBatch(2, 1, 2))
     assert len(world.begun) == 1
     assert world.is_empty()
 

@@ -369,7 +369,7 @@ async def test_late_proposals_are_ignored(limits: Limits) -> None:
         slots = state_of(pg).slots
         if rank == 0:
             slots._numbered[1] = 100
-            slots._proposed(1, 99, 7)
+            slots._on_proposal(1, 99, 7)
             slots._answer(99, 7)
         await pg.allreduce(gpu.tensor(np.ones(3), rank))
 

@@ -10,7 +10,7 @@ import pytest
 
 from aiocoll.gpu.ctypes_cuda import CtypesCuda
 from aiocoll.gpu.ctypes_nccl import CtypesNccl
-from aiocoll.gpu.provider import runtime, why_no_nccl
+from aiocoll.gpu.provider import missing_nccl_reason, runtime
 
 from .on_device import real, single_rank
 from .on_device.worlds import missing, world
@@ -23,7 +23,7 @@ def test_simulated_machine_has_torch_without_cupy() -> None:
         cuda, nccl = runtime()
         assert isinstance(cuda, CtypesCuda)
         assert isinstance(nccl, CtypesNccl)
-        assert (cuda.device_count(), why_no_nccl()) == (2, None)
+        assert (cuda.device_count(), missing_nccl_reason()) == (2, None)
         assert missing("torch") is None
         assert str(missing("cupy")).startswith("needs cupy: ")
     assert ctypes.CDLL is before

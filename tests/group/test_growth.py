@@ -82,7 +82,7 @@ async def test_grow_fails_on_a_death_while_it_waits_for_newcomers(victim: int) -
         growing = asyncio.ensure_future(failed_growth(pg, 2))
         await until(lambda: waits_for_newcomers(store))
         if pg.rank() == (victim + 1) % 3:
-            comm_of(pg).endpoint.roster.died(victim, "its process is gone")
+            comm_of(pg).endpoint.roster.record_loss(victim, "its process is gone")
         failure = await growing
         if pg.rank() == victim:
             return None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
-from aiocoll.elements.dtypes import by_name, of_numpy
+from aiocoll.elements.dtypes import by_name, from_numpy
 from aiocoll.elements.kernels import builtin_kernel
 from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.elements.ops import kernel
@@ -75,7 +75,7 @@ def test_fold_does_not_depend_on_which_input_is_the_output(op: str, dtype: str) 
             found = set()
             for rank in range(size):
                 arrays = inputs(dtype, count, size)
-                element = of_numpy(arrays[0].dtype)
+                element = from_numpy(arrays[0].dtype)
                 made = kernel(reduce_op(op), element, size)
                 stored = [array.view(element.storage) for array in arrays]
                 with np.errstate(all="ignore"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, Recv, ReduceOp, Send
-from aiocoll.elements.dtypes import by_code, by_name, of_numpy
+from aiocoll.elements.dtypes import by_code, by_name, from_numpy
 from aiocoll.elements.records import LONGEST_NAME
 
 from ..ranks import LINKS, over
@@ -231,26 +231,26 @@ async def test_unsupported_layouts_are_refused(pg: ProcessGroup) -> None:
 
 
 def test_layout_name_describes_the_dtype() -> None:
-    assert of_numpy(PARTICLE) is of_numpy(np.dtype((np.record, [("id", "i4"), ("mass", "f8")])))
-    assert pickle.loads(pickle.dumps(of_numpy(PARTICLE))) is of_numpy(PARTICLE)
-    assert of_numpy(DTYPES[2]).name == "{at: {x: <f4[2, 3], name: S5}, when: <M8[s]}"
-    assert of_numpy(DTYPES[1]).name == "{id: i1 at 0, mass: <f8 at 8; 16 bytes}"
-    assert of_numpy(np.dtype([("a b", "i1"), ("\ud800", "i1")])).name == r"{'a b': i1, '\ud800': i1}"
+    assert from_numpy(PARTICLE) is from_numpy(np.dtype((np.record, [("id", "i4"), ("mass", "f8")])))
+    assert pickle.loads(pickle.dumps(from_numpy(PARTICLE))) is from_numpy(PARTICLE)
+    assert from_numpy(DTYPES[2]).name == "{at: {x: <f4[2, 3], name: S5}, when: <M8[s]}"
+    assert from_numpy(DTYPES[1]).name == "{id: i1 at 0, mass: <f8 at 8; 16 bytes}"
+    assert from_numpy(np.dtype([("a b", "i1"), ("\ud800", "i1")])).name == r"{'a b': i1, '\ud800': i1}"
     # A dtype with equal offsets, but without the align flag, has an equal layout.
     packed = np.dtype({"names": ["id", "mass"], "formats": ["i1", "f8"], "offsets": [0, 8]})
-    assert of_numpy(packed) is of_numpy(DTYPES[1])
-    long = [of_numpy(np.dtype([(f"field{at}", "i4") for at in range(200)] + [(last, "i1")])) for last in "ab"]
+    assert from_numpy(packed) is from_numpy(DTYPES[1])
+    long = [from_numpy(np.dtype([(f"field{at}", "i4") for at in range(200)] + [(last, "i1")])) for last in "ab"]
     assert [len(each.name) for each in long] == [LONGEST_NAME] * 2
     assert long[0].name != long[1].name
-    for dtype in (of_numpy(PARTICLE), *long):
+    for dtype in (from_numpy(PARTICLE), *long):
         assert by_name(dtype.name) is by_code(dtype.code) is dtype
 
 
 def test_unused_layout_is_forgotten_after_many_others() -> None:
-    code = of_numpy(np.dtype([("used once", "i4")])).code
+    code = from_numpy(np.dtype([("used once", "i4")])).code
     assert by_code(code).itemsize == 4, "the layout was forgotten, although a message may still carry its code"
     for number in range(256):
-        of_numpy(np.dtype([(f"used once, too {number}", "i4")]))
+        from_numpy(np.dtype([(f"used once, too {number}", "i4")]))
     with pytest.raises(ValueError, match="is unknown"):
         by_code(code)
 

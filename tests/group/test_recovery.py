@@ -410,7 +410,7 @@ async def test_loss_of_two_hubs_in_one_iteration_is_survived(caplog: pytest.LogC
         await pg.barrier()
         if pg.rank() == 3:
             for hub in (0, 1):
-                comm_of(pg).endpoint.roster.died(hub, "its process is gone")
+                comm_of(pg).endpoint.roster.record_loss(hub, "its process is gone")
         await pg.wait_revoked()
         if pg.rank() < 2:
             return None

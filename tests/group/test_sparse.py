@@ -15,7 +15,7 @@ from aiocoll import GroupOptions, ProcessGroup, ReduceOp, testing
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name, from_float32, to_float32
-from aiocoll.elements.entries import Entries, coalesced, merged, pack, unpack
+from aiocoll.elements.entries import Entries, coalesce_entries, merge_entries, pack, unpack
 from aiocoll.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, GroupRevokedError
 from aiocoll.group import sparse_reduce
 from aiocoll.group.prepared_call import PreparedCall
@@ -342,7 +342,7 @@ async def test_abort_ends_a_sparse_call_during_its_calculation(monkeypatch: pyte
     def wait_and_merge(parts: Any, dtype: Any, divide: Any = None) -> Entries:
         started.append(1)
         assert held.wait(20)
-        return merged(parts, dtype, divide)
+        return merge_entries(parts, dtype, divide)
 
     replaced(monkeypatch, sparse_merged=wait_and_merge, sparse_is_dense_faster=lambda *_: False)
 
@@ -492,8 +492,8 @@ def test_narrow_floats_are_rounded_once(name: str, many: int) -> None:
     from_float32(dtype)(np.ones(1, np.float32), one)
     places = np.zeros(many, np.int32)
     for summed in (
-        merged([Entries(places[:1], one)] * many, dtype),
-        coalesced(places, np.repeat(one, many), dtype),
+        merge_entries([Entries(places[:1], one)] * many, dtype),
+        coalesce_entries(places, np.repeat(one, many), dtype),
     ):
         to_float32(dtype)(summed.values, got)
         assert got[0] == many

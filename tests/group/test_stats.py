@@ -321,7 +321,7 @@ def test_rank_whose_data_completes_no_call_is_not_waited_for() -> None:
         if not pg.rank():
             await asyncio.sleep(3)  # rank 1 has sent something, rank 2 has not
             (operation,) = comm_of(pg).in_flight.pending
-            assert (operation.awaited(), operation.waited_for) == ([2], -1)
+            assert (operation.awaited_ranks(), operation.waited_for) == ([2], -1)
         await work
 
     run_virtual(3, rank)

@@ -239,7 +239,7 @@ async def test_rank_gets_the_reason_of_a_cancelled_rendezvous() -> None:
     await rank.claim()
     await call_off(store, 2, "on purpose")
     with pytest.raises(RendezvousError, match="on purpose"):
-        await rank.leave_ended()
+        await rank.restart_after_ended_rank()
 
 
 async def test_ranks_that_cannot_meet_again_get_the_reason() -> None:
@@ -248,7 +248,7 @@ async def test_ranks_that_cannot_meet_again_get_the_reason() -> None:
     rank = claims(store, 1, 2)
     await rank.claim()
     with pytest.raises(MeetingMovedError):
-        await rank.leave_ended()
+        await rank.restart_after_ended_rank()
     await rank.claim()
     await call_off(store, 2, "on purpose")
     assert await rank.store.get("job") == b"off:on purpose"
@@ -262,7 +262,7 @@ async def test_rendezvous_cancelled_between_its_two_restart_requests_fails() -> 
     rank = claims(store, 1, 2)
     await rank.claim()
     with pytest.raises(RendezvousError, match="on purpose"):
-        await rank.leave_ended()
+        await rank.restart_after_ended_rank()
 
 
 async def test_stray_process_with_another_world_size_does_not_disturb_the_next_meeting() -> None:

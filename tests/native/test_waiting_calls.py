@@ -24,13 +24,13 @@ CALLS = 2 * SMALL_SLOTS
 def no_handover(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     """Turn off the handover of slow and waiting calls, since any call may be slow on a loaded machine."""
     limits(report_after=1000.0, stray_after=1000.0)
-    monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 1000.0)
+    monkeypatch.setattr("aiocoll.engine.native_calls.MAX_WAIT", 1000.0)
 
 
 @pytest.fixture
 def immediate_handover(monkeypatch: pytest.MonkeyPatch, no_handover: None) -> None:
     """Hand waiting calls over to Python in the next loop iteration."""
-    monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 0.0)
+    monkeypatch.setattr("aiocoll.engine.native_calls.MAX_WAIT", 0.0)
 
 
 def start_allreduces(pg: ProcessGroup, count: int = CALLS) -> list[tuple[np.ndarray, Work[Any]]]:
@@ -214,7 +214,7 @@ async def test_calls_with_a_python_reduction_may_wait(
 ) -> None:
     """Check that waiting calls can finish inside the engine's context, which cannot be entered twice."""
     if not stays_native:
-        monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 0.0)
+        monkeypatch.setattr("aiocoll.engine.native_calls.MAX_WAIT", 0.0)
     async with group_of_ranks([True, True]) as (zero, one):
         arrays = [np.full(3, float(number)) for number in range(CALLS)]
         works = [zero.allreduce(array, ReduceOp.AVG) for array in arrays]

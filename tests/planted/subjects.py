@@ -99,7 +99,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "handshake": Subject(
             ("ServerHandshake.verdict",),
             (
-                ("test_handshake.py", "test_patience.py", "test_dialler.py"),
+                ("test_handshake.py", "test_loop_timeout.py", "test_dialler.py"),
                 ("test_stream.py",),
                 ("test_blocked_handshakes.py",),
             ),
@@ -112,7 +112,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "Channels.lost",
                 "Groups.on_rank_end",
                 "Context.spawn",
-                "Roster.died",
+                "Roster.record_loss",
                 "UnmadeGroups.keep_frame",
             ),
             (
@@ -127,7 +127,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("Session.message_received",),
             (("test_tcp.py", "-k", "cut_off or has_no_deadline or never_wins"), ("test_claim.py", "-k", "server")),
         ),
-        "control": Subject(("ControlPlane.flood", "Departure.on_end", "Receiver.receive"), (GOODBYE,)),
+        "control": Subject(("ControlPlane.send_to_others", "Departure.on_end", "Receiver.receive"), (GOODBYE,)),
         "slots": Subject(
             (
                 "_Writer.reserve",
@@ -179,7 +179,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "Recording.settle",
                 "PostedReceive.succeed",
                 "ProgramExecutor._progress",
-                "Compared._conclude",
+                "VerifiedOperation._conclude",
                 "_AnnouncedSend.succeed",
                 "DeviceSend.succeed",
             ),
@@ -194,7 +194,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("redis/test_redis.py",), ("store/test_contract.py", "-k", "redis and not prefix and missing")),
         ),
         "elastic": Subject(
-            ("_Mending._grow", "await_assignment", "find_assignment", "Store._call_checked"),
+            ("_ElasticRank._grow", "await_assignment", "find_assignment", "Store._call_checked"),
             (
                 ("meeting/test_growth.py", "tests/test_elastic.py"),
                 ("group/test_growth.py",),
@@ -202,16 +202,16 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "tickets": Subject(
-            ("Meeting.ticket", "Part._keep", "Claims._claim"),
+            ("Meeting.ticket", "Part._stay_in_group", "Claims._claim"),
             (("test_claim.py", "test_exchange.py"), ("test_tickets.py", "test_parts.py")),
         ),
         "machine load": Subject(("LoadMeter.lap",), (("test_machine_load.py",),)),
-        "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),
+        "tls": Subject(("make_own_contexts", "RenewedContexts.get"), (("test_tls.py", "test_user_ca.py"),)),
         "blocking": Subject(
             ("LoopThread.post", "BlockingGroup.submit"), (("test_blocking.py", "test_loop_thread.py"),)
         ),
         "sparse messages": Subject(("_AnnouncedSend._on_payload",), (("test_sparse_messages.py",),)),
-        "steps": Subject(("Stepped.fail", "Children.start"), (("test_stepped.py",),)),
+        "steps": Subject(("SteppedOperation.fail", "Children.start"), (("test_stepped.py",),)),
         "devices": Subject(
             (
                 "Device.page_locked",
@@ -232,8 +232,8 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (
                 "LaunchOrder.settle",
                 "Slots.turn",
-                "CallComparison.go_on",
-                "Pacing.halted",
+                "CallComparison.compare_reports",
+                "Pacing.on_halt",
                 "ProgramOrder.add",
                 "CallOrder.handle",
             ),

@@ -484,7 +484,7 @@ async def test_password_is_used_and_never_shown(
             await store.get("k", timeout=0.2)
         shown += [shown_texts(missing.value), shown_texts(gone.value), str(store.trouble)]
         server.start()
-    shown.append(repr(new_group(init_method=url, rank=0, world_size=1)._where))
+    shown.append(repr(new_group(init_method=url, rank=0, world_size=1)._parameters))
     for init_method in (url, url.replace("redis", "reddis")):
         with pytest.raises(ValueError, match=r"init_method='redd?is://\.\.\.@127\.0\.0\.1") as refused:
             new_group(init_method=init_method, rank=0)

@@ -15,7 +15,7 @@ from aiocoll import distributed as dist
 from aiocoll.endpoints import parse_endpoint
 from aiocoll.rendezvous import same_host
 from aiocoll.rendezvous.launchers import LAUNCHERS, common_parent, local_numbers, recognise
-from aiocoll.rendezvous.where import Where, find_where
+from aiocoll.rendezvous.parameters import RendezvousParameters, find_parameters
 
 OPTIONS = GroupOptions.resolve(None, {})
 
@@ -77,11 +77,11 @@ def _private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def parameters_of(env: dict[str, str]) -> Where:
-    return find_where(None, None, None, None, env, "")
+def parameters_of(env: dict[str, str]) -> RendezvousParameters:
+    return find_parameters(None, None, None, None, env, "")
 
 
-def store_address(where: Where) -> tuple[str, int]:
+def store_address(where: RendezvousParameters) -> tuple[str, int]:
     """Return host and port of a TCP store."""
     place = where.url.removeprefix("tcp://")
     return (place, 0) if place.startswith("unix:") else parse_endpoint(place)
@@ -194,16 +194,16 @@ def test_incomplete_variables_are_not_mixed_with_a_launcher() -> None:
     with pytest.raises(ValueError, match=r"^MASTER_PORT missing .*; PMI-1 started this process \(PMI_FD\)"):
         parameters_of(SLURM | MPICH | without_port)
     with pytest.raises(ValueError, match=r"^world_size is missing.*; Kubernetes .* world_size=$"):
-        find_where(None, None, 1, None, KUBERNETES, "")
+        find_parameters(None, None, 1, None, KUBERNETES, "")
     with pytest.raises(ValueError, match=r"^MASTER_ADDR missing in the environment: [^;]*$"):
         parameters_of({name: text for name, text in EXPLICIT.items() if name != "MASTER_ADDR"})
 
 
 def test_arguments_take_precedence_over_launchers() -> None:
     env = SLURM | {"MASTER_ADDR": "n07", "MASTER_PORT": "29500"}
-    where = find_where(None, None, 2, 5, env, "")
+    where = find_parameters(None, None, 2, 5, env, "")
     assert (where.rank, where.world_size, *store_address(where)) == (2, 5, "n07", 29500)
-    assert find_where("tcp://n08:1", None, 2, 5, SLURM, "").url == "tcp://n08:1"
+    assert find_parameters("tcp://n08:1", None, 2, 5, SLURM, "").url == "tcp://n08:1"
 
 
 # -- URLs and addresses
@@ -221,9 +221,9 @@ def test_arguments_take_precedence_over_launchers() -> None:
 )
 def test_url_query_sets_rank_and_world_size(scheme: str, query: str, rank: int | None, world_size: int | None) -> None:
     env = {"MASTER_ADDR": "n08", "MASTER_PORT": "1", "RANK": "7", "WORLD_SIZE": "9"}
-    where = find_where(f"{scheme}?{query}", None, rank, world_size, env, "")
+    where = find_parameters(f"{scheme}?{query}", None, rank, world_size, env, "")
     assert (where.rank, where.world_size) == (1, 3)
-    assert where == find_where(scheme, None, 1, 3, env, "")
+    assert where == find_parameters(scheme, None, 1, 3, env, "")
 
 
 @pytest.mark.parametrize(
@@ -238,11 +238,11 @@ def test_url_query_sets_rank_and_world_size(scheme: str, query: str, rank: int |
 )
 def test_invalid_numbers_in_a_url_are_named(query: str, rank: int | None, world_size: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        find_where(f"tcp://n08:1?{query}", None, rank, world_size, {}, "")
+        find_parameters(f"tcp://n08:1?{query}", None, rank, world_size, {}, "")
 
 
 def test_other_query_is_part_of_the_file_name() -> None:
-    assert find_where("file:///there?rank#1", None, 0, 1, {}, "").url == "file:///there?rank#1"
+    assert find_parameters("file:///there?rank#1", None, 0, 1, {}, "").url == "file:///there?rank#1"
 
 
 def test_rank_0_hosts_the_store_if_the_program_changed_the_port() -> None:
@@ -390,7 +390,7 @@ def test_single_copy_permits_only_the_launcher(
 ) -> None:
     """Only the launcher is permitted, and no process if `single_copy` is off."""
     named: list[int] = []
-    monkeypatch.setattr(same_host, "permit", named.append)
+    monkeypatch.setattr(same_host, "permit_reading", named.append)
     by_hand = env is EXPLICIT
     assert common_parent(env) == (None if by_hand else os.getppid())
     assert same_host.single_copy(GroupOptions.resolve(None, {}), env)

@@ -120,7 +120,7 @@ async def main(port, key):
         await pg.barrier()
         print(got[0], got[-1], pg._parts.comm.endpoint.context.transport.carrier(0)[0])
 
-aiocoll.security.tls.of_this_process()
+aiocoll.security.tls.make_own_contexts()
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
 asyncio.run(main(*sys.argv[1:]))
 """

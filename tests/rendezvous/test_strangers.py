@@ -30,7 +30,7 @@ from aiocoll.security.handshake import (
     Identity,
     job_id,
 )
-from aiocoll.security.unproven import MIN_PLACES
+from aiocoll.security.unproven_connections import MIN_PLACES
 from aiocoll.store import HashStore, StoreServer, TCPStore
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.frame import HEADER, FrameKind

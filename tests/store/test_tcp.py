@@ -23,9 +23,9 @@ from aiocoll.security.handshake import (
     Identity,
     job_id,
 )
-from aiocoll.security.patience import _TURNS
-from aiocoll.security.tls import of_this_process
-from aiocoll.security.unproven import MIN_PLACES
+from aiocoll.security.loop_timeout import _TURNS
+from aiocoll.security.tls import make_own_contexts
+from aiocoll.security.unproven_connections import MIN_PLACES
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
 from aiocoll.store.address import StoreEndpoint
 from aiocoll.store.frames import pack
@@ -416,7 +416,7 @@ async def test_silent_clients_do_not_block_other_clients(server):
 async def test_silent_clients_use_no_memory_for_tls():
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
-    of_this_process()
+    make_own_contexts()
     before = resident_bytes()
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(MIN_PLACES):
@@ -431,7 +431,7 @@ async def test_silent_clients_use_no_memory_for_tls():
 async def test_connection_succeeds_with_concurrently_made_certificates(monkeypatch):
     """Certificates made by several threads at the same time differ."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
-    monkeypatch.setattr(server._tls, "get", of_this_process.__wrapped__)
+    monkeypatch.setattr(server._tls, "get", make_own_contexts.__wrapped__)
     server.start()
     async with client(server, encryption="tls") as store:
         await store.set("k", b"1")
@@ -528,7 +528,7 @@ async def test_silent_encrypted_client_is_disconnected(limits):
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
     began = time.monotonic()
-    tls = of_this_process()
+    tls = make_own_contexts()
     reader, writer = await asyncio.open_connection(LOCAL, server.port, ssl=tls.client, server_hostname="")
     assert await reader.read() == b""
     assert time.monotonic() - began >= 0.5

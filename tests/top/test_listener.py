@@ -42,7 +42,7 @@ def reported_groups(folder: str) -> list[dict[str, Any]]:
     """Return the reported groups of this process."""
     viewer = Viewer(folder, time.monotonic)
     try:
-        viewer.ask(20)
+        viewer.request_answers(20)
         (process,) = viewer.processes.values()
         assert (process.number, process.state, process.left_out) == (os.getpid(), State.ANSWERS, 0)
         return sorted(process.groups, key=lambda group: (group["name"], group["rank"]))
@@ -58,7 +58,7 @@ def source(tmp_path: Path) -> Iterator[Any]:
         requests = 0
         report: dict[str, Any] = {"name": "a"}  # noqa: RUF012 - one object
 
-        def shown(self) -> dict[str, Any]:
+        def to_data(self) -> dict[str, Any]:
             self.requests += 1
             return self.report
 
@@ -285,7 +285,7 @@ def test_invalid_answer_is_refused(data: bytes) -> None:
 
 def test_failing_source_does_not_stop_the_others(source: Any, tmp_path: Path) -> None:
     class BrokenSource:
-        def shown(self) -> dict[str, Any]:
+        def to_data(self) -> dict[str, Any]:
             raise KeyError("gone")
 
     broken = BrokenSource()

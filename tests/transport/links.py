@@ -11,7 +11,7 @@ from typing import Any
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
-from aiocoll.security.tls import of_this_process
+from aiocoll.security.tls import make_own_contexts
 from aiocoll.testing.contracts import Recorder as Recorder
 from aiocoll.testing.contracts import frame as frame
 from aiocoll.transport.buffer_pool import BufferPool
@@ -50,7 +50,7 @@ class Idle:
     def look(self) -> bool:
         return False
 
-    def linger(self, moved: bool) -> bool:
+    def keep_polling(self, moved: bool) -> bool:
         return False
 
 
@@ -90,7 +90,7 @@ async def make_ends(kind: str, runtime: Runtime) -> list[Any]:
         return [near, accepted[0]]
     if kind == "shm":
         return list(await shm_ends(runtime))
-    opening: OpenStream = {"records": open_records, "tls": partial(open_tls, of_this_process())}.get(kind, open_plain)
+    opening: OpenStream = {"records": open_records, "tls": partial(open_tls, make_own_contexts())}.get(kind, open_plain)
     pair = enumerate(sockets(kind if kind == "tcp" else "unix"))
     streams = await asyncio.gather(*(opening(runtime.loop, sock, dialled=not rank) for rank, sock in pair))
     if kind == "striped":

@@ -17,7 +17,7 @@ import pytest
 
 from aiocoll.engine.failure import watchdog
 from aiocoll.engine.failure.watchdog import Watchdog
-from aiocoll.security.tls import of_this_process
+from aiocoll.security.tls import make_own_contexts
 from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_message, send_message
 from aiocoll.transport.stream.plain_stream import PlainStream, open_plain
 from aiocoll.transport.stream.striped_stream import StripedStream
@@ -31,7 +31,7 @@ from .test_stream import send_number, settle, started
 STREAMS: dict[str, OpenStream] = {
     "plain": open_plain,
     "records": open_records,
-    "tls": lambda loop, sock, dialled: open_tls(of_this_process(), loop, sock, dialled=dialled),
+    "tls": lambda loop, sock, dialled: open_tls(make_own_contexts(), loop, sock, dialled=dialled),
 }
 #: Streams over several connections, with the kind of each connection.
 STRIPED = {"striped": "plain", "striped records": "records", "striped tls": "tls"}

@@ -32,13 +32,13 @@ def virtual_runner() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-async def failure_reason(connect_timeout: float = 5.0, *, all_met: bool = False) -> str:
+async def failure_reason(connect_timeout: float = 5.0, *, set_all_met: bool = False) -> str:
     """Dial rank 1; return the reported failure reason."""
     runtime = Runtime.of(asyncio.get_running_loop())
     options = StreamOptions(transport="tcp", connect_timeout=connect_timeout)
     transport = StreamTransport(runtime, 0, 2, "job", b"k" * 32, options)
-    if all_met:
-        transport.all_met()
+    if set_all_met:
+        transport.set_all_met()
     with pytest.raises(PeerLostError) as caught:
         await transport.connect(1, CARD, ConnKind.CONTROL)
     return str(caught.value).removeprefix(WHERE)
@@ -139,4 +139,4 @@ def test_blocked_loop_does_not_make_a_host_silent(
         raise os_error(errno.ENETUNREACH)
 
     replace_reach(monkeypatch, reach)
-    assert "no other attempt mends this" in virtual_runner.run(failure_reason(100.0, all_met=True))
+    assert "no other attempt mends this" in virtual_runner.run(failure_reason(100.0, set_all_met=True))

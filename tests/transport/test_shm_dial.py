@@ -92,7 +92,7 @@ class Ends:
     def end(self, results: list[Any]) -> None:
         for rank, result in zip(self.ranks, results, strict=True):
             if isinstance(result, LinkParts):
-                rank.give_up(result)
+                rank.release_parts(result)
         for sock in self.socks:
             sock.close()
         assert mapped() == [], "memory is still mapped"
@@ -354,7 +354,7 @@ async def test_abandoned_link_returns_its_lane() -> None:
         results = await ends.negotiate()
         assert all(isinstance(result, LinkParts) for result in results)
         for rank, result in zip(ends.ranks, results, strict=True):
-            rank.give_up(result)
+            rank.release_parts(result)
         for sock in ends.socks:
             sock.close()
     ends.socks = socks
@@ -609,7 +609,7 @@ async def test_machine_without_fences_uses_the_socket(
 async def test_process_whose_words_may_tear_uses_sockets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transport, "stores_words", lambda: False)
+    monkeypatch.setattr(transport, "has_atomic_stores", lambda: False)
     async with negotiated() as (ends, results):
         assert results == [None, None]
         assert all("in two steps" in str(rank.trouble) for rank in ends.ranks)
@@ -636,7 +636,7 @@ async def test_doorbell_is_closed_with_the_last_link() -> None:
     assert second[0] is not None
     assert second[0].own.doorbell is doorbell
     for rank, pair in zip(ends.ranks, results, strict=True):
-        rank.give_up(pair)
+        rank.release_parts(pair)
     assert not doorbell.closed
     ends.end(second)
     assert doorbell.closed
@@ -656,7 +656,7 @@ async def test_lane_of_an_abandoned_link_is_reused() -> None:
         lanes.append(lane.number)
         lane.connect(pairs[0].peer.outbox.words)
         for rank, pair in zip(ends.ranks, pairs, strict=True):
-            rank.give_up(pair)
+            rank.release_parts(pair)
         assert not lane.is_linked
     assert lanes == [1] + [2] * OUTBOX.lanes, "the spare lane of the abandoned link was not reused"
     pairs.clear()

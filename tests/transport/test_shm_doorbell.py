@@ -74,7 +74,7 @@ class ImpatientPolling:
     def look(self) -> bool:
         return False
 
-    def linger(self, moved: bool) -> bool:
+    def keep_polling(self, moved: bool) -> bool:
         return moved
 
 
@@ -133,7 +133,7 @@ async def test_doorbell_sleeps_with_a_new_number_each_time(pair: Pair) -> None:
         assert pair.status % 2 == 0
         await loop_iterations()
         numbers.append(pair.status)
-        pair.doorbell.attend()
+        pair.doorbell.poll_soon()
     assert len(set(numbers)) == 5
     assert all(number % 2 for number in numbers)
 
@@ -144,7 +144,7 @@ async def test_doorbell_status_does_not_depend_on_the_memory_contents(value: int
     await loop_iterations()
     before = pair.status
     pair.doorbell.outbox.status[STATUS] = value
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     assert pair.status == before + 1
     pair.doorbell.outbox.status[STATUS] = value
     await loop_iterations()
@@ -163,7 +163,7 @@ async def test_doorbell_rings_once_per_sleep_and_never_while_awake(pair: Pair) -
     assert pair.take_rings() == 1
     pair.peer.ring()
     assert pair.take_rings() == 0
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     await loop_iterations()
     pair.peer.ring()
     assert pair.take_rings() == 1
@@ -204,7 +204,7 @@ async def test_doorbell_polls_after_its_number_and_the_fence(pair: Pair) -> None
     await loop_iterations()
     pair.link.poll = lambda: events.append(("look", pair.status % 2)) or False
     pair.doorbell.fences = Fences(None, lambda: events.append(("fence", pair.status % 2)))
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     await loop_iterations()
     assert events == [("look", 0), ("fence", 1), ("look", 1)]
 
@@ -220,12 +220,12 @@ async def test_ringing_rank_stays_awake_for_the_reply(pair: Pair) -> None:
 async def test_shared_core_is_known_after_both_ranks_polled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = iter([3, 3, 3, 5, 0])
     monkeypatch.setattr("aiocoll.transport.shm.doorbell.core", lambda: next(cores))
-    assert not pair.peer.is_beside(), "the peer has not published its core"
+    assert not pair.peer.shares_core(), "the peer has not published its core"
     pair.doorbell.core()
-    assert pair.peer.is_beside()
-    assert not pair.peer.is_beside(), "this rank has moved to another core"
+    assert pair.peer.shares_core()
+    assert not pair.peer.shares_core(), "this rank has moved to another core"
     pair.doorbell._status[8] = 0
-    assert not pair.peer.is_beside(), "both cores are unknown"
+    assert not pair.peer.shares_core(), "both cores are unknown"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
@@ -275,12 +275,12 @@ async def test_exception_during_a_poll_does_not_stop_later_wake_ups(pair: Pair) 
         raise bug
 
     pair.link.poll = fail
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     await loop_iterations()
     assert events == [bug]
     assert pair.status % 2
     before = pair.link.polls
-    pair.doorbell.attend()
+    pair.doorbell.poll_soon()
     await loop_iterations()
     assert pair.link.polls > before
     loop.set_exception_handler(None)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from aiocoll.transport.shm.fence import fences, stores_words
+from aiocoll.transport.shm.fence import fences, has_atomic_stores
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
@@ -35,14 +35,14 @@ def test_other_machines_use_fences_of_libatomic(machine: str, monkeypatch: pytes
 @pytest.mark.parametrize("machine", ["i386", "i686", "armv7l", "armv8l", "mips", "ppc", "riscv32", "unknown"])
 def test_machine_whose_words_may_tear_is_refused(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, [])})())
-    assert not stores_words(machine)
+    assert not has_atomic_stores(machine)
     assert fences(machine) is None
 
 
 def test_32_bit_process_on_a_64_bit_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stores_words("x86_64")
+    assert has_atomic_stores("x86_64")
     monkeypatch.setattr(sys, "maxsize", 2**31 - 1)
-    assert not stores_words("x86_64")
+    assert not has_atomic_stores("x86_64")
     assert fences("x86_64") is None
 
 

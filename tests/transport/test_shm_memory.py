@@ -25,7 +25,7 @@ from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences, fences
 from aiocoll.transport.shm.layout import CHUNKS, FIRST, LINE, SLOTS, Direction, LinkLayout, OutboxLayout
-from aiocoll.transport.shm.region import PAGE, SharedRegion, no_memory
+from aiocoll.transport.shm.region import PAGE, SharedRegion, no_memory_error
 from aiocoll.transport.shm.ring import RingWriter
 from aiocoll.transport.shm.slots import SlotReader
 from aiocoll.transport.shm.transport import Sharing
@@ -477,7 +477,7 @@ async def test_frame_without_memory_ends_the_link(kept: bool, kernel: Kernel) ->
         far.start()
         await near.sink.until(lambda: near.sink.losses)
         await far.sink.until(lambda: far.sink.losses)
-        assert [(error.errno, str(error)) for error in near.sink.losses] == [(errno.ENOMEM, str(no_memory()))]
+        assert [(error.errno, str(error)) for error in near.sink.losses] == [(errno.ENOMEM, str(no_memory_error()))]
         assert near.sink.drains == 0
         assert near.write(*frame(1002, b"dropped"))
         assert [op for op, _ in far.sink.frames] == list(range(before + kept))

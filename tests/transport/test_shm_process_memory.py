@@ -17,7 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_of, can_read, peer_memory, permit
+from aiocoll.transport.shm.process_memory import (
+    OwnMemory,
+    PeerMemory,
+    address_of,
+    can_read,
+    peer_memory,
+    permit_reading,
+)
 
 from ..internals import wrapped
 
@@ -28,7 +35,7 @@ NOBODY = 65534
 PAGE = mmap.PAGESIZE
 IMPORTS = (
     "import ctypes, os, sys\n"
-    "from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_of, can_read, permit"
+    "from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_of, can_read, permit_reading"
 )
 
 
@@ -207,7 +214,7 @@ YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 @pytest.mark.skipif(not YAMA.exists(), reason="this kernel has no Yama")
 @pytest.mark.skipif(YAMA.exists() and YAMA.read_text() != "1\n", reason="kernel.yama.ptrace_scope is not 1")
 def test_yama_allows_children_of_a_permitted_parent() -> None:
-    with readable_child(SHOW) as silent, readable_child(f"permit(os.getppid())\n{SHOW}") as permitting:
+    with readable_child(SHOW) as silent, readable_child(f"permit_reading(os.getppid())\n{SHOW}") as permitting:
         assert read_by_other_process(silent, DROP) == "PermissionError\n"
         assert read_by_other_process(permitting, DROP) == "what it has\n"
 
@@ -223,14 +230,14 @@ def test_yama_permission_is_set_for_the_given_process(monkeypatch: pytest.Monkey
 
     library = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    permit(1234)
+    permit_reading(1234)
     assert library.calls == [(0x59616D61, 1234, 0, 0, 0)]  # PR_SET_PTRACER
 
 
 def test_system_without_process_vm_readv_reads_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno=False: object())
     wrapped(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # without its cached result
-    permit(1234)
+    permit_reading(1234)
     assert "no process_vm_readv" in str(can_read())
     near, far = socket.socketpair()
     with near, far:

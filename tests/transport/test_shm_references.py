@@ -193,7 +193,7 @@ async def test_voided_reference_is_not_delivered(where: str) -> None:
         array, owner = await both.array(SEGMENT), object()
         assert both.write(array, 1, owner)
         assert both.write(array, 2)
-        both.near.references.void(owner)
+        both.near.references.invalidate(owner)
         both.near.write(*frame(3, b"next"))
         await both.got.frames_are(2)
         assert [op for op, _ in both.got.frames] == [2, 3]
@@ -211,7 +211,7 @@ async def test_reference_voided_during_its_read_is_not_delivered(where: str, pla
 
         def place(header: Header) -> memoryview | None:
             if header[6] == before:
-                both.near.references.void(owner)
+                both.near.references.invalidate(owner)
                 array[:] = 255
             return memoryview(found)[header[6] : header[6] + header[7]] if placed else None
 
@@ -229,10 +229,10 @@ async def test_void_of_a_read_reference_does_not_affect_later_ones(where: str) -
         array, owner = await both.array(1000), object()
         assert both.write(array, 1, owner)
         await until(lambda: both.read == [1])
-        both.near.references.void(owner)
+        both.near.references.invalidate(owner)
         for op in range(2, 600):  # uses every entry of the ring again
             assert both.write(array, op)
-            both.near.references.void(owner)
+            both.near.references.invalidate(owner)
             await until(lambda op=op: both.read[-1] == op)
         assert [op for op, _ in both.got.frames] == list(range(1, 600))
 
@@ -322,7 +322,7 @@ async def test_reference_is_not_read_after_the_writer_closed(where: str) -> None
         both.write(array)
         both.near.close()
         assert both.near.writable
-        both.near.references.void(None)
+        both.near.references.invalidate(None)
         await both.got.until(lambda: both.got.losses)
 
 
@@ -348,7 +348,7 @@ async def test_unreadable_reference_may_be_void(where: str) -> None:
         place = (0, 8) if where == "process" else (99, 0)
 
         def void(header: Header) -> None:
-            both.near.references.void(owner)
+            both.near.references.invalidate(owner)
 
         both.got.place = void
         assert both.near.references.write(reference_header(1, 1000), place, owner, lambda: both.read.append(1))

@@ -228,7 +228,7 @@ async def test_voided_piece_is_not_read(ends: Ends) -> None:
     put(ends, segment, 8, identity=6)
     put(ends, segment, 16)
     assert ends.far.chunks.read(FLOAT, 1) is not None
-    ends.near.chunks.writer.void(5, 7)
+    ends.near.chunks.writer.invalidate(5, 7)
     assert ends.far.chunks.reader.is_void()
     assert ends.far.chunks.read(FLOAT, 1) is None
     ends.far.chunks.reader.free()
@@ -242,7 +242,7 @@ async def test_voided_piece_is_not_read(ends: Ends) -> None:
 async def test_end_of_a_group_reclaims_voided_pieces(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
-    ends.near.chunks.writer.void(5, 7)
+    ends.near.chunks.writer.invalidate(5, 7)
     ends.far.chunks.reader.end(7)
     assert ends.far.chunks.reader.reclaim() == (True, False)
     assert ends.near.chunks.writer.is_taken(1)

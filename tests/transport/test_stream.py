@@ -35,9 +35,9 @@ from aiocoll.security.handshake import (
     Status,
     job_id,
 )
-from aiocoll.security.patience import _TURNS
-from aiocoll.security.tls import of_this_process
-from aiocoll.security.unproven import MIN_PLACES
+from aiocoll.security.loop_timeout import _TURNS
+from aiocoll.security.tls import make_own_contexts
+from aiocoll.security.unproven_connections import MIN_PLACES
 from aiocoll.sockets import UNREACHABLE_AFTER
 from aiocoll.transport.base import Card, Header, Link
 from aiocoll.transport.byte_stream import ByteStream
@@ -137,7 +137,7 @@ async def started(world_size: int, flavour: str = "unix", **options: object) -> 
     transport = flavour if flavour in ("unix", "shm") else "tcp"
     options = {"transport": transport, "connect_timeout": 20.0, **options}
     if flavour == "tls":
-        options["open_stream"] = partial(open_tls, of_this_process())
+        options["open_stream"] = partial(open_tls, make_own_contexts())
     runtime = options.pop("runtime", None) or Runtime(asyncio.get_running_loop())
     job, key = options.pop("job", "job"), options.pop("key", KEY)
     chosen = StreamOptions(**options)
@@ -579,7 +579,7 @@ async def test_proven_client_has_no_timeout(flavour: str) -> None:
 async def test_proven_client_on_another_host_has_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a client has no timeout, so only keepalive probes detect the loss of its host."""
     probed: list[socket.socket] = []
-    monkeypatch.setattr("aiocoll.transport.stream.transport.keep_asking", probed.append)
+    monkeypatch.setattr("aiocoll.transport.stream.transport.enable_keepalive", probed.append)
     loop = asyncio.get_running_loop()
     async with started(2, "tcp") as (_, b):
         for number, source in enumerate(("127.0.0.1", "127.0.0.2")):
@@ -765,7 +765,7 @@ async def test_proven_peer_is_not_reported_as_silent() -> None:
     """The promised link fails after some seconds, and the rank dials."""
     runtime = TickingClock(asyncio.get_running_loop(), 3)
     async with started(2, runtime=runtime, connect_timeout=1000.0, handshake_timeout=0.01) as (a, b):
-        b.transport.all_met()
+        b.transport.set_all_met()
         async with stranger(b.card) as sock:
             assert await prove_key(sock, make_client(0)) is Status.OK
             dial = asyncio.create_task(b.connect(a))

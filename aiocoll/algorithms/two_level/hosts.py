@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 from aiocoll.algorithms.builder import Builder, Deps
-from aiocoll.algorithms.program import Program, Region, Verb
+from aiocoll.algorithms.program import ActionKind, Program, Region
 
 __all__ = ["Hosts", "embed", "host_numbers"]
 
@@ -102,7 +102,7 @@ def embed(
 
     for action in program.actions:
         if action.region.count == 0:  # an action of a barrier, which signals that all of `after` is complete
-            is_send = action.verb is Verb.SEND
+            is_send = action.verb is ActionKind.SEND
             peer = peers[action.peer]
             written.append(
                 build.signal(peer, after + new_indices(action.after)) if is_send else build.await_signal(peer)
@@ -112,12 +112,12 @@ def embed(
         earlier = after if first else new_indices(action.after)
         region, sources = moved(action.region), tuple(moved(source) for source in action.sources)
         match action.verb:
-            case Verb.SEND:
+            case ActionKind.SEND:
                 leads = follow if first else new_indices(action.follow)
                 written.append(build.send(peers[action.peer], region, after=earlier, follow=leads))
-            case Verb.RECV:
+            case ActionKind.RECV:
                 written.append(build.recv(peers[action.peer], region, after=earlier))
-            case Verb.COMBINE:
+            case ActionKind.COMBINE:
                 written.append(
                     build.combine(
                         peers[action.peer],
@@ -128,10 +128,10 @@ def embed(
                         after=earlier,
                     )
                 )
-            case Verb.FOLD:
+            case ActionKind.FOLD:
                 assert final
                 written.append(build.fold(region, sources, after=earlier, follow=new_indices(action.follow)))
-            case Verb.COPY if region == sources[0]:
+            case ActionKind.COPY if region == sources[0]:
                 written.append(())  # no copy: both buffers of the smaller group occupy the same region
             case _:
                 written.append(build.copy(region, sources[0], after=earlier, follow=new_indices(action.follow)))

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from aiocoll.cli.arguments import describe_command
 from aiocoll.cli.terminal import write_stderr
-from aiocoll.cli.top import words
-from aiocoll.cli.top.jobs import End, Job, jobs, open_description, read_end
+from aiocoll.cli.top import formatting
+from aiocoll.cli.top.jobs import Job, JobOutcome, jobs, open_description, read_end
 from aiocoll.cli.top.model import GroupView, HostLoad, Model
 from aiocoll.errors import AiocollError
 from aiocoll.machine_load import load_average, usable_cores
@@ -25,7 +25,7 @@ __all__ = ["Watch", "configure"]
 
 #: Seconds between two requests, and seconds to wait for the answers.
 INTERVAL: Final = 1.0
-PATIENCE: Final = 0.4
+MAX_WAIT: Final = 0.4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ class Watch:
         """Send a request to all ranks and return the groups; after the end of the job, return its last state."""
         if self.over:
             return self._last
-        self._viewer.ask(PATIENCE)
+        self._viewer.request_answers(MAX_WAIT)
         self.load = _read_load()
         groups = self._model.look(self._viewer.processes.values(), time.monotonic(), self.load)
         # When a job ends, its ranks close their groups one after another: keep the state before that.
@@ -99,7 +99,7 @@ class Watch:
         return self._viewer.over
 
     @property
-    def end(self) -> End | None:
+    def end(self) -> JobOutcome | None:
         """Return the outcome of a job that has ended; None if it runs, or `aiocoll run` has not started it."""
         return read_end(self._description) if self.over and self._description is not None else None
 
@@ -132,7 +132,7 @@ def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         title, folder = _find(args.job)
         watch = Watch(folder)
-    except _NoJob as error:
+    except _JobNotFoundError as error:
         write_stderr([f"aiocoll top: {error}"])
         return 2
     except (AiocollError, OSError) as error:
@@ -164,7 +164,7 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
     from aiocoll.cli.top import terminal
 
     terminal.watch(title, watch.sample, lambda: watch.load, lambda: watch.over, INTERVAL)
-    print(words.ended(title, watch.end, watch.last, shutil.get_terminal_size().columns), end="")
+    print(formatting.format_ended_job(title, watch.end, watch.last, shutil.get_terminal_size().columns), end="")
     return 0
 
 
@@ -177,12 +177,12 @@ def _print(args: argparse.Namespace, watch: Watch) -> int:
             print(json.dumps(watch.news()), flush=True)
         else:
             groups = watch.sample()
-            print(words.plain(groups, shutil.get_terminal_size().columns, watch.load), end="")
+            print(formatting.format_groups(groups, shutil.get_terminal_size().columns, watch.load), end="")
         if args.once or watch.over:
             return 0
 
 
-class _NoJob(Exception):
+class _JobNotFoundError(Exception):
     """No job matches, or several do."""
 
 
@@ -190,7 +190,7 @@ def _find(job: str | None) -> tuple[str, str]:
     """Return the title of the job, and its folder.
 
     Raises:
-        _NoJob: no job matches, or several do.
+        _JobNotFoundError: no job matches, or several do.
     """
     if job is None and (folder := os.environ.get("AIOCOLL_TOP_DIR")):
         job = folder
@@ -201,21 +201,21 @@ def _find(job: str | None) -> tuple[str, str]:
     if len(found) == 1:
         return f"job {found[0].number}: {found[0].command}", found[0].folder
     if not running:
-        raise _NoJob(
+        raise _JobNotFoundError(
             "no job that this user has started with aiocoll run is running here; for ranks that something else "
             "has started, set AIOCOLL_TOP_DIR for them, and pass that folder as JOB"
         )
     if job is None:
-        raise _NoJob(f"several jobs run here; give the number of one:{_listed(running)}")
+        raise _JobNotFoundError(f"several jobs run here; give the number of one:{_list_jobs(running)}")
     if found:
         lines = "".join(f"\n  {each.folder}  {each.command}" for each in found)
-        raise _NoJob(f"jobs in several containers have number {job}; give the folder of one:{lines}")
-    raise _NoJob(f"no job {job} of this user runs here; these do:{_listed(running)}")
+        raise _JobNotFoundError(f"jobs in several containers have number {job}; give the folder of one:{lines}")
+    raise _JobNotFoundError(f"no job {job} of this user runs here; these do:{_list_jobs(running)}")
 
 
-def _listed(running: Sequence[Job]) -> str:
+def _list_jobs(running: Sequence[Job]) -> str:
     now = time.time()
     return "".join(
-        f"\n  {each.number}  {each.ranks} ranks  {words.duration(now - each.started)}  {each.command}"
+        f"\n  {each.number}  {each.ranks} ranks  {formatting.format_duration(now - each.started)}  {each.command}"
         for each in running
     )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 from aiocoll.process import GONE, UNKNOWN, ProcessId, state, this_process
 from aiocoll.rendezvous.private_folder import private_folder
 
-__all__ = ["End", "Job", "JobFolder", "job_folder", "jobs", "open_description", "read_end"]
+__all__ = ["Job", "JobFolder", "JobOutcome", "job_folder", "jobs", "open_description", "read_end"]
 
 _FOLDER, _FILE = "aiocoll-top", "job.json"
 
@@ -46,7 +46,7 @@ class Job:
     started: float
 
 
-class End(NamedTuple):
+class JobOutcome(NamedTuple):
     """The outcome of a job.
 
     Attributes:
@@ -67,7 +67,7 @@ class JobFolder(NamedTuple):
     """
 
     path: str
-    record_end: Callable[[End], None]
+    record_end: Callable[[JobOutcome], None]
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def job_folder(env: Mapping[str, str], command: Sequence[str], ranks: int) -> It
             file.flush()
             os.rename(beginning, os.path.join(folder, _FILE))
 
-            def record_end(end: End) -> None:
+            def record_end(end: JobOutcome) -> None:
                 with suppress(OSError):
                     file.write(f"\n{json.dumps(end._asdict())}\n")
                     file.flush()
@@ -117,12 +117,12 @@ def open_description(folder: str) -> TextIO | None:
         return None
 
 
-def read_end(file: TextIO) -> End | None:
+def read_end(file: TextIO) -> JobOutcome | None:
     """Return the outcome of a job, from the file that `open_description` has opened; None if there is none yet."""
     with suppress(OSError, ValueError, KeyError, IndexError):
         file.seek(0)
         found = json.loads(file.read().splitlines()[1])
-        return End(found["code"], tuple(found["lines"]))
+        return JobOutcome(found["code"], tuple(found["lines"]))
     return None
 
 
@@ -157,10 +157,10 @@ def _read(parent: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
                 open(os.path.join(folder, _FILE), encoding="utf-8") as file,
             ):
                 about = json.loads(file.readline())
-                yield folder, about, _is_over(about, file)
+                yield folder, about, _has_launcher_ended(about, file)
 
 
-def _is_over(about: Mapping[str, Any], file: TextIO) -> bool:
+def _has_launcher_ended(about: Mapping[str, Any], file: TextIO) -> bool:
     """Return whether the launcher has ended. If it is in another container, only its lock shows that it runs."""
     found = state(ProcessId._make(about["process"]))
     if found != UNKNOWN:

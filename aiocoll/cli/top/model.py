@@ -206,7 +206,7 @@ class Model:
                     if "error" not in said:
                         self._take(process, said)
         for key, group in list(self._groups.items()):
-            if any(_shows(key, report) for report in group.reports.values()):
+            if any(_is_shown(key, report) for report in group.reports.values()):
                 group.seen = now
             elif now - group.seen > KEPT:
                 del self._groups[key]
@@ -222,7 +222,7 @@ class Model:
         group.reports[said["rank"]] = report
 
 
-def _shows(key: tuple[str, int], report: _Report) -> bool:
+def _is_shown(key: tuple[str, int], report: _Report) -> bool:
     """Return whether the rank of a report is still in the group, and its process is alive."""
     process = report.process
     if process.state in (State.GONE, State.CLOSED):
@@ -236,12 +236,18 @@ def _group_view(
     reports = group.reports
     any_said = next(iter(reports.values())).now
     size = any_said["size"]
-    alive = [each for each in reports.values() if _shows(key, each)]
-    waited_for, missing = _others_wait(alive)
+    alive = [each for each in reports.values() if _is_shown(key, each)]
+    waited_for, missing = _waiting_shares(alive)
     states = _States(key, reports, alive, any_said["processes"], processes)
     ranks = [_rank_view(rank, reports.get(rank), states, now, waited_for, missing) for rank in range(size)]
     ranks.sort(
-        key=lambda each: (-_urgency(each), -each.missing, -(each.waited_for or 0.0), each.waits or 0.0, each.rank)
+        key=lambda each: (
+            -_state_priority(each),
+            -each.missing,
+            -(each.waited_for or 0.0),
+            each.waits or 0.0,
+            each.rank,
+        )
     )
     cause = next((each.now["cause"] for each in reports.values() if each.now["cause"]), None)
     ops = max((each.ops for each in ranks if each.ops is not None), default=None)
@@ -249,7 +255,7 @@ def _group_view(
         group.history.append(ops)
     group.has_news = False
     pending = tuple(_pending(alive))
-    verdict, culprits = _judge(ranks, pending, cause, bool(alive), load)
+    verdict, culprits = _assess_group(ranks, pending, cause, bool(alive), load)
     return GroupView(
         name=key[0],
         size=size,
@@ -270,7 +276,7 @@ def _group_view(
 # -- the verdict
 
 
-def _judge(
+def _assess_group(
     ranks: Sequence[RankView],
     pending: Sequence[PendingView],
     cause: str | None,
@@ -285,8 +291,8 @@ def _judge(
     if not is_open:
         return "all ranks have closed the group", ()
     if cause is not None:
-        return f"the group has failed: {cause}", same if _urgency(worst) else ()
-    if _urgency(worst):
+        return f"the group has failed: {cause}", same if _state_priority(worst) else ()
+    if _state_priority(worst):
         # The callers of a line that blocks the loop are in the notes below the table.
         detail = f": {worst.detail.partition(', called from')[0]}" if worst.detail and len(same) == 1 else ""
         return f"{_name(same)} {worst.state}{detail}{waits}", same
@@ -320,7 +326,7 @@ def _waiters(waited: PendingView) -> str:
 # -- waits
 
 
-def _others_wait(reports: Sequence[_Report]) -> tuple[dict[int, float] | None, dict[int, int]]:
+def _waiting_shares(reports: Sequence[_Report]) -> tuple[dict[int, float] | None, dict[int, int]]:
     """Return, by rank, the average share of the time in which others waited for it, and its number of missed calls.
 
     The shares are None before there are two answers.
@@ -410,7 +416,7 @@ class _States:
                 return "silent", f"process {process.number} lives and does not answer: {silent}"
         if report is not None:
             said = report.now
-            if not _shows(self._key, report):
+            if not _is_shown(self._key, report):
                 return "closed", "it has closed the group"
             if said["blocked"] is not None:
                 return (
@@ -432,7 +438,7 @@ class _States:
         return ("late", "") if rank in self._missing else ("ok", "")
 
 
-def _urgency(rank: RankView) -> int:
+def _state_priority(rank: RankView) -> int:
     return {"gone": 3, "lost": 3, "stopped": 2, "blocked": 2, "silent": 2, "slow": 2}.get(rank.state, 0)
 
 
@@ -448,7 +454,7 @@ def _rank_view(
     running = report is not None and state in ("ok", "late", "blocked", "slow", "revoked")
     ops = nbytes = waits = p50 = p99 = None
     if report is not None and running and report.seconds > 0 and report.now["counted"]:
-        counts = _between(report)
+        counts = _operations_between_reports(report)
         calls = sum(sum(histogram.values()) for histogram, _ in counts.values())
         ops = calls / report.seconds
         nbytes = sum(each for _, each in counts.values()) / report.seconds
@@ -467,7 +473,7 @@ def _rank_view(
 # -- operations
 
 
-def _between(report: _Report) -> dict[_Kind, tuple[_Histogram, float]]:
+def _operations_between_reports(report: _Report) -> dict[_Kind, tuple[_Histogram, float]]:
     """Return, by kind, the histogram and the bytes of operations that ended between the two answers."""
     found: dict[_Kind, tuple[_Histogram, float]] = {}
     assert report.before is not None
@@ -500,7 +506,7 @@ def _kinds(reports: Sequence[_Report]) -> list[KindView]:
     for report in reports:
         if report.seconds <= 0:
             continue
-        for kind, (histogram, nbytes) in _between(report).items():
+        for kind, (histogram, nbytes) in _operations_between_reports(report).items():
             most = rates.get(kind, (0.0, 0.0))
             calls = sum(histogram.values())
             rates[kind] = max(most[0], calls / report.seconds), max(most[1], nbytes / report.seconds)

@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from aiocoll.cli.top.model import GroupView, HostLoad
-from aiocoll.cli.top.words import (
+from aiocoll.cli.top.formatting import (
     BAD,
     LIMITED,
     Table,
-    headline,
+    format_headline,
+    format_host_load,
     history,
-    host_line,
     kind_table,
     notes,
     rank_table,
 )
+from aiocoll.cli.top.model import GroupView, HostLoad
 from aiocoll.errors import BackendUnavailableError
 
 try:
@@ -60,14 +60,14 @@ def render(
 ) -> RenderableType:
     """Return the content of the screen, with as many ranks as fit above the other lines."""
     most = max(LEAST, height // max(1, len(groups)) - AROUND)
-    about = " · ".join(filter(None, (title, host_line(load))))
+    about = " · ".join(filter(None, (title, format_host_load(load))))
     parts: list[RenderableType] = [Text(about, style="dim", overflow="ellipsis", no_wrap=True)]
     if not groups:
         parts.append(Text("\nno rank has an open group yet"))
     for group in groups:
         style = "bold" if group.state == "open" else "bold red"
         verdict_style = "bold red" if group.culprits or group.state == "revoked" else "bold green"
-        parts += [Text(""), Text(group.verdict, style=verdict_style), Text(headline(group), style=style)]
+        parts += [Text(""), Text(group.verdict, style=verdict_style), Text(format_headline(group), style=style)]
         parts.append(_table(rank_table(group, width, most), state=1))
         parts += [Text(text, style=_STYLES.get(state, "")) for state, text in notes(group, most)]
         if group.kinds:

@@ -25,7 +25,7 @@ HOST: Final = "127.0.0.1"
 #: Largest size of a request head in bytes; browsers send a few hundred.
 LONGEST: Final = 8192
 #: Seconds to receive a request and to send the answer.
-PATIENCE: Final = 5.0
+MAX_WAIT: Final = 5.0
 #: Largest number of connections; a browser opens six at most.
 MOST: Final = 32
 #: Seconds for which one update serves all requests.
@@ -45,7 +45,7 @@ _POLICY: Final = (
 )
 
 
-class _Refused(Exception):
+class _RequestError(Exception):
     """An error in a request, with the HTTP status of the response."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
@@ -89,7 +89,7 @@ class Page:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(MAX_WAIT):
                 if self._connections <= MOST:
                     writer.write(await self._answer(reader))
                     await writer.drain()
@@ -108,20 +108,22 @@ class Page:
         try:
             path, query, headers = _parse(head)
             if headers.get("host") != f"{HOST}:{self.port}":
-                raise _Refused(HTTPStatus.FORBIDDEN, f"open the page as http://{HOST}:{self.port}, by no other name")
+                raise _RequestError(
+                    HTTPStatus.FORBIDDEN, f"open the page as http://{HOST}:{self.port}, by no other name"
+                )
             if path == "/":
                 self._check(query.get("token", [""])[0])
                 return self._show()
             if path == "/news":
                 self._check(headers.get("authorization", "").removeprefix("Bearer "))
                 return _response(HTTPStatus.OK, await self._newest(), "application/json")
-            raise _Refused(HTTPStatus.NOT_FOUND, "no page has this address")
-        except _Refused as refused:
+            raise _RequestError(HTTPStatus.NOT_FOUND, "no page has this address")
+        except _RequestError as refused:
             return _response(refused.status, f"{refused}\n".encode())
 
     def _check(self, token: str) -> None:
         if not hmac.compare_digest(token.encode(errors="replace"), self.token.encode()):
-            raise _Refused(
+            raise _RequestError(
                 HTTPStatus.FORBIDDEN, "the token is wrong: open the whole address that aiocoll top has printed"
             )
 
@@ -139,13 +141,13 @@ class Page:
             return self._news
 
 
-def serve(title: str, news: Callable[[], dict[str, Any]], say: Callable[[str], object]) -> None:
-    """Serve the page until Ctrl-C; call `say` with its address."""
+def serve(title: str, news: Callable[[], dict[str, Any]], show_address: Callable[[str], object]) -> None:
+    """Serve the page until Ctrl-C; call `show_address` with its address."""
 
     async def run() -> None:
         page = Page(title, news)
         server = await page.listen()
-        say(page.address)
+        show_address(page.address)
         async with server:
             await server.serve_forever()
 
@@ -157,20 +159,20 @@ def _parse(head: bytes) -> tuple[str, dict[str, list[str]], dict[str, str]]:
     first, *lines = head.decode("latin-1").split("\r\n")[:-2]
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise _Refused(HTTPStatus.BAD_REQUEST, "the request is not HTTP/1.x")
+        raise _RequestError(HTTPStatus.BAD_REQUEST, "the request is not HTTP/1.x")
     if words[0] != "GET":
-        raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is supported")
+        raise _RequestError(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is supported")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or name.strip() != name or name.lower() in headers:
-            raise _Refused(HTTPStatus.BAD_REQUEST, "a header is malformed, or occurs twice")
+            raise _RequestError(HTTPStatus.BAD_REQUEST, "a header is malformed, or occurs twice")
         headers[name.lower()] = value.strip()
     try:
         url = urlsplit(words[1])
         return url.path, parse_qs(url.query), headers
     except ValueError:
-        raise _Refused(HTTPStatus.BAD_REQUEST, "the address is malformed") from None
+        raise _RequestError(HTTPStatus.BAD_REQUEST, "the address is malformed") from None
 
 
 def _response(

@@ -56,7 +56,7 @@ class Completed:
 
     def as_data(self) -> Report:
         """Encode this set as a report."""
-        return _as_data(self.upto, self.missing, sorted(self.keyed))
+        return _encode(self.upto, self.missing, sorted(self.keyed))
 
 
 def report(group: Communicator) -> Report:
@@ -70,7 +70,7 @@ def report(group: Communicator) -> Report:
     ]
     # A collective that ran as several operations has several records, so duplicates are removed.
     keyed = [each for each in dict.fromkeys(entered) if each not in unfinished]
-    return _as_data(upto, [number for number in unfinished if isinstance(number, int)], keyed)
+    return _encode(upto, [number for number in unfinished if isinstance(number, int)], keyed)
 
 
 def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
@@ -88,7 +88,7 @@ def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
     return everywhere, Completed(furthest.upto, nowhere, frozenset.union(*(one.keyed for one in each)))
 
 
-def _as_data(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]]) -> Report:
+def _encode(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]]) -> Report:
     listed = sorted(missing)
     if len(listed) > LISTED:
         upto = listed[LISTED] - 1

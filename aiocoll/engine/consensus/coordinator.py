@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Iterable
 
 from aiocoll.engine.consensus.completed import combine
-from aiocoll.engine.consensus.quorum import connected, decides, is_majority
+from aiocoll.engine.consensus.quorum import can_decide, connected, is_majority
 from aiocoll.engine.consensus.voter import Outcome, Voter
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.control.messages import PROTOCOL, ControlMessage
@@ -135,9 +135,9 @@ class Coordinator:
     def _may_decide(self, ranks: Collection[int]) -> bool:
         """Return whether `ranks` are a quorum. While a death is doubted, that requires a majority of the job."""
         agreement = self._agreement
-        if agreement.doubted:
+        if agreement.doubted_ranks:
             return is_majority(ranks, range(agreement.parts.context.world_size))
-        return decides(ranks, agreement.ranks, agreement.away)
+        return can_decide(ranks, agreement.ranks, agreement.away)
 
     def _consider_growth(self) -> None:
         """Propose the larger group once all ranks have made it, or refuse to grow."""
@@ -151,7 +151,7 @@ class Coordinator:
             return
         declined = map(self._candidacy, self._voters_with("failed"))
         failed = [each["failed"] for each in declined if each["successor"] in groups]
-        absent = set(agreement.ranks) & (agreement.away | agreement.parts.ranks.suspected)
+        absent = set(agreement.ranks) & (agreement.away | agreement.parts.ranks.suspected_ranks)
         if failed or absent or self._expired or len(groups) > 1 or self._voters_with("exclude"):
             reason = failed[0] if failed else "some of its ranks did not meet the newcomers"
             self._refuse(grown, GroupError(f"the group did not grow: {reason}"))
@@ -162,7 +162,7 @@ class Coordinator:
         candidates, wanted, hopeless = self._candidates(), self._expected(), self._unreachable()
         members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
         waiting = (wanted - candidates - hopeless) or (len(members) < len(candidates) and not self._retried)
-        waiting = waiting or (not promised and agreement.doubted)
+        waiting = waiting or (not promised and agreement.doubted_ranks)
         missing = set(agreement.ranks) - agreement.away - self._votes.keys() - hopeless
         if not self._expired and (waiting or (missing and not promised)):
             return

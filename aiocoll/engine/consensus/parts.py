@@ -23,7 +23,7 @@ class Parts(NamedTuple):
         context: the endpoint's context.
         ranks: the state of the other ranks.
         links: control links to other ranks.
-        flood: sends a message to several ranks, linked to this one or not.
+        send_to_others: sends a message to several ranks, linked to this one or not.
         look: checks whether the process of a rank still exists.
         groups: the endpoint's groups, by id.
     """
@@ -31,6 +31,6 @@ class Parts(NamedTuple):
     context: Context
     ranks: Roster
     links: PeerLinks
-    flood: Callable[[ControlMessage, Sequence[int]], None]
+    send_to_others: Callable[[ControlMessage, Sequence[int]], None]
     look: Callable[[int], None]
     groups: Mapping[int, Communicator]

@@ -5,7 +5,7 @@ death. A witness is a process of the same host that sees the other process gone,
 (`ProcessGroup.report_death`). A broken connection and silence prove nothing. All other ranks are *living*, reachable
 or not.
 
-A set of ranks decides (`decides`) if it contains
+A set of ranks decides (`can_decide`) if it contains
 
     a) all the living ranks of the group, or
     b) more than half of all its ranks, including those that are away, or exactly half with the lowest rank.
@@ -47,7 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["connected", "decides", "is_majority"]
+__all__ = ["can_decide", "connected", "is_majority"]
 
 
 def is_majority(ranks: Iterable[int], group: Iterable[int]) -> bool:
@@ -58,7 +58,7 @@ def is_majority(ranks: Iterable[int], group: Iterable[int]) -> bool:
     return twice > len(everyone) or (bool(found) and twice == len(everyone) and min(everyone) in found)
 
 
-def decides(ranks: Collection[int], group: Collection[int], away: Collection[int]) -> bool:
+def can_decide(ranks: Collection[int], group: Collection[int], away: Collection[int]) -> bool:
     """Return whether `ranks` may decide for `group`, in which the ranks `away` can no longer take part."""
     living = set(group) - set(away)
     return bool(living) and (living <= set(ranks) or is_majority(ranks, group))

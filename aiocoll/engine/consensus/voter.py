@@ -94,7 +94,7 @@ class Voter:
     def away(self) -> set[int]:
         """Return the ranks that can no longer take part: proven dead, ended, or declared dead by a program."""
         ranks = self.parts.ranks
-        suspected = ranks.suspected
+        suspected = ranks.suspected_ranks
         return {
             rank
             for rank in self.ranks
@@ -102,9 +102,9 @@ class Voter:
         }
 
     @property
-    def doubted(self) -> set[int]:
+    def doubted_ranks(self) -> set[int]:
         """Return the ranks whose death is doubted: they count as away unless they prove that they live."""
-        return self.parts.ranks.doubted.intersection(self.ranks) - self.assumed
+        return self.parts.ranks.doubted_ranks.intersection(self.ranks) - self.assumed
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
         """Agree with the other ranks on the members that continue.
@@ -177,7 +177,9 @@ class Voter:
         """Handle a message from `peer`."""
         if peer in self.away:
             if self.outcome is not None:
-                self.parts.links.send(peer, self._add_common_fields({"what": "decided", "outcome": self.outcome}))
+                self.parts.links.send_direct(
+                    peer, self._add_common_fields({"what": "decided", "outcome": self.outcome})
+                )
             return
         handler = {
             "vote": self._coordinator.on_vote,
@@ -188,7 +190,7 @@ class Voter:
             "refuse": self._on_refusal,
         }[message["what"]]
         for rank, why in message["dead"]:
-            self.parts.ranks.died(rank, why, tell=False)
+            self.parts.ranks.record_loss(rank, why, notify=False)
         self.assumed.update(message["assumed"])
         handler(peer, message)
 
@@ -212,7 +214,7 @@ class Voter:
             step()
         except Exception as error:
             if (group := self.parts.groups.get(self.group)) is not None:
-                group.crashed(error)
+                group.revoke_after_crash(error)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(error)
 
@@ -230,7 +232,7 @@ class Voter:
         outcome = self.outcome or (self.accepted and self.accepted[1])
         if outcome and not self.taken and not outcome["grown"] and self.rank in outcome["members"]:
             message = {"t": "bye", "g": self.identity(outcome["members"]), "cause": None, "linked": False}
-            self.parts.flood(message, outcome["members"])
+            self.parts.send_to_others(message, outcome["members"])
 
     def promise(self, ballot: int) -> bool:
         """Promise a ballot that this rank coordinates; return False if it has promised a higher one."""
@@ -270,7 +272,7 @@ class Voter:
     def _send_vote(self) -> None:
         candidacy = self._candidacy
         if candidacy is not None:
-            candidacy = {**candidacy, "lost": sorted(self.parts.ranks.suspected.intersection(self.ranks))}
+            candidacy = {**candidacy, "lost": sorted(self.parts.ranks.suspected_ranks.intersection(self.ranks))}
         vote = {"what": "vote", "ballot": self.promised, "candidacy": candidacy, "accepted": self.accepted}
         self.send(self.promised % self.parts.context.world_size, vote)
 
@@ -282,14 +284,14 @@ class Voter:
 
     def _reach_lost(self) -> None:
         ranks = self.parts.ranks
-        for rank in (ranks.suspected.intersection(self.ranks) - self.away) | self.doubted:
-            self.parts.links.reach(rank)
+        for rank in (ranks.suspected_ranks.intersection(self.ranks) - self.away) | self.doubted_ranks:
+            self.parts.links.probe(rank)
 
     def _repeat_vote(self) -> None:
         """Repeat the vote, and skip a coordinator that has not answered the last one: it is blocked or disconnected."""
         coordinator = self.promised % self.parts.context.world_size
         if not self._answered and coordinator != self.rank:
-            self._silent |= {coordinator, *self.parts.ranks.suspected}
+            self._silent |= {coordinator, *self.parts.ranks.suspected_ranks}
         self._answered = False
         for rank in set(self.ranks) - self.away - {self.rank}:
             self.parts.look(rank)
@@ -331,7 +333,7 @@ class Voter:
                 group.growths = self.number + 1
         elif group is not None:
             text = f"{self.format_ranks(members)} of group {group.name!r} continued as a new group"
-            group.revoke(GroupError(text, group=group.name), tell=False)
+            group.revoke(GroupError(text, group=group.name), notify=False)
         if self.rank in members and not message["outcome"]["grown"]:
             for rank in members:
                 self.parts.ranks.record_return(rank)
@@ -381,7 +383,7 @@ class Voter:
         if rank == self.rank:
             self.handle(rank, message)
         elif rank not in self.away:
-            self.parts.links.send(rank, message)
+            self.parts.links.send_direct(rank, message)
 
     def _add_common_fields(self, message: ControlMessage) -> ControlMessage:
         """Add the common fields to `message`: the group, and the ranks that are away by proof or by declaration."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -33,10 +33,10 @@ def cause_of(error: GroupError) -> dict[str, Any]:
     """Return an error as plain data, for a control message."""
     return {
         "kind": type(error).__name__,
-        "text": fitting(str(error)),
-        "op": error.op and fitting(error.op),
-        "seq": fitting(error.seq) if isinstance(error.seq, str) else error.seq,
-        "group": error.group and fitting(error.group),
+        "text": fit_text(str(error)),
+        "op": error.op and fit_text(error.op),
+        "seq": fit_text(error.seq) if isinstance(error.seq, str) else error.seq,
+        "group": error.group and fit_text(error.group),
         "ranks": list(error.ranks),
         "how": getattr(error, "how", None),
     }
@@ -44,7 +44,7 @@ def cause_of(error: GroupError) -> dict[str, Any]:
 
 def revocation(identity: int, name: str, cause: GroupError) -> dict[str, Any]:
     """Return the control message that reports the failure of a group."""
-    return {"t": "revoke", "g": identity, "name": fitting(name), "cause": cause_of(cause)}
+    return {"t": "revoke", "g": identity, "name": fit_text(name), "cause": cause_of(cause)}
 
 
 def failure_by(cause: GroupError) -> GroupError:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-__all__ = ["RECENT", "RECORDS", "ClosedGroups", "Farewells"]
+__all__ = ["RECENT", "RECORDS", "ClosedGroups", "Goodbyes"]
 
 #: Maximum number of records of closed groups, of about 500 bytes each. A few are normal. More are left behind by
 #: unreachable peers: one for each group that was closed in the meantime.
@@ -33,7 +33,7 @@ RECORDS = 65_536
 RECENT = 4096
 
 
-class Farewells:
+class Goodbyes:
     """Goodbyes received from one group's members.
 
     Args:
@@ -66,7 +66,7 @@ class Farewells:
         return rank in self.ranks and (name is None or self.name is None or name == self.name)
 
 
-class _Record(Farewells):
+class _Record(Goodbyes):
     """A record of a closed group. `frames` and `notes` are the members that may still send frames or messages."""
 
     __slots__ = ()
@@ -92,11 +92,11 @@ class ClosedGroups:
     def __len__(self) -> int:
         return sum(map(len, self._records.values()))
 
-    def close(self, identity: int, farewells: Farewells, members: Iterable[int]) -> None:
+    def close(self, identity: int, goodbyes: Goodbyes, members: Iterable[int]) -> None:
         """Record that this rank has left a group; `members` may still send frames or messages about it."""
         others = set(members)
-        record = _Record(farewells.name, farewells.ranks)
-        record.frames, record.notes = others - farewells.frames, others - farewells.notes
+        record = _Record(goodbyes.name, goodbyes.ranks)
+        record.frames, record.notes = others - goodbyes.frames, others - goodbyes.notes
         self._records.setdefault(identity, []).append(record)
         self._drop_complete(identity)
         if len(self._records) > RECORDS:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Departure"]
 
 #: Seconds that an ending hub waits for other ranks to end first, so that ranks that end together keep one hub.
-PATIENCE = 0.05
+MAX_WAIT = 0.05
 #: Seconds after which a rank ends even if some ranks have not been notified.
 PARTING = 1.0
 
@@ -52,7 +52,7 @@ class Departure:
         """Notify the other ranks of this rank's end, for at most `PARTING` seconds; see `send_goodbyes`."""
         self._finished = self._context.loop.create_future()
         call_later = self._context.runtime.call_later
-        timers = call_later(PATIENCE, self._stop_waiting), call_later(PARTING, self.finish)
+        timers = call_later(MAX_WAIT, self._stop_waiting), call_later(PARTING, self.finish)
         self.advance()
         try:
             await self._finished
@@ -64,7 +64,7 @@ class Departure:
         """Send the notice of this rank's end to every linked peer that has not received it."""
         for link in self._control.links:
             if link.peer != self._notified:
-                self._control.tell(link.peer, self._make_end_message())
+                self._control.send(link.peer, self._make_end_message())
 
     def advance(self) -> None:
         """Take the next step of this rank's end after a link was opened or a rank has gone."""
@@ -79,7 +79,7 @@ class Departure:
                 self.finish()
         elif control.link(hub) is not None and self._notified != hub:
             self._notified = hub
-            control.tell(hub, self._make_end_message())
+            control.send(hub, self._make_end_message())
 
     def finish(self) -> None:
         """End the wait of `run`: every rank that needs the notice has received it."""
@@ -101,10 +101,10 @@ class Departure:
         for rank in range(self._context.world_size):
             others = [each for each in ended if each[0] != rank]
             if others:
-                self._control.flood({"t": "ended", "ranks": others}, [rank])
+                self._control.send_to_others({"t": "ended", "ranks": others}, [rank])
         for rank, _, _ in ended:
             if self._control.link(rank) is not None:
-                self._control.tell(rank, {"t": "known"})
+                self._control.send(rank, {"t": "known"})
 
     def _make_end_message(self) -> ControlMessage:
         """Return the notice of this rank's end, which lists its data links."""

@@ -15,16 +15,17 @@ import msgpack
 from aiocoll.elements.records import LONGEST_NAME
 from aiocoll.engine.control.shapes import (
     Check,
-    Misfit,
+    SchemaError,
     Scope,
+    any_of,
     data,
-    either,
+    describe_value,
     fields,
     group_rank,
     integer,
     job_rank,
-    listed,
-    maybe,
+    list_of,
+    none_or,
     one_of,
     per_rank,
     rank_list,
@@ -32,7 +33,6 @@ from aiocoll.engine.control.shapes import (
     refuse,
     row,
     seconds,
-    shown,
     text,
 )
 from aiocoll.errors import ProtocolError
@@ -47,7 +47,7 @@ __all__ = [
     "RELAYED",
     "SHAPES",
     "ControlMessage",
-    "Facts",
+    "JobFacts",
     "read",
 ]
 
@@ -71,7 +71,7 @@ UNIQUE_ID = 1024
 _U16, _U32, _U62, _U63, _U64 = 1 << 16, 1 << 32, 1 << 62, 1 << 63, 1 << 64
 
 
-class Facts(NamedTuple):
+class JobFacts(NamedTuple):
     """The facts about the job that the checks use.
 
     Attributes:
@@ -86,37 +86,37 @@ class Facts(NamedTuple):
     ranks_of: Callable[[int, int], Sequence[int] | None]
 
 
-def read(payload: bytes | memoryview, peer: int, way: str, facts: Facts) -> ControlMessage:
-    """Decode and check a message of `peer` that arrived on the path `way`.
+def read(payload: bytes | memoryview, peer: int, path: str, facts: JobFacts) -> ControlMessage:
+    """Decode and check a message of `peer` that arrived on the path `path`.
 
     Raises:
         ProtocolError: the message is invalid on this path. The text contains the reason.
     """
     try:
         message = msgpack.unpackb(payload)
-        _check(message, peer, way, facts)
+        _check(message, peer, path, facts)
     except ValueError as error:
-        why = str(error) if isinstance(error, Misfit) else repr(error)
-        raise ProtocolError(f"rank {peer} sent an invalid control message on {way}: {why}") from error
+        why = str(error) if isinstance(error, SchemaError) else repr(error)
+        raise ProtocolError(f"rank {peer} sent an invalid control message on {path}: {why}") from error
     found: ControlMessage = message
     return found
 
 
-def _check(message: Any, peer: int, way: str, facts: Facts) -> None:
+def _check(message: Any, peer: int, path: str, facts: JobFacts) -> None:
     kind = message.get("t") if type(message) is dict else None
     shape = SHAPES.get(kind) if type(kind) is str else None
     if shape is None:
-        raise Misfit(f"unknown kind {shown(kind)}")
-    if way not in shape.ways:
-        raise Misfit(f"{kind!r} is not allowed on {way}")
+        raise SchemaError(f"unknown kind {describe_value(kind)}")
+    if path not in shape.paths:
+        raise SchemaError(f"{kind!r} is not allowed on {path}")
     identity = message.get("g")
     ranks = facts.ranks_of(identity, peer) if type(identity) is int else None
     try:
         shape.check(message, Scope(facts.world_size, None if ranks is None else len(ranks)))
         for rule in _RULES.get(str(kind), ()):
-            rule(message, peer, way, facts)
-    except Misfit as error:
-        raise Misfit(f"{kind!r}: {error}") from None
+            rule(message, peer, path, facts)
+    except SchemaError as error:
+        raise SchemaError(f"{kind!r}: {error}") from None
 
 
 # -- schemas of values
@@ -126,7 +126,7 @@ def _members(value: Any, scope: Scope) -> None:
     _MEMBERS(value, scope)
     listed_calls = sum(run["count"] for run in value["runs"])
     if listed_calls != value["told"] or listed_calls > value["size"]:
-        raise Misfit(f"runs have {listed_calls} members instead of {value['told']} of {value['size']}")
+        raise SchemaError(f"runs have {listed_calls} members instead of {value['told']} of {value['size']}")
 
 
 _COUNT = integer(_U63)
@@ -137,116 +137,116 @@ _GROUP = integer(_U62)
 
 _CALL: dict[str, Check] = {
     "device": text(64),
-    "dtype": maybe(text(LONGEST_NAME)),
-    "counts": maybe(listed(_COUNT)),
-    "sends": maybe(per_rank),
-    "receives": maybe(per_rank),
-    "root": maybe(group_rank),
-    "reduce": maybe(_TEXT),
+    "dtype": none_or(text(LONGEST_NAME)),
+    "counts": none_or(list_of(_COUNT)),
+    "sends": none_or(per_rank),
+    "receives": none_or(per_rank),
+    "root": none_or(group_rank),
+    "reduce": none_or(_TEXT),
 }
 _MEMBERS = fields(
     size=integer(MEMBERS),
     told=integer(MEMBERS),
     rest=integer(_U32),
-    runs=listed(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
+    runs=list_of(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
 )
 #: The description of a rank's call, see `aiocoll.engine.operations.signature.description`: the required fields, and the
 #: optional ones.
-NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": maybe(integer(_U64)), "key": maybe(_TEXT)}
+NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": none_or(integer(_U64)), "key": none_or(_TEXT)}
 CALLED: dict[str, Check] = {
     **_CALL,
-    "shape": listed(_COUNT),
-    "members": maybe(_members),
-    "debug": maybe(text(64)),
+    "shape": list_of(_COUNT),
+    "members": none_or(_members),
+    "debug": none_or(text(64)),
 }
-_DESCRIPTION = fields({**CALLED, "src": maybe(group_rank), "dst": group_rank, "tag": integer(_U32)}, **NAMED)
+_DESCRIPTION = fields({**CALLED, "src": none_or(group_rank), "dst": group_rank, "tag": integer(_U32)}, **NAMED)
 #: An error as plain data; see `aiocoll.engine.control.causes.cause_of`.
 _CAUSE = fields(
     kind=text(64),
     text=_TEXT,
-    op=maybe(_TEXT),
-    seq=maybe(either(integer(_U64), _TEXT)),
-    group=maybe(_TEXT),
-    ranks=listed(integer(_U32)),
-    how=maybe(text(64)),
+    op=none_or(_TEXT),
+    seq=none_or(any_of(integer(_U64), _TEXT)),
+    group=none_or(_TEXT),
+    ranks=list_of(integer(_U32)),
+    how=none_or(text(64)),
 )
 #: See `aiocoll.engine.consensus.completed`.
 _REPORT = fields(
     upto=integer(_U63, -1),
-    missing=listed(_COUNT),
-    keyed=listed(row(_TEXT, _COUNT)),
+    missing=list_of(_COUNT),
+    keyed=list_of(row(_TEXT, _COUNT)),
 )
 _BALLOT = integer(_U63)
 _OUTCOME = fields(
-    members=rank_list, excluded=rank_list, everywhere=maybe(_REPORT), somewhere=maybe(_REPORT), grown=text(MAX_KEY)
+    members=rank_list, excluded=rank_list, everywhere=none_or(_REPORT), somewhere=none_or(_REPORT), grown=text(MAX_KEY)
 )
 _CANDIDACY: dict[str, Check] = {
     "exclude": fields(exclude=rank_list, completed=_REPORT, lost=rank_list),
     "grown": fields(grown=text(MAX_KEY), lost=rank_list),
     "failed": fields(failed=_TEXT, successor=text(MAX_KEY), lost=rank_list),
 }
-_LINEAGE = listed(row(_GROUP, integer(_U32), maybe(_TEXT), rank_order), LEVELS)
+_LINEAGE = list_of(row(_GROUP, integer(_U32), none_or(_TEXT), rank_order), LEVELS)
 _OPERATION = integer(_U63)
 _HOW = one_of("killed", "stopped", "unreachable", PROTOCOL)
 
 
-def _of_group(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
+def _group_message(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
     return fields({"split": _LINEAGE, **(optional or {})}, t=_TEXT, g=_GROUP, **required)
 
 
 def _candidacy(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _CANDIDACY.items() if type(value) is dict and name in value), None)
     if inner is None:
-        raise Misfit(f"candidacy: {shown(value)} is not a candidacy")
+        raise SchemaError(f"candidacy: {describe_value(value)} is not a candidacy")
     inner(value, scope)
 
 
-def _of_shrink(**required: Check) -> Check:
-    dead = listed(row(job_rank, _TEXT))
+def _shrink_message(**required: Check) -> Check:
+    dead = list_of(row(job_rank, _TEXT))
     return fields(t=_TEXT, g=_GROUP, n=_COUNT, ranks=rank_order, what=_TEXT, dead=dead, assumed=rank_list, **required)
 
 
-def _of_device(**required: Check) -> Check:
+def _device_message(**required: Check) -> Check:
     return fields(t=_TEXT, g=_GROUP, **required)
 
 
 #: Messages of a shrinking group, by `what`; see `aiocoll.engine.consensus.voter`.
 _SHRINK: dict[str, Check] = {
-    "vote": _of_shrink(
+    "vote": _shrink_message(
         ballot=_BALLOT,
-        candidacy=maybe(_candidacy),
-        accepted=maybe(row(_BALLOT, _OUTCOME)),
+        candidacy=none_or(_candidacy),
+        accepted=none_or(row(_BALLOT, _OUTCOME)),
     ),
-    "ask": _of_shrink(ballot=_BALLOT),
-    "propose": _of_shrink(ballot=_BALLOT, outcome=_OUTCOME),
-    "accept": _of_shrink(ballot=_BALLOT),
-    "decided": _of_shrink(outcome=_OUTCOME),
-    "refuse": _of_shrink(ballot=_BALLOT, cause=_CAUSE),
+    "ask": _shrink_message(ballot=_BALLOT),
+    "propose": _shrink_message(ballot=_BALLOT, outcome=_OUTCOME),
+    "accept": _shrink_message(ballot=_BALLOT),
+    "decided": _shrink_message(outcome=_OUTCOME),
+    "refuse": _shrink_message(ballot=_BALLOT, cause=_CAUSE),
 }
 _MATCH = row(group_rank, group_rank, integer(_U64))
 #: Messages about the devices of ranks, by a field that only that message has; see `aiocoll.gpu.calls`.
 _DEVICE: dict[str, Check] = {
-    "card": _of_device(
+    "card": _device_message(
         card=fields(library=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL, float8=_BOOL, ahead=_BOOL)
     ),
-    "turn": _of_device(turn=_TRUE),
-    "ready": _of_device(ready=_TRUE, shares=_BOOL),
-    "decision": _of_device(
+    "turn": _device_message(turn=_TRUE),
+    "ready": _device_message(ready=_TRUE, shares=_BOOL),
+    "decision": _device_message(
         number=integer(_U63), decision=row(_BOOL, _TEXT, data(UNIQUE_ID), _BOOL, _BOOL, _BOOL, _BOOL)
     ),
-    "match": _of_device(match=maybe(_MATCH), batches=listed(row(group_rank, integer(_U32), integer(_U16)), 2)),
-    "begin": _of_device(number=integer(_U63), begin=listed(_MATCH)),
-    "called": _of_device(called=_COUNT, hash=integer(_U64), seq=integer(_U63)),
-    "confirmed": _of_device(confirmed=_COUNT),
-    "pace": _of_device(
+    "match": _device_message(match=none_or(_MATCH), batches=list_of(row(group_rank, integer(_U32), integer(_U16)), 2)),
+    "begin": _device_message(number=integer(_U63), begin=list_of(_MATCH)),
+    "called": _device_message(called=_COUNT, hash=integer(_U64), seq=integer(_U63)),
+    "confirmed": _device_message(confirmed=_COUNT),
+    "pace": _device_message(
         number=integer(_U63), pace=one_of("ahead", "halt", "through", "placed"), through=_COUNT, upto=_COUNT
     ),
-    "halted": _of_device(halted=_COUNT),
-    "crowded": _of_device(crowded=_TRUE),
-    "shared": _of_device(shared=integer(_U63)),
+    "halted": _device_message(halted=_COUNT),
+    "crowded": _device_message(crowded=_TRUE),
+    "shared": _device_message(shared=integer(_U63)),
     "slot": fields({"clock": _COUNT, "at": _COUNT}, t=_TEXT, g=_GROUP, slot=integer(_U63)),
-    "compare": _of_device(compare=listed(integer(_U64)), position=_COUNT),
-    "differs": _of_device(differs=_DESCRIPTION, position=_COUNT),
+    "compare": _device_message(compare=list_of(integer(_U64)), position=_COUNT),
+    "differs": _device_message(differs=_DESCRIPTION, position=_COUNT),
 }
 
 
@@ -254,14 +254,14 @@ def _shrink(value: Any, scope: Scope) -> None:
     what = value.get("what")
     inner = _SHRINK.get(what) if isinstance(what, str) else None
     if inner is None:
-        raise Misfit(f"what: unknown value {shown(what)}")
+        raise SchemaError(f"what: unknown value {describe_value(what)}")
     inner(value, scope)
 
 
 def _device(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _DEVICE.items() if name in value), None)
     if inner is None:
-        raise Misfit("no known field")
+        raise SchemaError("no known field")
     inner(value, scope)
 
 
@@ -269,11 +269,11 @@ class _Shape(NamedTuple):
     """The schema of one kind of message, and the paths on which it may arrive."""
 
     check: Check
-    ways: frozenset[str]
+    paths: frozenset[str]
 
 
-def _shape(check: Check, *ways: str) -> _Shape:
-    return _Shape(check, frozenset(ways))
+def _shape(check: Check, *paths: str) -> _Shape:
+    return _Shape(check, frozenset(paths))
 
 
 def _passed(value: Any, scope: Scope) -> None:
@@ -291,25 +291,25 @@ SHAPES: dict[str, _Shape] = {
     "waits": _shape(fields(t=_TEXT), CONTROL),
     "probe": _shape(fields(t=_TEXT), CONTROL),
     "alive": _shape(fields(t=_TEXT), CONTROL),
-    "end": _shape(fields({"linked": rank_list}, t=_TEXT, moved=listed(_GROUP)), CONTROL, DATA),
-    "ended": _shape(fields(t=_TEXT, ranks=listed(row(job_rank, rank_list, listed(_GROUP)))), CONTROL, RELAYED),
+    "end": _shape(fields({"linked": rank_list}, t=_TEXT, moved=list_of(_GROUP)), CONTROL, DATA),
+    "ended": _shape(fields(t=_TEXT, ranks=list_of(row(job_rank, rank_list, list_of(_GROUP)))), CONTROL, RELAYED),
     "died": _shape(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
     # Messages about groups, whether or not this rank has made them.
     "bye": _shape(
-        fields({"linked": _BOOL, "name": _TEXT}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED
+        fields({"linked": _BOOL, "name": _TEXT}, t=_TEXT, g=_GROUP, cause=none_or(_CAUSE)), CONTROL, DATA, RELAYED
     ),
     "revoke": _shape(fields({"name": _TEXT}, t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
     "shrink": _shape(_shrink, CONTROL, RELAYED),
     DEVICE: _shape(_device, CONTROL, DATA, RELAYED),
     # Messages about operations, see `aiocoll.engine.failure.stall_inspector` and `mismatch`.
-    "report": _shape(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
-    "query": _shape(_of_group(op=_OPERATION), CONTROL, RELAYED),
-    "absent": _shape(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
+    "report": _shape(_group_message({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
+    "query": _shape(_group_message(op=_OPERATION), CONTROL, RELAYED),
+    "absent": _shape(_group_message(op=_OPERATION, last=_TEXT, age=none_or(seconds), asked=_TRUE), CONTROL, RELAYED),
     "status": _shape(
-        _of_group(
+        _group_message(
             op=_OPERATION,
-            missing=listed(group_rank),
-            known=listed(row(group_rank, _BOOL, maybe(_TEXT), maybe(seconds), seconds, _TEXT)),
+            missing=list_of(group_rank),
+            known=list_of(row(group_rank, _BOOL, none_or(_TEXT), none_or(seconds), seconds, _TEXT)),
         ),
         CONTROL,
         RELAYED,
@@ -320,74 +320,74 @@ SHAPES: dict[str, _Shape] = {
 
 # -- rules about sender and receiver
 
-Rule = Callable[[ControlMessage, int, str, Facts], None]
+Rule = Callable[[ControlMessage, int, str, JobFacts], None]
 
 
-def _relay(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _relay(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     to = message["to"]
     if to in (facts.rank, peer):
-        raise Misfit(f"to: a message of rank {peer} cannot be relayed to rank {to}")
+        raise SchemaError(f"to: a message of rank {peer} cannot be relayed to rank {to}")
     # The hub checks the relayed message, so that it never relays an invalid one.
     _check(message["note"], peer, RELAYED, facts._replace(rank=to))
 
 
-def _relayed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _relayed(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     origin = message["from"]
     if origin in (facts.rank, peer):
-        raise Misfit(f"from: a message of rank {origin} cannot be relayed by rank {peer}")
+        raise SchemaError(f"from: a message of rank {origin} cannot be relayed by rank {peer}")
     _check(message["note"], origin, RELAYED, facts)
 
 
-def _formed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _formed(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     if peer:
-        raise Misfit("only rank 0 sends this")
+        raise SchemaError("only rank 0 sends this")
 
 
-def _check_linked(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _check_linked(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     """Check that a message has the field `linked`, the data links on which it also arrives, except on a data link."""
-    if (way == DATA) == ("linked" in message):
-        raise Misfit(f"linked: not allowed on {way}" if way == DATA else "linked is missing")
+    if (path == DATA) == ("linked" in message):
+        raise SchemaError(f"linked: not allowed on {path}" if path == DATA else "linked is missing")
 
 
-def _ended(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _ended(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     ranks = [rank for rank, _, _ in message["ranks"]]
     if facts.rank in ranks or len(set(ranks)) < len(ranks):
-        raise Misfit(f"ranks: {ranks} contains rank {facts.rank}, which received it, or a rank twice")
+        raise SchemaError(f"ranks: {ranks} contains rank {facts.rank}, which received it, or a rank twice")
 
 
-def _own_call(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _own_call(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     """Check that a rank describes its own call."""
     ranks = facts.ranks_of(message["g"], peer)
     call = message["mine"] if "mine" in message else message["theirs"]
     if ranks is not None and ranks[call["rank"]] != peer:
-        raise Misfit(f"rank: the call is of rank {call['rank']} of the group, not of the sender")
+        raise SchemaError(f"rank: the call is of rank {call['rank']} of the group, not of the sender")
 
 
-def _splits(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _splits(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     for _, _, _, ranks in message.get("split", ()):
         if peer not in ranks or facts.rank not in ranks:
-            raise Misfit(f"split: ranks {peer} and {facts.rank} are not both in a group of {ranks}")
+            raise SchemaError(f"split: ranks {peer} and {facts.rank} are not both in a group of {ranks}")
 
 
-def _agreement(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+def _agreement(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     ranks, known = message["ranks"], facts.ranks_of(message["g"], peer)
     if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
-        raise Misfit(f"ranks: {ranks} are not the ranks of the group")
+        raise SchemaError(f"ranks: {ranks} are not the ranks of the group")
     # The coordinator of a ballot is the ballot mod the world size. A message `ask` may name any coordinator's ballot.
     if message["what"] not in ("ask", "decided"):
         coordinator = facts.rank if message["what"] in ("vote", "accept") else peer
         if message["ballot"] % facts.world_size != coordinator:
-            raise Misfit(f"ballot: {message['ballot']} does not belong to coordinator {coordinator}")
+            raise SchemaError(f"ballot: {message['ballot']} does not belong to coordinator {coordinator}")
     outcomes = [message.get("outcome"), (message.get("accepted") or (0, None))[1]]
     for outcome in filter(None, outcomes):
         if not outcome["members"] or not set(ranks).issuperset(outcome["members"] + outcome["excluded"]):
-            raise Misfit(f"members: {outcome['members']} is empty, or not a part of the group")
+            raise SchemaError(f"members: {outcome['members']} is empty, or not a part of the group")
         if not outcome["grown"] and None in (outcome["everywhere"], outcome["somewhere"]):
-            raise Misfit("outcome: the report of completed operations is missing; a shrinking group requires it")
+            raise SchemaError("outcome: the report of completed operations is missing; a shrinking group requires it")
     candidacy = message.get("candidacy") or {}
     named = {*candidacy.get("exclude", ()), *candidacy["lost"]} if candidacy else set()
     if not set(ranks).issuperset(named.union(message["assumed"], (rank for rank, _ in message["dead"]))):
-        raise Misfit("exclude, lost, assumed or dead: some of these ranks are not in the group")
+        raise SchemaError("exclude, lost, assumed or dead: some of these ranks are not in the group")
 
 
 _RULES: dict[str, Iterable[Rule]] = {

@@ -45,15 +45,15 @@ class PeerLinks:
         self._held: dict[int, list[ControlMessage]] = {}
         self._dialling: set[int] = set()
 
-    def tell(self, rank: int, message: ControlMessage) -> None:
+    def send(self, rank: int, message: ControlMessage) -> None:
         """Send `message` to `rank` on a direct link, or through the star if a link of the star exists."""
         context, control = self._context, self._control
         if context.closed or control.hub in (rank, context.rank) or control.linked(rank):
-            control.tell(rank, message)
+            control.send(rank, message)
             return
-        self.send(rank, message)
+        self.send_direct(rank, message)
 
-    def send(self, rank: int, message: ControlMessage) -> None:
+    def send_direct(self, rank: int, message: ControlMessage) -> None:
         """Send `message` to `rank` on a direct link, even if this rank or `rank` is the hub, or if `rank` is lost."""
         link = self._control.link(rank)
         if link is not None:
@@ -62,9 +62,9 @@ class PeerLinks:
             self._held.setdefault(rank, []).append(message)
             self._connect(rank)
 
-    def reach(self, rank: int) -> None:
+    def probe(self, rank: int) -> None:
         """Try to reach a lost rank again."""
-        self.send(rank, {"t": "probe"})
+        self.send_direct(rank, {"t": "probe"})
 
     def _connect(self, rank: int) -> None:
         if rank not in self._dialling and not self._control.dials(rank):

@@ -1,7 +1,7 @@
 """Schema checks of plain data, composed of small functions.
 
-A check takes a value and a `Scope`, and raises `Misfit` if the value is invalid. A check inspects only as many levels
-as its schema has, however deep the value is.
+A check takes a value and a `Scope`, and raises `SchemaError` if the value is invalid. A check inspects only as many
+levels as its schema has, however deep the value is.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 __all__ = [
     "TEXT",
     "Check",
-    "Misfit",
+    "SchemaError",
     "Scope",
-    "anything",
+    "any_of",
+    "any_value",
     "data",
-    "either",
+    "describe_value",
     "fields",
-    "fitting",
+    "fit_text",
     "group_rank",
     "integer",
     "job_rank",
-    "listed",
-    "mapped",
-    "maybe",
+    "list_of",
+    "map_of",
+    "none_or",
     "one_of",
     "per_rank",
     "rank_list",
@@ -33,7 +34,6 @@ __all__ = [
     "refuse",
     "row",
     "seconds",
-    "shown",
     "text",
 ]
 
@@ -55,11 +55,11 @@ class Scope(NamedTuple):
 Check = Callable[[Any, Scope], None]
 
 
-class Misfit(ValueError):
+class SchemaError(ValueError):
     """Raised when a value does not match its schema."""
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return the text of a value for an error message, truncated if it is long."""
     text = repr(value) if isinstance(value, (int, float, str, bytes, bool, type(None))) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
@@ -69,9 +69,9 @@ def refuse(value: Any, wanted: str) -> None:
     """Raise an error that names `value` and the expected kind of value.
 
     Raises:
-        Misfit: always.
+        SchemaError: always.
     """
-    raise Misfit(f"{shown(value)} is not {wanted}")
+    raise SchemaError(f"{describe_value(value)} is not {wanted}")
 
 
 def integer(stop: int, start: int = 0) -> Check:
@@ -114,14 +114,14 @@ def one_of(*values: Any) -> Check:
     return check
 
 
-def either(*checks: Check) -> Check:
+def any_of(*checks: Check) -> Check:
     """Return a check that passes if one of `checks` passes."""
 
     def check(value: Any, scope: Scope) -> None:
         for each in checks[:-1]:
             try:
                 each(value, scope)
-            except Misfit:
+            except SchemaError:
                 continue
             return
         checks[-1](value, scope)
@@ -129,7 +129,7 @@ def either(*checks: Check) -> Check:
     return check
 
 
-def maybe(inner: Check) -> Check:
+def none_or(inner: Check) -> Check:
     """Return a check for None, or a value that passes `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
@@ -139,7 +139,7 @@ def maybe(inner: Check) -> Check:
     return check
 
 
-def listed(inner: Check, limit: int = LIST) -> Check:
+def list_of(inner: Check, limit: int = LIST) -> Check:
     """Return a check for a list of at most `limit` values that pass `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
@@ -151,7 +151,7 @@ def listed(inner: Check, limit: int = LIST) -> Check:
     return check
 
 
-def mapped(inner: Check) -> Check:
+def map_of(inner: Check) -> Check:
     """Return a check for a map from texts to values that pass `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
@@ -163,7 +163,7 @@ def mapped(inner: Check) -> Check:
     return check
 
 
-def anything(value: Any, scope: Scope) -> None:
+def any_value(value: Any, scope: Scope) -> None:
     """Accept any value: other code checks it, or it is only displayed."""
 
 
@@ -188,22 +188,22 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
             refuse(value, "a map")
         for name in required:
             if name not in value:
-                raise Misfit(f"{name} is missing")
+                raise SchemaError(f"{name} is missing")
         for name, each in value.items():
             inner = known.get(name)
             if inner is None:
-                raise Misfit(f"unknown field {shown(name)}")
+                raise SchemaError(f"unknown field {describe_value(name)}")
             try:
                 inner(each, scope)
-            except Misfit as error:
-                raise Misfit(f"{name}: {error}") from None
+            except SchemaError as error:
+                raise SchemaError(f"{name}: {error}") from None
 
     return check
 
 
-def fitting(words: str) -> str:
+def fit_text(message: str) -> str:
     """Return a text that fits into a message: truncated to `TEXT` characters, with lone surrogates replaced."""
-    return words[:TEXT].encode("utf-8", "replace").decode()
+    return message[:TEXT].encode("utf-8", "replace").decode()
 
 
 #: Limit of clock readings in seconds: 30,000 years.
@@ -226,23 +226,23 @@ def group_rank(value: Any, scope: Scope) -> None:
 
 def rank_list(value: Any, scope: Scope) -> None:
     """Check a list of ranks of the job in ascending order."""
-    listed(job_rank)(value, scope)
+    list_of(job_rank)(value, scope)
     if any(one >= two for one, two in pairwise(value)):
         refuse(value, "an ascending list of ranks")
 
 
 def rank_order(value: Any, scope: Scope) -> None:
     """Check a list of different ranks of the job, in the order of their numbers in a group."""
-    listed(job_rank)(value, scope)
+    list_of(job_rank)(value, scope)
     if len(set(value)) < len(value):
         refuse(value, "a list of different ranks")
 
 
 def per_rank(value: Any, scope: Scope) -> None:
     """Check a list with one number for each rank of the group."""
-    listed(_COUNT)(value, scope)
+    list_of(_COUNT)(value, scope)
     if scope.group not in (None, len(value)):
-        raise Misfit(f"expected {scope.group} numbers, one per rank of the group; got {len(value)}")
+        raise SchemaError(f"expected {scope.group} numbers, one per rank of the group; got {len(value)}")
 
 
 def seconds(value: Any, scope: Scope) -> None:

@@ -138,7 +138,7 @@ class ControlPlane:
                 send_message(each, {"t": "formed"})
         backlog, self._backlog = self._backlog, []
         for rank, message in backlog:
-            self.tell(rank, message)
+            self.send(rank, message)
         self._detector.linked(link)
         self._ranks.record_return(link.peer)
         self._direct_links.on_link_open(link)
@@ -146,7 +146,7 @@ class ControlPlane:
 
     # -- sending
 
-    def tell(self, rank: int, message: ControlMessage) -> None:
+    def send(self, rank: int, message: ControlMessage) -> None:
         """Send `message` to one rank, through the hub if there is no link."""
         link = self._links.get(rank)
         if link is not None:
@@ -158,11 +158,11 @@ class ControlPlane:
             else:
                 self._backlog.append((rank, message))
 
-    def flood(self, message: ControlMessage, ranks: Sequence[int]) -> None:
+    def send_to_others(self, message: ControlMessage, ranks: Sequence[int]) -> None:
         """Send `message` to all other `ranks`."""
         for rank in ranks:
             if rank != self._context.rank:
-                self.tell(rank, message)
+                self.send(rank, message)
 
     # -- receiving: the sink of control links
 
@@ -239,7 +239,7 @@ class ControlPlane:
             await self._dial(rank)
         except (OSError, AiocollError) as error:
             # A rank that was ending as well has sent its goodbye before the last hub did.
-            self._ranks.died(rank, f"it cannot be reached ({error})", how="unreachable")
+            self._ranks.record_loss(rank, f"it cannot be reached ({error})", how="unreachable")
         finally:
             self._dialling.discard(rank)
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiocoll.engine.control.closed_groups import ClosedGroups, Farewells
+from aiocoll.engine.control.closed_groups import ClosedGroups, Goodbyes
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import Header
@@ -47,7 +47,7 @@ class UnmadeGroup:
         frames: the frames, in order of arrival.
         messages: the messages about CUDA devices, with their senders.
         causes: the first cause of revocation, by sender and group name.
-        farewells: the goodbyes of ranks that have left the group, by sender and group name.
+        goodbyes: the goodbyes of ranks that have left the group, by sender and group name.
         peers: the peers that have named the group, with the names: several only if ids collide.
     """
 
@@ -55,7 +55,7 @@ class UnmadeGroup:
         self.frames: list[BufferedFrame] = []
         self.messages: list[tuple[int, ControlMessage]] = []
         self.causes: dict[Key, dict[str, Any]] = {}
-        self.farewells: dict[Key, Farewells] = {}
+        self.goodbyes: dict[Key, Goodbyes] = {}
         self.peers: dict[int, set[str]] = {}
 
     def split(self, name: str | None, ranks: Collection[int]) -> UnmadeGroup:
@@ -66,7 +66,7 @@ class UnmadeGroup:
         self.frames = [kept for kept in self.frames if kept[0].peer not in members]
         self.messages = [(peer, message) for peer, message in self.messages if peer not in members]
         found.causes = _pop_matching(self.causes, name, members)
-        found.farewells = _pop_matching(self.farewells, name, members)
+        found.goodbyes = _pop_matching(self.goodbyes, name, members)
         for peer in members:
             others = {other for other in self.peers.pop(peer) if not _may_match(name, other)}
             if others:
@@ -95,9 +95,9 @@ class UnmadeGroups:
         self._closed = closed
         self._unmade: dict[int, UnmadeGroup] = {}
         self._named: Counter[int] = Counter()
-        self._disowned: Counter[int] = Counter()
+        self._refused: Counter[int] = Counter()
 
-    def unmade(self, identity: int, peer: int, name: str | None = None) -> UnmadeGroup:
+    def buffer_of(self, identity: int, peer: int, name: str | None = None) -> UnmadeGroup:
         """Return the buffer of a group that `peer` has named.
 
         Raises:
@@ -121,23 +121,25 @@ class UnmadeGroups:
         if self._closed.sends_frames(identity, channel.peer):
             return True
         channel.hold(header)
-        self.unmade(identity, channel.peer).frames.append((channel, header, b"" if payload is None else bytes(payload)))
+        self.buffer_of(identity, channel.peer).frames.append(
+            (channel, header, b"" if payload is None else bytes(payload))
+        )
         return False
 
     def keep_message(self, identity: int, peer: int, message: ControlMessage, direct: bool) -> None:
         """Buffer a message about CUDA devices; `direct` if it arrived on the data link."""
         if not self._closed.sends_notes(identity, peer, direct):
-            keep_message(self.unmade(identity, peer).messages, peer, message)
+            keep_message(self.buffer_of(identity, peer).messages, peer, message)
 
     def keep_cause(self, identity: int, peer: int, name: str | None, cause: dict[str, Any], direct: bool) -> None:
         """Store the cause of a revocation unless an earlier one is stored; `direct` if it arrived on the data link."""
         if not self._closed.sends_notes(identity, peer, direct, name):
-            self.unmade(identity, peer, name).causes.setdefault((peer, name), cause)
+            self.buffer_of(identity, peer, name).causes.setdefault((peer, name), cause)
 
-    def keep_farewell(self, identity: int, peer: int, name: str | None, frames: bool, notes: bool) -> None:
+    def store_goodbye(self, identity: int, peer: int, name: str | None, frames: bool, notes: bool) -> None:
         """Store the goodbye of a rank that has left a group; see `ClosedGroups`."""
-        unmade = self.unmade(identity, peer, name)
-        unmade.farewells.setdefault((peer, name), Farewells(name, (peer,))).mark(peer, frames, notes)
+        unmade = self.buffer_of(identity, peer, name)
+        unmade.goodbyes.setdefault((peer, name), Goodbyes(name, (peer,))).mark(peer, frames, notes)
 
     def take(self, identity: int, name: str | None, ranks: Collection[int]) -> UnmadeGroup:
         """Remove and return the buffer of a group that is made now."""
@@ -151,21 +153,21 @@ class UnmadeGroups:
             del self._unmade[identity]
         return found
 
-    def drop(self, identity: int, name: str | None, ranks: Collection[int]) -> Farewells:
+    def drop(self, identity: int, name: str | None, ranks: Collection[int]) -> Goodbyes:
         """Drop the buffer of a group that this rank will never make; return the goodbyes that it contained."""
-        found, farewells = self.take(identity, name, ranks), Farewells(name, ranks)
+        found, goodbyes = self.take(identity, name, ranks), Goodbyes(name, ranks)
         for channel, header, _ in found.frames:
             channel.release(header)
-        for (peer, _), each in found.farewells.items():
-            farewells.mark(peer, bool(each.frames), bool(each.notes))
-        return farewells
+        for (peer, _), each in found.goodbyes.items():
+            goodbyes.mark(peer, bool(each.frames), bool(each.notes))
+        return goodbyes
 
-    def disown(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
+    def refuse_group(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
         """Drop and ignore everything about a group that `peer` has named: this rank, `me`, will never be in it."""
         if self._closed.is_known(identity):
             return
-        self._disowned[peer] += 1
-        if self._disowned[peer] > GROUPS:
+        self._refused[peer] += 1
+        if self._refused[peer] > GROUPS:
             raise ProtocolError(f"rank {peer} has split off more than {GROUPS} groups that this rank is not in")
         self._closed.close(identity, self.drop(identity, name, ranks), (rank for rank in ranks if rank != me))
 

@@ -27,7 +27,7 @@ def place(frame: FrameType | None) -> str:
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    theirs = [each for each in frames[1:] if _is_theirs(each.f_code.co_filename)]
+    theirs = [each for each in frames[1:] if _is_user_file(each.f_code.co_filename)]
     # In an installed program, or one in C, user lines cannot be distinguished from library lines.
     named = [*frames[:1], *(theirs or frames[1:])][:PLACES]
     places = [f"{each.f_code.co_filename}:{each.f_lineno} in {each.f_code.co_name}" for each in named]
@@ -38,7 +38,7 @@ def line(frame: FrameType | None) -> str:
     """Return the innermost of the user's source lines that a thread is executing; "" if there is none."""
     innermost = frame
     while frame is not None:
-        if _is_theirs(frame.f_code.co_filename):
+        if _is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     # In an installed program, or one in C, user lines cannot be distinguished from library lines.
@@ -52,5 +52,5 @@ def skip_package(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _is_theirs(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     return not file.startswith(_NOT_THEIRS) and not any(folder in file for folder in _INSTALLED)

@@ -142,7 +142,7 @@ class FailureDetector:
             watched = {link.peer for link in control.links}
         else:
             watched = {hub}
-            control.tell(hub, {"t": "waits"})
+            control.send(hub, {"t": "waits"})
         self._watchdog.observe(watched & self._processes.keys())
 
     def is_known_alive(self, rank: int) -> bool:
@@ -193,11 +193,11 @@ class FailureDetector:
         elif self._is_visible(rank):
             self._check_until(rank, self._context.runtime.time() + GRACE, cut=True)
         else:
-            self._roster.died(rank, detail, how="unreachable")
+            self._roster.record_loss(rank, detail, how="unreachable")
 
     def confirm_death(self, rank: int) -> None:
         """Notify all ranks if the process of a lost rank is gone."""
-        if rank in self._roster.suspected and self._is_visible(rank):
+        if rank in self._roster.suspected_ranks and self._is_visible(rank):
             self._check_until(rank, self._context.runtime.time() + GRACE, cut=False)
 
     def check_process(self, rank: int) -> None:
@@ -218,7 +218,7 @@ class FailureDetector:
             return
         runtime = self._context.runtime
         if self._state(rank) == GONE:
-            self._roster.died(rank, "its process is gone")
+            self._roster.record_loss(rank, "its process is gone")
         elif runtime.time() < until:
             runtime.call_later(LOOK, self._check_until, rank, until, cut)
         elif cut:
@@ -231,12 +231,12 @@ class FailureDetector:
             # A goodbye may be in flight. The connection shows the end, unless a child process holds it open.
             self._context.runtime.call_later(LAST_WORDS, self._report_gone, rank)
         elif how == "stopped":
-            self._roster.died(rank, f"its process has been stopped for {seconds:.1f} s", how=how)
+            self._roster.record_loss(rank, f"its process has been stopped for {seconds:.1f} s", how=how)
         else:
-            self._roster.died(rank, f"its heartbeat has been silent for {seconds:.1f} s", how=how)
+            self._roster.record_loss(rank, f"its heartbeat has been silent for {seconds:.1f} s", how=how)
 
     def _report_gone(self, rank: int) -> None:
-        self._roster.died(rank, "its process is gone")
+        self._roster.record_loss(rank, "its process is gone")
 
     def _on_heartbeat_closed(self, rank: int) -> None:
         """Handle a closed heartbeat; only a heartbeat of the hub is opened again."""

@@ -10,13 +10,13 @@ from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError
 from aiocoll.user_code import describe, original
 
 __all__ = [
+    "broken_connection_error",
     "crashed_error",
     "left_error",
     "lost_error",
     "raised_error",
     "revoked_error",
     "timed_out_error",
-    "torn_error",
 ]
 
 
@@ -28,7 +28,7 @@ def lost_error(group: str, peer: int, detail: str, how: str) -> GroupError:
     return PeerLostError(f"rank {peer} of group {group!r} {state}: {detail}", group=group, ranks=[peer], how=how)
 
 
-def torn_error(group: str, rank: int, peer: int) -> PeerLostError:
+def broken_connection_error(group: str, rank: int, peer: int) -> PeerLostError:
     """Return the error for a broken connection between two living ranks; both ranks raise the same text."""
     one, other = sorted((rank, peer))
     text = f"the connection between ranks {one} and {other} of group {group!r} broke, though both live"

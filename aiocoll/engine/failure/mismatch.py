@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.failure.sender import Sender
-from aiocoll.engine.operations.differences import mismatch
+from aiocoll.engine.operations.differences import mismatch_error
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -66,11 +66,11 @@ class MismatchReports:
 
     def revoke(self, one: Description, two: Description) -> None:
         """Revoke the group with an error that names both calls."""
-        self._group.revoke(mismatch(self._group.name, one, two))
+        self._group.revoke(mismatch_error(self._group.name, one, two))
 
     def _revoke_here(self, one: Description, two: Description) -> None:
         group = self._group
-        if group.stands():
+        if group.is_usable():
             self.revoke(one, two)
             # The silent rank may relay revocations, so these messages use direct links where they exist.
             for rank in set(range(len(group.ranks))) - {group.rank}:

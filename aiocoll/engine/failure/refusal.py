@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from aiocoll.engine.control.messages import PROTOCOL
 from aiocoll.engine.control.sending import send_message
-from aiocoll.engine.control.shapes import fitting
+from aiocoll.engine.control.shapes import fit_text
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.job.context import Context
@@ -21,7 +21,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import Header
 
-__all__ = ["LINGER", "Ignored", "Refusals", "cannot_be_taken"]
+__all__ = ["LINGER", "DiscardingSink", "Refusals", "is_data_error"]
 
 #: Seconds for which a link stays open to send queued data, and for the peer to close its side.
 LINGER = 1.0
@@ -55,19 +55,19 @@ class Refusals:
 
     def refuse(self, peer: int, error: Exception, link: Link | None = None) -> None:
         """Reject `peer` and close its links; `link` is a further link that the endpoint has dropped already."""
-        words = str(error)
+        text = str(error)
         if not isinstance(error, ProtocolError):
-            words = f"rank {self._context.rank} could not handle a message of rank {peer}: {error!r}"
-        detail = fitting(words)
+            text = f"rank {self._context.rank} could not handle a message of rank {peer}: {error!r}"
+        detail = fit_text(text)
         links = [*([] if link is None else [link]), *self._control.detach(peer), *self._cut(peer)]
         if peer in self._roster.gone and peer not in self._roster.dead:
             self._ended(peer)
         else:
-            self._roster.died(peer, detail, how=PROTOCOL)
+            self._roster.record_loss(peer, detail, how=PROTOCOL)
         self._control.remove_rank(peer)
         for each in links:
             send_message(each, {"t": "died", "rank": peer, "detail": detail, "how": PROTOCOL})
-            each.sink = Ignored(self._lost)
+            each.sink = DiscardingSink(self._lost)
             self._links[each] = self._context.runtime.call_later(LINGER, self._close, each)
             each.finish()
 
@@ -93,7 +93,7 @@ class Refusals:
             timer.cancel()
 
 
-class Ignored:
+class DiscardingSink:
     """A sink for a link that is closing; it ignores everything that arrives."""
 
     def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:
@@ -113,6 +113,6 @@ class Ignored:
         """Ignore a drained link: no part waits for it."""
 
 
-def cannot_be_taken(error: Exception | None) -> TypeGuard[Exception]:
+def is_data_error(error: Exception | None) -> TypeGuard[Exception]:
     """Return whether a link ended because of the peer's data, or because handling the data raised an exception."""
     return error is not None and not isinstance(error, OSError)

@@ -91,12 +91,12 @@ class Roster:
         return self.dead.get(self._context.rank, ("", None))[1]
 
     @property
-    def suspected(self) -> set[int]:
+    def suspected_ranks(self) -> set[int]:
         """Return the lost ranks that may still be alive."""
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
     @property
-    def doubted(self) -> set[int]:
+    def doubted_ranks(self) -> set[int]:
         """Return the ranks declared dead that may still prove that they live."""
         return set(self._doubts)
 
@@ -110,47 +110,47 @@ class Roster:
             return None
         return {"t": "died", "rank": rank, "detail": self.dead[rank][1], "how": "killed"}
 
-    def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
+    def record_loss(self, rank: int, detail: str, notify: bool = True, how: str = "killed") -> None:
         """Record a lost rank: its groups fail here and, if this rank is the first to know, on all other ranks.
 
         Args:
             rank: the lost rank.
             detail: the evidence.
-            tell: whether this rank is the first to know, and notifies the others.
+            notify: whether this rank is the first to know, and notifies the others.
             how: "killed" only if a witness has proven the death: then all messages of that rank are ignored. Otherwise
                 the rank may come back ("unreachable", "stopped"), or other ranks may still receive from it
                 ("protocol").
         """
-        self._record(rank, detail, how, tell=tell, witnessed=tell)
+        self._record(rank, detail, how, notify=notify, witnessed=notify)
 
     def report(self, rank: int, detail: str) -> None:
         """Record a death reported by the program or its launcher. If the rank lives, it receives a notice."""
         if rank == self._context.rank:
             self.on_own_death(detail, rank)
         elif self.own_death is None:
-            self._record(rank, detail, "killed", tell=True, witnessed=False)
+            self._record(rank, detail, "killed", notify=True, witnessed=False)
 
-    def _record(self, rank: int, detail: str, how: str, tell: bool, witnessed: bool) -> None:
+    def _record(self, rank: int, detail: str, how: str, notify: bool, witnessed: bool) -> None:
         context = self._context
         if context.closed or rank == context.rank:
             return
         context.transport.catch_up()
         known = rank in self.gone
-        if known and (rank not in self.suspected or how != "killed"):
+        if known and (rank not in self.suspected_ranks or how != "killed"):
             if witnessed and how == "killed" and not self._is_linked(rank):
                 self._end_doubt(rank)
             return
         if how == "killed" and self.own_death is None:
             note = {"t": "died", "rank": rank, "detail": detail, "how": how}
-            self._control.tell(rank, note)
+            self._control.send(rank, note)
             self._data_links.notify(rank, note)
             # No link shows the end of a process without a link, and this rank has not seen the end itself either.
             if self._is_linked(rank) or not (witnessed or known):
                 self._doubts[rank] = context.runtime.call_later(DOUBT, self._end_doubt, rank)
         self._record_lost(rank, detail, how)
-        if tell and self.own_death is None:
+        if notify and self.own_death is None:
             message = {"t": "died", "rank": rank, "detail": detail, "how": how}
-            self._control.flood(message, range(context.world_size))
+            self._control.send_to_others(message, range(context.world_size))
         if not known:
             for group in list(self._groups.values()):
                 if rank in group.position:
@@ -183,7 +183,7 @@ class Roster:
                 self._disregarded[sender] = detail
             return
         self.dead[context.rank] = "killed", detail
-        self._control.flood(
+        self._control.send_to_others(
             {"t": "died", "rank": context.rank, "detail": detail, "how": "killed"}, range(context.world_size)
         )
         for group in list(self._groups.values()):
@@ -202,7 +202,7 @@ class Roster:
 
     def on_rank_out(self, rank: int, detail: str) -> None:
         """Handle the notice of a rank that is out: it takes part in nothing more."""
-        self._record(rank, detail, "killed", tell=False, witnessed=False)
+        self._record(rank, detail, "killed", notify=False, witnessed=False)
         self._end_doubt(rank)
 
     def on_connection_broken(self, rank: int) -> None:
@@ -213,7 +213,7 @@ class Roster:
         self._record_lost(rank, "its connection broke, though its process lives", "unreachable")
         for group in list(self._groups.values()):
             if rank in group.position:
-                group.torn(rank)
+                group.on_connection_broken(rank)
 
     def _record_lost(self, rank: int, detail: str, how: str) -> None:
         self.gone.add(rank)
@@ -237,6 +237,6 @@ class Roster:
     def record_end(self, rank: int) -> None:
         """Record that a rank has ended in order."""
         self.gone.add(rank)
-        if rank in self.suspected:
+        if rank in self.suspected_ranks:
             del self.dead[rank]
         self._review_disregarded()

@@ -47,7 +47,7 @@ class Sender:
         """Send a message on a direct control link to `rank`."""
         if self._lineage:
             message = {**message, "split": self._lineage}
-        self._links.tell(self._ranks[rank], {**message, "g": self._group})
+        self._links.send(self._ranks[rank], {**message, "g": self._group})
 
     def send(self, rank: int, message: ControlMessage) -> None:
         """Send a message on the data link to `rank`, which needs no other rank; without one, on the control plane."""
@@ -55,4 +55,4 @@ class Sender:
         if self._channels[rank].link is not None:
             self._channels[rank].send_after_data(message)
         else:
-            self._control.tell(self._ranks[rank], message)
+            self._control.send(self._ranks[rank], message)

@@ -16,11 +16,11 @@ from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.failures import timed_out_error
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
-from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
+from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Finding, MissingRank, StallReport
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.differences import called, opposed
+from aiocoll.engine.operations.differences import called, find_mismatch
 from aiocoll.engine.operations.signature import P2P
-from aiocoll.log import Repeats, logger
+from aiocoll.log import RepeatLimiter, logger
 from aiocoll.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ REPORT_AGAIN = 1.0
 #: Seconds between two rounds of queries about an operation. The next report of the same rank starts the next round.
 ROUND = 0.9 * REPORT_AGAIN
 #: Maximum seconds to wait for a coordinator's answer before the next rank is used; at most a quarter of the timeout.
-PATIENCE = 0.25
+MAX_WAIT = 0.25
 #: Seconds to collect answers before the waiting ranks are notified: answers to one round arrive together.
 GATHER = 0.01
 
@@ -77,7 +77,7 @@ class StallInspector:
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
         self._slow_logged: set[int] = set()
-        self._repeats = Repeats()
+        self._repeats = RepeatLimiter()
         self._answered: dict[int, float] = {}
         # State of the coordinator: reports by operation. In both roles: the first unanswered request to each rank.
         self._reports: dict[int, StallReport] = {}
@@ -101,7 +101,7 @@ class StallInspector:
         if rank != self._group.rank:
             self._silent.setdefault(rank, now)
         self._send(rank, {"t": "report", "op": operation.id, "mine": operation.describe()})
-        return now + (min(PATIENCE, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
+        return now + (min(MAX_WAIT, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
 
     def entered(self, operation: Operation) -> None:
         """Report an entered operation to ranks that queried it earlier: this rank may send nothing else."""
@@ -120,12 +120,12 @@ class StallInspector:
         """Return the ranks that have not entered, as far as this rank knows, and a text about them."""
         finding = self._findings.get(operation.id)
         if finding is not None:
-            return finding.ranks(self._now()), finding.words(self._now())
+            return finding.ranks(self._now()), finding.describe(self._now())
         asked = self._asked.get(operation.id)
-        text = operation.standing() or "no rank has answered yet"
+        text = operation.describe_wait() or "no rank has answered yet"
         if asked is not None:
             text = f"rank {asked[0]} has not answered the stall report of {self._now() - asked[1]:.2g} s ago"
-        if awaited := operation.awaited():
+        if awaited := operation.awaited_ranks():
             text += f"; data of rank(s) {', '.join(map(str, awaited[:DETAILED]))} has not arrived completely"
         return [], text
 
@@ -158,7 +158,7 @@ class StallInspector:
         """Handle a coordinator's answer."""
         op, now = message["op"], self._now()
         self._asked.pop(op, None)
-        known = tuple(Absence(*each) for each in message["known"])
+        known = tuple(MissingRank(*each) for each in message["known"])
         _bounded(self._findings)[op] = Finding(tuple(message["missing"]), known, now)
         silent = {each.rank: each for each in known if each.silent}
         for rank in self._slow - silent.keys():
@@ -180,7 +180,7 @@ class StallInspector:
             self._slow.update(slow)
             self._warn_of_slow([(silent[rank], seconds[rank]) for rank in slow], operation)
 
-    def _warn_of_slow(self, ranks: list[tuple[Absence, float]], operation: Operation) -> None:
+    def _warn_of_slow(self, ranks: list[tuple[MissingRank, float]], operation: Operation) -> None:
         """Log slow ranks in one warning, since a large group may have many."""
         logged = []
         for each, seconds in ranks:
@@ -234,8 +234,8 @@ class StallInspector:
         report.called[peer] = theirs
         report.absent.pop(peer, None)
         if "asked" in message:
-            report.asked.discard(peer)
-        other = opposed(theirs, report.called.values())
+            report.queried.discard(peer)
+        other = find_mismatch(theirs, report.called.values())
         if other is not None:
             self._mismatches.revoke(other, theirs)
             return
@@ -247,7 +247,7 @@ class StallInspector:
 
     def _on_absent(self, peer: int, message: dict[str, Any]) -> None:
         report = self._get_report(message["op"])
-        report.asked.discard(peer)
+        report.queried.discard(peer)
         if peer not in report.called:
             report.absent[peer] = message["last"], message["age"], self._now()
             self._schedule_answer(message["op"], report)
@@ -279,15 +279,15 @@ class StallInspector:
         if now < report.again:
             return
         report.again = now + ROUND
-        before = len(report.asked)
+        before = len(report.queried)
         for rank in range(len(group.ranks)):
             if rank in group.left:
                 report.absent.setdefault(rank, ("which has left", None, now))
-            elif rank not in (group.rank, reporter) and rank not in report.asked:
-                report.asked.add(rank)
+            elif rank not in (group.rank, reporter) and rank not in report.queried:
+                report.queried.add(rank)
                 self._silent.setdefault(rank, now)
                 self._send(rank, {"t": "query", "op": op})
-        if len(report.asked) > before:
+        if len(report.queried) > before:
             self._schedule_overdue(op)
 
     def _schedule_overdue(self, op: int) -> None:
@@ -301,7 +301,7 @@ class StallInspector:
     def _on_overdue(self, op: int) -> None:
         """Notify the waiting ranks of a slow rank."""
         report = self._reports.get(op)
-        if report is not None and self._silent and self._group.stands():
+        if report is not None and self._silent and self._group.is_usable():
             self._send_status(op, report, list(report.called))
             self._schedule_overdue(op)
 
@@ -313,7 +313,7 @@ class StallInspector:
 
     def _answer_waiting(self, op: int, report: StallReport) -> None:
         report.due = False
-        if self._group.stands():
+        if self._group.is_usable():
             self._send_status(op, report, list(report.called))
 
     def _send_status(self, op: int, report: StallReport, ranks: list[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["DETAILED", "SLOW_AFTER", "Absence", "Finding", "StallReport"]
+__all__ = ["DETAILED", "SLOW_AFTER", "Finding", "MissingRank", "StallReport"]
 
 #: Maximum number of ranks that a finding describes: enough for any reader, and small enough to send to a thousand
 #: ranks.
@@ -18,7 +18,7 @@ DOUBT = 0.025
 Description = dict[str, Any]
 
 
-class Absence(NamedTuple):
+class MissingRank(NamedTuple):
     """State of one rank that other ranks may wait for. Times are relative to the arrival of the finding.
 
     Attributes:
@@ -45,15 +45,15 @@ class Absence(NamedTuple):
         silence = f"which has not answered for {self.silent + since:.2f} s" if self.silent else None
         if silence is not None and self.state:
             silence += f", {self.state}"
-        words = "; ".join(filter(None, (known, silence)))
-        return f"rank {self.rank} ({words})" if words else f"rank {self.rank}"
+        text = "; ".join(filter(None, (known, silence)))
+        return f"rank {self.rank} ({text})" if text else f"rank {self.rank}"
 
 
 class Finding(NamedTuple):
     """A coordinator's answer: all ranks that have not entered, and details of some of them and of silent ranks."""
 
     missing: tuple[int, ...]
-    known: tuple[Absence, ...]
+    known: tuple[MissingRank, ...]
     received: float
 
     def ranks(self, now: float) -> list[int]:
@@ -63,7 +63,7 @@ class Finding(NamedTuple):
             each.rank for each in self.known if each.entered
         ]
 
-    def words(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         """Return a text about the ranks that the operation waits for."""
         since = now - self.received
         absent = [each.describe(since) for each in self.known if not each.entered]
@@ -84,16 +84,16 @@ class StallReport:
         called: the call of each rank that has entered.
         absent: for each rank that has not entered: its last known operation, the age of that, and the time of its
             answer.
-        asked: ranks that have not answered a request about the operation.
+        queried: ranks that have not answered a request about the operation.
         again: the time from which requests may be repeated.
         due: whether an answer to the waiting ranks is scheduled.
     """
 
-    __slots__ = ("absent", "again", "asked", "called", "due")
+    __slots__ = ("absent", "again", "called", "due", "queried")
 
     def __init__(self) -> None:
         self.again = 0.0
-        self.asked: set[int] = set()
+        self.queried: set[int] = set()
         self.called: dict[int, Description] = {}
         self.absent: dict[int, tuple[str, float | None, float]] = {}
         self.due = False
@@ -104,7 +104,7 @@ class StallReport:
 
     def absences(
         self, missing: Sequence[int], silent: Mapping[int, float], state: Callable[[int], str], now: float
-    ) -> list[Absence]:
+    ) -> list[MissingRank]:
         """Describe missing ranks, and silent ranks that have entered; at most `DETAILED` of each.
 
         Args:
@@ -118,8 +118,8 @@ class StallReport:
         for rank in (*missing[:DETAILED], *sorted(slow)[:DETAILED]):
             last, age, answered = self.absent.get(rank, (None, None, now))
             quiet = now - silent[rank] if rank in silent else 0.0
-            words = state(rank) if quiet >= SLOW_AFTER else ""
+            text = state(rank) if quiet >= SLOW_AFTER else ""
             found.append(
-                Absence(rank, rank in self.called, last, None if age is None else age + now - answered, quiet, words)
+                MissingRank(rank, rank in self.called, last, None if age is None else age + now - answered, quiet, text)
             )
         return found

@@ -29,7 +29,7 @@ from functools import partial
 
 from aiocoll.engine.failure.blocked import line, place, skip_package
 from aiocoll.errors import RendezvousError
-from aiocoll.log import Repeats, logger
+from aiocoll.log import RepeatLimiter, logger
 from aiocoll.process import GONE, STOPPED, UNKNOWN
 from aiocoll.transport.byte_stream import ByteStream
 
@@ -49,7 +49,7 @@ ATTENTION = 2.5
 #: Maximum bytes per read of a heartbeat: more than an hour of unread heartbeats.
 GULP = 8192
 #: Seconds to wait for the end of the thread, which is immediate unless the host hangs.
-FAREWELL = 1.0
+JOIN_TIMEOUT = 1.0
 
 #: Errors of this process or its host, which reveal nothing about a connection.
 _OWN_ERRORS = frozenset(
@@ -138,7 +138,7 @@ class Watchdog:
         self._asked_at = 0.0
         self._blocked = False
         self._is_block_logged = False
-        self._repeats = Repeats()
+        self._repeats = RepeatLimiter()
         self._round_at = clock()
         self._cpu = _cpu_time()
         self._trouble = ""
@@ -166,9 +166,9 @@ class Watchdog:
         self._ending = True
         self._wake.set()
         if self._thread.ident is not None:
-            self._thread.join(FAREWELL)
+            self._thread.join(JOIN_TIMEOUT)
         if self._log_thread is not None:
-            self._log_thread.join(FAREWELL)
+            self._log_thread.join(JOIN_TIMEOUT)
 
     def add_heartbeat(self, rank: int, stream: ByteStream) -> None:
         """Exchange heartbeats with `rank` on `stream`, which the thread owns from now on."""
@@ -279,7 +279,7 @@ class Watchdog:
         if self._has_sign or not self._loop.is_running():
             blocked, asked_at, self._blocked = self._blocked, self._asked_at, False
             self._has_sign, self._silent_seconds, self._asked_at = False, 0.0, now
-            self._call_in_loop(self._on_sign)
+            self._call_in_loop(self._on_sign_of_life)
             if blocked and self._is_block_logged:
                 self._log(logging.INFO, "rank %d: the event loop runs again, after %.1f s", self._rank, now - asked_at)
             return
@@ -308,7 +308,7 @@ class Watchdog:
             if repeated is not None:
                 self._log(logging.WARNING, STOOD_STILL, self._rank, elapsed, self._cpu - before, repeated)
 
-    def _on_sign(self) -> None:
+    def _on_sign_of_life(self) -> None:
         self._has_sign = True
 
     def _log(self, level: int, text: str, *args: object) -> None:

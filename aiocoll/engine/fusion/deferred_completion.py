@@ -46,9 +46,9 @@ class DeferredCompletion(Completion):
         """Return the completion behind the user's work."""
         return self
 
-    def want(self) -> None:
+    def start_if_held(self) -> None:
         """Start the calls of the block."""
-        self.block.want()
+        self.block.start_if_held()
 
     def note_retrieval(self) -> None:
         """Record that the program has retrieved the outcome."""

@@ -81,7 +81,7 @@ class Bucket(NamedTuple):
         counts = self.counts[buffer]
         return None if counts is None else self.first(buffer) + sum(counts)
 
-    def wrong(self, arrays: Sequence[Array | None]) -> int | None:
+    def find_conflict(self, arrays: Sequence[Array | None]) -> int | None:
         """Return a rank whose members have counts that differ from this rank's; None if no such rank is found."""
         for buffer, peer in (self.sources or {}).items():
             array, stamp = arrays[buffer], self.stamps[buffer]  # type: ignore[index]  # both or neither exist

@@ -34,11 +34,11 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) ->
 
     Time: n log n.
     """
-    reading, writing = _Reach(), _Reach()
+    reading, writing = _FarthestEnds(), _FarthestEnds()
     for start, end, member, writes in sorted(spans):
-        other = writing.beyond(start, member)
+        other = writing.find_overlap(start, member)
         if other is None and writes:
-            other = reading.beyond(start, member)
+            other = reading.find_overlap(start, member)
         if other is not None:
             first, second = sorted((member, other))
             raise ValueError(
@@ -48,7 +48,7 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) ->
         (writing if writes else reading).add(end, member)
 
 
-class _Reach:
+class _FarthestEnds:
     """The farthest end of all spans so far, and the farthest end of spans of any other member."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Reach:
         elif end > self._other_end:
             self._other_end, self._other = end, member
 
-    def beyond(self, start: int, member: int) -> int | None:
+    def find_overlap(self, start: int, member: int) -> int | None:
         """Return a member other than `member` with a span that ends after `start`; None if there is none."""
         if self._member != member:
             return self._member if self._end > start else None

@@ -62,13 +62,13 @@ class Packer:
 
     Attributes:
         layout, members, native: the arguments.
-        ended: called when all members have ended without a failure of the flush; set before `advance` is called.
-        wrong: called with a rank whose members have other counts than those of this rank; set before `advance` is
+        on_ended: called when all members have ended without a failure of the flush; set before `advance` is called.
+        on_mismatch: called with a rank whose members have other counts than those of this rank; set before `advance` is
             called.
     """
 
-    ended: Callable[[], None]
-    wrong: Callable[[int], None]
+    on_ended: Callable[[], None]
+    on_mismatch: Callable[[int], None]
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Packer:
         self._working = False
         if not self._left and not self.done:
             self.done = True
-            self.ended()
+            self.on_ended()
             self._drop_references()
         self._schedule_next()
 
@@ -144,13 +144,13 @@ class Packer:
         """Register an item that is not in a bucket. The flush also waits for it, until `finish_one`.
 
         Args:
-            starting: starts the item, in pieces, before other jobs. A piece returns True to pause until `go_on`.
+            starting: starts the item, in pieces, before other jobs. A piece returns True to pause until `start_more`.
         """
         self._left += 1
         if starting is not None:
             self._jobs.appendleft(starting)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue the paused job."""
         self._jobs.append(self._paused)
         self.advance()
@@ -162,7 +162,7 @@ class Packer:
 
     def _drop_references(self) -> None:
         """Drop references to objects that refer back, so that a block's arrays are freed without garbage collection."""
-        self._start = self.ended = self.wrong = _do_nothing
+        self._start = self.on_ended = self.on_mismatch = _do_nothing
         self._paused = iter(())
 
     def _schedule_next(self) -> None:
@@ -238,9 +238,9 @@ class Packer:
         self, bucket: Bucket, members: Sequence[DeferredCompletion], arrays: Sequence[NDArray[Any] | None]
     ) -> Iterator[None]:
         """Unpack a bucket, unless its stamps show that peers have other members."""
-        wrong = bucket.wrong(arrays)
+        wrong = bucket.find_conflict(arrays)
         if wrong is not None:
-            self.wrong(wrong)
+            self.on_mismatch(wrong)
             return
         yield from bucket.unpack(members, arrays)
         for array in arrays:
@@ -268,8 +268,8 @@ class Flush(Operation):
         super().__init__(comm, identity, layout.signature, layout.fingerprint, completion)
         self._packer = packer
         self.children = Children()
-        packer.ended = self._on_packed
-        packer.wrong = self._on_mismatch
+        packer.on_ended = self._on_packed
+        packer.on_mismatch = self._on_mismatch
         if layout.singles:
             packer.add(self._start_singles())
 
@@ -287,11 +287,11 @@ class Flush(Operation):
 
     def expire(self) -> None:
         """Handle the expired timeout. A bucket that only waits for a device reports the cause."""
-        hanging = self.children.hanging()
-        if hanging is None:
+        waiting = self.children.find_waiting_for_device()
+        if waiting is None:
             super().expire()
         else:
-            hanging.expire()
+            waiting.expire()
 
     def fail(self, error: BaseException) -> None:
         """Finish the operation with `error`, and fail all members."""
@@ -319,7 +319,7 @@ class Flush(Operation):
                 if plan is not None:
                     self.start_single(position, first + position)
                     yield False
-            self.singles_ended(-1)
+            self.on_singles_ended(-1)
         yield False
 
     def start_single(self, position: int, identity: int) -> None:
@@ -364,16 +364,16 @@ class Flush(Operation):
         self._packer.add()
         return self.children.add(self, identity, make, ended)
 
-    def go_on(self) -> None:
+    def start_more(self) -> None:
         """Start more members, because the accelerator has few left."""
         if not self.done:
-            self._packer.go_on()
+            self._packer.resume()
 
-    def go_on_later(self) -> None:
+    def start_more_later(self) -> None:
         """Start more members in the next loop iteration."""
-        self.comm.call_soon(self.go_on)
+        self.comm.call_soon(self.start_more)
 
-    def singles_ended(self, peer: int) -> None:
+    def on_singles_ended(self, peer: int) -> None:
         """Record that the accelerator has no more members. The last one waited for `peer`."""
         self.set_waited_for(peer)
         self._packer.finish_one()

@@ -127,7 +127,7 @@ class Channel:
         self._inflight = message, total
         return False
 
-    def kick(self, message: Message) -> None:
+    def enqueue(self, message: Message) -> None:
         """Queue `message` unless it is queued, since more of it may be sent now."""
         if not message.queued:
             message.queued = True
@@ -139,7 +139,7 @@ class Channel:
         operation.granted |= {self.peer}
         for message in self._blocked.pop(operation, ()):
             message.blocked = False
-            self.kick(message)
+            self.enqueue(message)
 
     def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
         """Send a frame without payload, ahead of the queue."""
@@ -188,7 +188,7 @@ class Channel:
                 try:
                     self._send_segment(link, message)
                 except Exception as error:
-                    message.operation.comm.crashed(error)
+                    message.operation.comm.revoke_after_crash(error)
             if self._queue and ticks() > deadline:
                 self._schedule_pump()
                 break
@@ -271,7 +271,7 @@ class Channel:
         try:
             message.operation.sent(message, nbytes)
         except Exception as error:
-            message.operation.comm.crashed(error)
+            message.operation.comm.revoke_after_crash(error)
 
     def _block(self, link: Link, message: Message) -> None:
         if message.blocked:
@@ -328,7 +328,7 @@ class Channel:
         """Deliver a complete frame to its group."""
         self.receiving = None
         try:
-            if header[0] != _DATA and self._is_ours(header, payload):
+            if header[0] != _DATA and self._handle_channel_frame(header, payload):
                 return
             group = self._groups.get(header[3])
             deliver = self._owner.keep_frame if group is None else group.deliver
@@ -350,7 +350,7 @@ class Channel:
         if header[1] & EAGER:
             self.consume(max(header[7], LEAST))
 
-    def _is_ours(self, header: Header, payload: memoryview | None) -> bool:
+    def _handle_channel_frame(self, header: Header, payload: memoryview | None) -> bool:
         """Handle a frame that is not about one operation; return whether it was one."""
         kind = header[0]
         if kind == _CONTROL:
@@ -386,7 +386,7 @@ class Channel:
     ) -> None:
         """Deliver a buffered frame to `take`, which may buffer it again."""
         nbytes = self._waiting.remove(header)
-        if self._waiting.again(take, self, header, memoryview(payload)):
+        if self._waiting.redeliver(take, self, header, memoryview(payload)):
             self.consume(nbytes)
 
     def release(self, header: Header) -> None:
@@ -428,7 +428,7 @@ class Channel:
         """Forget the blocked messages and the destination memory of a failed operation."""
         self._blocked.pop(operation, None)
         if self.shared is not None:
-            self.shared.references.void(operation)
+            self.shared.references.invalidate(operation)
         if self.receiving is operation:
             self.receiving = None
             if self.link is not None:

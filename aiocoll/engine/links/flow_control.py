@@ -69,7 +69,7 @@ class Waiting:
                 raise ProtocolError(f"rank {self._peer} sent more than the {window} bytes that may wait for this rank")
         self._nbytes += nbytes
 
-    def again(self, take: Callable[..., bool], *frame: object) -> bool:
+    def redeliver(self, take: Callable[..., bool], *frame: object) -> bool:
         """Call `take` with a buffered frame, which it may buffer again even if later frames have filled the window."""
         self._checks = False
         try:

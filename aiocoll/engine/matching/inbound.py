@@ -91,7 +91,7 @@ class InboundMessage:
             )
 
     @property
-    def withheld(self) -> bool:
+    def is_grant_pending(self) -> bool:
         """Return whether the sender waits for a grant, now or soon."""
         return self.ready or self.total > EAGER_WINDOW
 
@@ -105,7 +105,7 @@ class InboundMessage:
         """Return whether the whole message has arrived."""
         return self.received == self.total and not self.empty
 
-    def ask(self, comm: int) -> None:
+    def grant(self, comm: int) -> None:
         """Permit the sender to send the whole message, from host memory."""
         self.offer = None
         self.granted = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from aiocoll.engine.control.causes import failure_by
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
-from aiocoll.engine.matching.outbound import OutboundMessage, begun, is_sparse
+from aiocoll.engine.matching.outbound import OutboundMessage, is_sparse, mark_begun
 from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.matching.probe import PostedProbe
 from aiocoll.engine.matching.to_self import Loopback
@@ -110,7 +110,7 @@ class Matching:
         kind, _, _, _, op, _, _, length, _ = header
         if kind == FrameKind.GRANT:
             if (outgoing := self.outgoing.get((peer, op))) is not None:
-                outgoing.asked()
+                outgoing.on_grant()
             return True
         arrival = self._active.get((peer, op))
         if arrival is None:
@@ -123,7 +123,7 @@ class Matching:
         if kind == FrameKind.READY:
             arrival.ready = True
             if arrival.posted is not None:
-                arrival.ask(self.group.id)
+                arrival.grant(self.group.id)
             else:
                 self._wake_listeners(arrival.tag)
             return self._is_delivered(arrival, header)
@@ -180,8 +180,8 @@ class Matching:
                     self._has_taken = True
                     runtime.call_soon(self._end_turn)
                 return arrival
-            if arrival is not None and arrival.withheld:
-                arrival.ask(self.group.id)
+            if arrival is not None and arrival.is_grant_pending:
+                arrival.grant(self.group.id)
             listener = runtime.loop.create_future()
             self._listeners.setdefault(tag, {})[listener] = None
             try:
@@ -241,7 +241,7 @@ class Matching:
             else:
                 posted.complete()
         else:
-            begun(posted)
+            mark_begun(posted)
 
     def _notify_waiters(self, arrival: InboundMessage) -> None:
         """Notify probes and waiting tasks of a new message."""

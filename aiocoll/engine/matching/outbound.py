@@ -21,9 +21,9 @@ __all__ = [
     "SPARSE",
     "Content",
     "OutboundMessage",
-    "begun",
     "is_opaque",
     "is_sparse",
+    "mark_begun",
     "message_signature",
 ]
 
@@ -77,7 +77,7 @@ class OutboundMessage(Operation):
         """Send as many bytes as the windows allow."""
         self._sends.outgoing[self.peer, self.id] = self
         message = Message(self, 0, 0, self._view, self._view.nbytes)
-        self.comm.channels[self.peer].kick(message)
+        self.comm.channels[self.peer].enqueue(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
         """Handle the sending of `nbytes` more bytes of `message`."""
@@ -86,13 +86,13 @@ class OutboundMessage(Operation):
             self._sends.outgoing.pop((self.peer, self.id), None)
             self.succeed(self.completion.value)
         else:
-            begun(self)
+            mark_begun(self)
 
     def read_from(self, view: memoryview) -> None:
         """Set the bytes to send. Before, only their number was known."""
         self._view = view
 
-    def asked(self) -> None:
+    def on_grant(self) -> None:
         """Handle the receiver's permission to send the whole message."""
         self.comm.channels[self.peer].grant(self)
 
@@ -110,7 +110,7 @@ class OutboundMessage(Operation):
         return peer == self.peer
 
 
-def begun(operation: Operation) -> None:
+def mark_begun(operation: Operation) -> None:
     """Record the start of a message that has moved some, but not all, of its bytes."""
     if isnan(operation.started) and not operation.done:
         operation.started = operation.comm.stamp()

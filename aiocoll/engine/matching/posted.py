@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.completion import Completion
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
-from aiocoll.engine.matching.outbound import OBJECT, Content, begun, is_opaque, message_signature
+from aiocoll.engine.matching.outbound import OBJECT, Content, is_opaque, mark_begun, message_signature
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.signature import P2P, description
 from aiocoll.errors import CollectiveTimeoutError, SerializationError
@@ -57,7 +57,7 @@ class PostedReceive(Receive):
         """Return the call as plain data, with tag and source."""
         return {**super().describe(), "tag": self.tag, "src": self.peer}
 
-    def standing(self) -> str:
+    def describe_wait(self) -> str:
         """Return a text that describes the missing data."""
         if self.arrival is not None:
             return f"rank {self.arrival.peer} has not sent all of it"
@@ -77,7 +77,7 @@ class PostedReceive(Receive):
         self.completion.withdraw = None
         self.arrival = arrival
 
-    def put_in(self, view: memoryview) -> None:
+    def set_buffer(self, view: memoryview) -> None:
         """Set the memory that receives the message."""
         self.view = view
 
@@ -109,9 +109,9 @@ class PostedReceive(Receive):
             self.complete()
             return
         if arrival.received:
-            begun(self)
-        if arrival.withheld:
-            arrival.ask(self.comm.id)
+            mark_begun(self)
+        if arrival.is_grant_pending:
+            arrival.grant(self.comm.id)
 
     def complete(self) -> None:
         """Handle the arrival of the last byte."""
@@ -176,4 +176,4 @@ class PostedReceive(Receive):
         if arrival.complete:
             self._receives.forget(arrival)
         else:
-            arrival.ask(self.comm.id)
+            arrival.grant(self.comm.id)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiocoll.completion import Completion
 from aiocoll.engine.links.flow_control import LEAST, LINK_WINDOW
-from aiocoll.engine.matching.outbound import Content, OutboundMessage, begun
+from aiocoll.engine.matching.outbound import Content, OutboundMessage, mark_begun
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import EAGER, SEGMENT, FrameKind, Header
@@ -41,7 +41,7 @@ class Loopback:
     def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
         """Permit the sender to send the whole message. Receivers send no other control frame."""
         if (outgoing := self._messages.outgoing.get((self.peer, op))) is not None:
-            outgoing.asked()
+            outgoing.on_grant()
 
     def hold(self, header: Header) -> None:
         """Count a frame as waiting."""
@@ -51,7 +51,7 @@ class Loopback:
         """Stop counting a frame as waiting."""
         self.nbytes -= max(header[7], LEAST)
 
-    def takes(self, nbytes: int) -> bool:
+    def may_wait(self, nbytes: int) -> bool:
         """Return whether a message of `nbytes` bytes may wait here."""
         return nbytes <= EAGER_WINDOW and self.nbytes + max(nbytes, LEAST) <= LINK_WINDOW
 
@@ -69,14 +69,14 @@ class MessageToSelf(OutboundMessage):
     def enter(self) -> None:
         """Copy the message, or announce it."""
         self._sends.outgoing[self.peer, self.id] = self
-        if self._returns.loopback.takes(self._view.nbytes):
+        if self._returns.loopback.may_wait(self._view.nbytes):
             self._copy(EAGER)
         else:
             self._deliver(FrameKind.READY, EAGER, 0)
 
-    def asked(self) -> None:
+    def on_grant(self) -> None:
         """Handle a matching receive. Copying is deferred, because the receive may still be processing the match."""
-        self.put_off()
+        self.schedule_advance()
 
     def advance(self) -> None:
         """Copy as much as fits into one callback."""
@@ -85,7 +85,7 @@ class MessageToSelf(OutboundMessage):
         while not self.done:
             self._copy(0)
             if not self.done and ticks() > deadline:
-                self.put_off()
+                self.schedule_advance()
                 return
 
     def _copy(self, flags: int) -> None:
@@ -98,7 +98,7 @@ class MessageToSelf(OutboundMessage):
             self._sends.outgoing.pop((self.peer, self.id), None)
             self.succeed(self.completion.value)
         else:
-            begun(self)
+            mark_begun(self)
 
     def _deliver(self, kind: FrameKind, flags: int, nbytes: int) -> None:
         start, total = self._copied, self._view.nbytes

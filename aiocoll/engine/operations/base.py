@@ -168,11 +168,11 @@ class Operation:
     def advance(self) -> None:
         """Continue local work that was deferred to keep a callback short."""
 
-    def silence(self) -> None:
+    def suppress_reports(self) -> None:
         """Suppress warnings and reports, because another operation reports them or no rank caused the delay."""
         self.warned, self.reported = True, inf
 
-    def put_off(self) -> None:
+    def schedule_advance(self) -> None:
         """Schedule another call of `advance` for the next loop iteration."""
         if not self._put_off:
             self._put_off = True
@@ -207,13 +207,13 @@ class Operation:
         """Return whether the operation still needs `peer`, which is leaving the group."""
         raise NotImplementedError
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose data has not arrived, as far as this rank knows."""
         return []
 
     def seek(self) -> None:
         """Open links to the ranks that the operation waits for, because they may be unable to open one."""
-        for peer in self.awaited() if self.peer is None else [self.peer]:
+        for peer in self.awaited_ranks() if self.peer is None else [self.peer]:
             if peer != self.comm.rank:
                 self.comm.channels[peer].open()
 
@@ -228,7 +228,7 @@ class Operation:
         name = self.completion.key or self.completion.seq
         return self.completion.op if name is None else f"{self.completion.op} (sequence {name!r})"
 
-    def standing(self) -> str | None:
+    def describe_wait(self) -> str | None:
         """Return a text that describes the state of a message.
 
         None for a collective, whose state the stall inspector collects from all ranks.
@@ -244,7 +244,7 @@ class Operation:
         channels = self.comm.channels
         return carriers_of(channels if self.peer is None else [channels[self.peer]])
 
-    def hangs_here(self) -> bool:
+    def is_waiting_for_device(self) -> bool:
         """Return whether the operation only waits for a device of this rank."""
         return False
 

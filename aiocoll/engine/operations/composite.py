@@ -100,7 +100,7 @@ class Children:
         self.algorithm = child.algorithm()
         speaker, silent = (child, parent) if reported else (parent, child)
         speaker.warned = parent.warned
-        silent.silence()
+        silent.suppress_reports()
         self._running[child] = None
         return child
 
@@ -114,13 +114,13 @@ class Children:
         """Return the child that has run longest; None if no child is running."""
         return next(iter(self._running), None)
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose data has not arrived."""
-        return sorted({rank for child in self._running for rank in child.awaited()})
+        return sorted({rank for child in self._running for rank in child.awaited_ranks()})
 
-    def hanging(self) -> Operation | None:
+    def find_waiting_for_device(self) -> Operation | None:
         """Return a child that only waits for a device of this rank; None if there is none."""
-        return next((child for child in self._running if child.hangs_here()), None)
+        return next((child for child in self._running if child.is_waiting_for_device()), None)
 
     def __bool__(self) -> bool:
         return bool(self._running)

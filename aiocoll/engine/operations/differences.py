@@ -9,7 +9,7 @@ from typing import Any
 from aiocoll.engine.operations.manifest import AGREED, has_count_conflict, iter_differing_members, private, runs
 from aiocoll.errors import CollectiveMismatchError
 
-__all__ = ["called", "describe_differing_members", "differences", "mismatch", "opposed"]
+__all__ = ["called", "describe_differing_members", "differences", "find_mismatch", "mismatch_error"]
 
 #: Op names of the two ends of a point-to-point message, which differ without being a mismatch.
 HALVES = {"SEND", "RECV"}, {"SEND_SPARSE", "RECV_SPARSE"}
@@ -36,7 +36,7 @@ def differences(one: Description, two: Description) -> list[str]:
     return fields
 
 
-def opposed(theirs: Description, calls: Iterable[Description]) -> Description | None:
+def find_mismatch(theirs: Description, calls: Iterable[Description]) -> Description | None:
     """Return one of `calls` that does not match `theirs`; None if all match. The `calls` match each other."""
     alone = private(theirs)
     for each in calls:
@@ -48,7 +48,7 @@ def opposed(theirs: Description, calls: Iterable[Description]) -> Description | 
     return None
 
 
-def mismatch(group: str, one: Description, two: Description) -> CollectiveMismatchError:
+def mismatch_error(group: str, one: Description, two: Description) -> CollectiveMismatchError:
     """Return the error that names both calls, the lower rank first."""
     one, two = sorted((one, two), key=lambda description: description["rank"])
     fields = differences(one, two)

@@ -8,7 +8,7 @@ from typing import Any
 from aiocoll.engine.operations.base import Operation
 from aiocoll.runtime import BUDGET
 
-__all__ = ["Steps", "at_once", "carry_on"]
+__all__ = ["Steps", "carry_on", "run_to_end"]
 
 #: A generator that returns the result. Each step takes a fraction of `BUDGET`.
 Steps = Generator[None, None, Any]
@@ -25,7 +25,7 @@ def carry_on(operation: Operation, steps: Steps) -> None:
         while True:
             next(steps)
             if ticks() >= deadline:
-                operation.put_off()
+                operation.schedule_advance()
                 return
     except StopIteration as end:
         result = end.value
@@ -35,7 +35,7 @@ def carry_on(operation: Operation, steps: Steps) -> None:
     operation.succeed(result)
 
 
-def at_once(steps: Steps) -> Any:
+def run_to_end(steps: Steps) -> Any:
     """Run all of `steps`, and return their result."""
     while True:
         try:

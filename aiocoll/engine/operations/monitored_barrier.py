@@ -30,7 +30,7 @@ class MonitoredBarrier(ProgramExecutor):
         self._max_named: int | None = 1
 
     @classmethod
-    def of_all(
+    def naming_all_ranks(
         cls, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], completion: Completion
     ) -> MonitoredBarrier:
         """Create a barrier that names all missing ranks."""
@@ -40,15 +40,15 @@ class MonitoredBarrier(ProgramExecutor):
 
     def expire(self) -> None:
         """Handle the expired timeout: fail with the missing ranks."""
-        self.blame(self)
+        self.fail_with_missing_ranks(self)
 
-    def blame(self, operation: Operation) -> None:
+    def fail_with_missing_ranks(self, operation: Operation) -> None:
         """Fail with the ranks that have not entered `operation`, which is this barrier or a step before it.
 
         Rank 0 has received the reports itself. Other ranks use the list that rank 0 has sent them.
         """
         comm = self.comm
-        missing = operation.awaited() if comm.rank == 0 else comm.stalls.missing(operation)[0]
+        missing = operation.awaited_ranks() if comm.rank == 0 else comm.stalls.missing(operation)[0]
         missing = missing[: self._max_named]
         within = f"in {self.timeout * 1000:g} ms"
         if missing:

@@ -69,13 +69,13 @@ class Post(Operation):
         self._unsent = {rank: len(parcel) for rank, parcel in outgoing.items()}
         for peer, parcel in outgoing.items():
             message = Message(self, peer, 0, memoryview(parcel), len(parcel))
-            self.comm.channels[peer].kick(message)
+            self.comm.channels[peer].enqueue(message)
 
     def needs(self, peer: int) -> bool:
         """Return whether a parcel to or from `peer` is incomplete."""
         return peer in self._missing or peer in self._unsent
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose parcel has not arrived completely."""
         return sorted(self._missing)
 
@@ -206,7 +206,7 @@ class ObjectExchange(Post):
         while peer in self._missing and self._take_chunk(peer):
             moved = True
             if ticks() > deadline and peer in self._missing:
-                self.put_off()
+                self.schedule_advance()
                 break
         return moved
 

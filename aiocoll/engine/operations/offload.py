@@ -27,7 +27,7 @@ def run_in_thread(operation: Operation, task: Callable[[], T], then: Callable[[T
         try:
             result = task()
         except Exception as error:
-            comm.broke(operation, error)
+            comm.revoke_after_error(operation, error)
         else:
             then(result)
         return
@@ -37,7 +37,7 @@ def run_in_thread(operation: Operation, task: Callable[[], T], then: Callable[[T
         if operation.done or future.cancelled():
             return
         if error is not None:
-            comm.broke(operation, contain(error))
+            comm.revoke_after_error(operation, contain(error))
         else:
             then(future.result())
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from aiocoll.algorithms.program import Program, Region, Verb
+from aiocoll.algorithms.program import ActionKind, Program, Region
 from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import DType
 from aiocoll.elements.ops import Kernel, ReduceOp
@@ -117,10 +117,11 @@ class Plan:
         self.inbound = {
             action.peer << 16 | action.step: index
             for index, action in enumerate(actions)
-            if action.verb in (Verb.RECV, Verb.COMBINE)
+            if action.verb in (ActionKind.RECV, ActionKind.COMBINE)
         }
         self.sources: tuple[tuple[Region, ...], ...] = tuple(
-            action.sources or (action.region,) if action.verb is Verb.COMBINE else action.sources for action in actions
+            action.sources or (action.region,) if action.verb is ActionKind.COMBINE else action.sources
+            for action in actions
         )
         after, self.follow = self._dependencies()
         self.after = tuple(len(each) for each in after)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.algorithms.program import Region, Verb
+from aiocoll.algorithms.program import ActionKind, Region
 from aiocoll.completion import Completion
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
@@ -33,7 +33,13 @@ FOLD_FLOOR = 2048
 COPIED = 4 * SEGMENT
 
 # Plain values, since looking up an enum member takes longer than comparing it.
-_SEND, _RECV, _COMBINE, _COPY, _SCALE = Verb.SEND, Verb.RECV, Verb.COMBINE, Verb.COPY, Verb.SCALE
+_SEND, _RECV, _COMBINE, _COPY, _SCALE = (
+    ActionKind.SEND,
+    ActionKind.RECV,
+    ActionKind.COMBINE,
+    ActionKind.COPY,
+    ActionKind.SCALE,
+)
 _EMPTY = memoryview(b"")
 # Marks a complete action. The byte count cannot mark it, since a message may be empty.
 _COMPLETE = -1
@@ -160,7 +166,7 @@ class ProgramExecutor(Operation):
             action.peer == peer and not self._has_all_bytes(index) for index, action in enumerate(self._plan.program)
         )
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose data has not arrived, and those that have not accepted data that is ready for them."""
         missing = set()
         for index, action in enumerate(self._plan.program):
@@ -256,7 +262,7 @@ class ProgramExecutor(Operation):
             if action.final and kernel.finalize is not None:
                 kernel.finalize(out)
         except Exception as error:  # raised by the user's reduce function
-            self.comm.broke(self, error, "its reduce function raised ")
+            self.comm.revoke_after_error(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
 
@@ -295,7 +301,7 @@ class ProgramExecutor(Operation):
                 self._messages = {}
             self._messages[index] = message
         if limit or not total:
-            channel.kick(message)
+            channel.enqueue(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
         """Handle the sending of `nbytes` more bytes of `message`."""
@@ -331,7 +337,7 @@ class ProgramExecutor(Operation):
         elif self._messages is not None and (message := self._messages.get(index)) is not None:
             message.limit = min([self._moved[i] for i in plan.follow[index]])
             if message.limit > message.moved:
-                self.comm.channels[plan.program[index].peer].kick(message)
+                self.comm.channels[plan.program[index].peer].enqueue(message)
 
     # -- local work
 
@@ -348,7 +354,7 @@ class ProgramExecutor(Operation):
             if self._run_chunk(index):
                 local.appendleft(index)
             if local and ticks() > deadline:
-                self.put_off()
+                self.schedule_advance()
                 break
         self._working = False
 
@@ -377,7 +383,7 @@ class ProgramExecutor(Operation):
         self._progress(index, nbytes)
         return moved + nbytes < limit
 
-    def _compute(self, verb: Verb, inputs: list[Array], place: Array) -> None:
+    def _compute(self, verb: ActionKind, inputs: list[Array], place: Array) -> None:
         kernel = self._plan.kernel
         if verb is _COPY:
             place[:] = inputs[0]
@@ -390,7 +396,7 @@ class ProgramExecutor(Operation):
             else:
                 kernel.fold(inputs, place)
         except Exception as error:  # raised by the user's reduce function
-            self.comm.broke(self, error, "its reduce function raised ")
+            self.comm.revoke_after_error(self, error, "its reduce function raised ")
 
     # -- memory
 

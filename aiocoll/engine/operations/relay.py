@@ -104,7 +104,7 @@ class Relay(NamedTuple):
     def of(cls, kind: str, sizes: tuple[Any, ...], rank: int, size: int, root: int, chunk: int) -> Relay:
         """Return the relay of an allreduce or of a collective in `ROUND` or `BETWEEN_TWO`; arguments as for `build`."""
         if kind == "allreduce":
-            return cls._around(sizes[0], rank, size, chunk)
+            return cls._ring(sizes[0], rank, size, chunk)
         if kind == "allgather":
             return cls._gather(sizes[0], rank, size, chunk)
         if kind == "broadcast":
@@ -134,7 +134,7 @@ class Relay(NamedTuple):
         return cls(chunk, _steps(put), _steps(take), _steps(source), copy if copy and copy[0].count else None)
 
     @classmethod
-    def _around(cls, count: int, rank: int, size: int, chunk: int) -> Relay:
+    def _ring(cls, count: int, rank: int, size: int, chunk: int) -> Relay:
         """Return the relay of `aiocoll.algorithms.flat.ring`: each part goes round to be reduced, then to be copied."""
         parts = [Region(0, count * part // size, count * (part + 1) // size) for part in range(size)]
         puts = tuple(parts[(rank - step - 1) % size] for step in range(2 * (size - 1)))

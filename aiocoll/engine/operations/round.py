@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from aiocoll.algorithms.program import Action, Program, Region, Verb
+from aiocoll.algorithms.program import Action, ActionKind, Program, Region
 from aiocoll.algorithms.select import Lanes
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 
@@ -93,13 +93,13 @@ class Round(NamedTuple):
         fold: Action | None = None
         for action in program.actions:
             waits = bool(action.after or action.follow)
-            if action.verb is Verb.SEND:
+            if action.verb is ActionKind.SEND:
                 (last if waits else first).append(action)
-            elif action.verb is Verb.RECV and not action.step and not last:
+            elif action.verb is ActionKind.RECV and not action.step and not last:
                 received.append(action)
-            elif action.verb is Verb.FOLD and fold is None:
+            elif action.verb is ActionKind.FOLD and fold is None:
                 fold = action
-            elif action.verb is Verb.COPY and not waits:
+            elif action.verb is ActionKind.COPY and not waits:
                 if action.region.count:
                     copies.append((_buffer_of(action.region), _buffer_of(action.sources[0])))
             else:

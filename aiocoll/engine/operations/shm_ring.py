@@ -209,7 +209,7 @@ class ShmRing(Operation):
                 return moved
             moved = True
             if ticks() > deadline:
-                self.put_off()
+                self.schedule_advance()
                 break
         return moved
 
@@ -268,7 +268,7 @@ class ShmRing(Operation):
         message.limit = min((chunk + 1) * self._nbytes, message.total)
         if message.limit < message.total:
             self._messages[step] = message
-        self.comm.channels[self._right].kick(message)
+        self.comm.channels[self._right].enqueue(message)
 
     def _put_in_queue(self, link: SharedMemoryLink, region: Region, chunk: int) -> bool:
         queue, itemsize = link.chunks, self._plan.itemsize
@@ -334,7 +334,7 @@ class ShmRing(Operation):
             if step == len(sources) - 1 and kernel.finalize is not None:
                 kernel.finalize(out)
         except Exception as error:  # raised by a user's function
-            self.comm.broke(self, error, "its reduce function raised ")
+            self.comm.revoke_after_error(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
 
@@ -402,7 +402,7 @@ class ShmRing(Operation):
             return True
         return peer == self._right and (self._put < len(self._puts) or bool(self._unsent) or not self._is_read())
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the left neighbour until its data has arrived, then the right one until it has read all data."""
         if self._taken < len(self._takes):
             return [self._left]
@@ -413,7 +413,7 @@ class ShmRing(Operation):
         if not self.done:
             self._leave_queue(failed=True)
             if self._pointed and (link := self.comm.channels[self._right].shared) is not None:
-                link.chunks.void(self.id, self.comm.id)
+                link.chunks.invalidate(self.id, self.comm.id)
             self._end()
         super().fail(error)
 

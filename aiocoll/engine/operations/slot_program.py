@@ -107,7 +107,7 @@ class SlotProgram(Operation):
         self._unsent = {peer for peer, _ in left}
         for peer, array in left:
             view = byte_view(array)
-            self.comm.channels[peer].kick(Message(self, peer, 0, view, view.nbytes))
+            self.comm.channels[peer].enqueue(Message(self, peer, 0, view, view.nbytes))
 
     def look(self) -> bool:
         """Look for missing contributions, and fold when none is missing. Return whether the operation has ended."""
@@ -167,7 +167,7 @@ class SlotProgram(Operation):
             try:
                 kernel.fold(inputs, arrays[step.fold])
             except Exception as error:  # raised by the user's reduce function
-                self.comm.broke(self, error, "its reduce function raised ")
+                self.comm.revoke_after_error(self, error, "its reduce function raised ")
                 return False
         self.comm.slots.free(self._seen)
         return True
@@ -211,9 +211,9 @@ class SlotProgram(Operation):
         Messages that `peer` has posted stay readable after it has left.
         """
         self.look()
-        return not self.done and (peer in self._unsent or peer in self.awaited())
+        return not self.done and (peer in self._unsent or peer in self.awaited_ranks())
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose contributions have not arrived."""
         slots, identity, fingerprint = self.comm.slots, self.id, self.fingerprint
         return sorted(

@@ -4,7 +4,7 @@ Each step can use the results of earlier steps::
 
     def steps() -> StepGenerator[list[Any]]:
         counts = yield from exchange(len(source))
-        blocks = yield from in_thread(lambda: allocate(counts))
+        blocks = yield from calculate_in_thread(lambda: allocate(counts))
         yield from collective("gather", plan_of(counts), [*blocks, source])
         return blocks
 
@@ -30,12 +30,12 @@ from aiocoll.engine.operations.program_executor import ProgramExecutor
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["Step", "StepGenerator", "Stepped", "collective", "exchange", "in_thread"]
+__all__ = ["Step", "StepGenerator", "SteppedOperation", "calculate_in_thread", "collective", "exchange"]
 
 T = TypeVar("T")
 
 #: Starts a step of an operation, which continues with the result of the step.
-Step = Callable[["Stepped"], None]
+Step = Callable[["SteppedOperation"], None]
 #: Yields steps, receives their results, and returns the result of the call.
 StepGenerator = Generator[Step, Any, T]
 
@@ -54,13 +54,13 @@ def collective(name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> Step
     yield lambda operation: operation._carry_out(name, plan, arrays)
 
 
-def in_thread(task: Callable[[], T]) -> StepGenerator[T]:
+def calculate_in_thread(task: Callable[[], T]) -> StepGenerator[T]:
     """Run a calculation in a thread, and return its result. The event loop must not use its data meanwhile."""
     result: T = yield lambda operation: run_in_thread(operation, task, operation._go_on)
     return result
 
 
-class Stepped(ProgramExecutor):
+class SteppedOperation(ProgramExecutor):
     """The part of one rank in a stepped call. It carries out the exchange itself, and other collectives as children.
 
     Args:
@@ -85,9 +85,9 @@ class Stepped(ProgramExecutor):
         """Start the first step. The numbers of other ranks are accepted at any time."""
         self._go_on(None)
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose data has not arrived."""
-        return self._children.awaited() if self._children else super().awaited()
+        return self._children.awaited_ranks() if self._children else super().awaited_ranks()
 
     def expire(self) -> None:
         """Handle the expired timeout. The running step knows the ranks that have not entered it."""
@@ -110,7 +110,7 @@ class Stepped(ProgramExecutor):
         except StopIteration as end:
             self.succeed(end.value)
         except Exception as error:
-            self.comm.broke(self, error)
+            self.comm.revoke_after_error(self, error)
 
     def _exchange(self, number: int) -> None:
         self._mine[0] = number

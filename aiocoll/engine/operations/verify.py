@@ -23,10 +23,10 @@ from aiocoll.errors import CollectiveMismatchError, GroupError
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["Compared", "WrongCall"]
+__all__ = ["RejectedCall", "VerifiedOperation"]
 
 
-class Compared(Post):
+class VerifiedOperation(Post):
     """The part of one rank in one collective that is verified first.
 
     Args:
@@ -62,7 +62,7 @@ class Compared(Post):
 
     def enter(self) -> None:
         """Send the description of this rank's call."""
-        mine = self._says()
+        mine = self._encode_call()
         if self.comm.rank == 0:
             self._incoming[0] = memoryview(mine)
         else:
@@ -78,9 +78,9 @@ class Compared(Post):
         """Return the algorithm of the actual operation; None before it has started."""
         return None if self._children is None else self._children.algorithm
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose data has not arrived."""
-        return self._children.awaited() if self._children else super().awaited()
+        return self._children.awaited_ranks() if self._children else super().awaited_ranks()
 
     def expire(self) -> None:
         """Handle the expired timeout. A monitored barrier reports the missing ranks with its own error text."""
@@ -88,7 +88,7 @@ class Compared(Post):
         if proper is None and self._make is not None and self.signature.op == MonitoredBarrier.OP:
             proper = self._make(self.id, self.completion)
         if isinstance(proper, MonitoredBarrier):
-            proper.blame(self)
+            proper.fail_with_missing_ranks(self)
         else:
             super().expire()
 
@@ -98,7 +98,7 @@ class Compared(Post):
         if self._children is not None:
             self._children.fail(error)
 
-    def _says(self) -> bytes:
+    def _encode_call(self) -> bytes:
         """Return the encoded call to send to rank 0."""
         return packed(self.describe(), None)
 
@@ -165,26 +165,26 @@ class Compared(Post):
         self.ended(None, error)
 
 
-class WrongCall(Compared):
+class RejectedCall(VerifiedOperation):
     """A call that this rank cannot carry out. All other ranks receive the reason.
 
     Args:
-        wrong: the error that describes the problem.
+        reason: the error that describes the problem.
     """
 
-    __slots__ = ("_wrong",)
+    __slots__ = ("_reason",)
 
     def __init__(
-        self, comm: Communicator, identity: int, signature: Signature, wrong: ValueError, completion: Completion
+        self, comm: Communicator, identity: int, signature: Signature, reason: ValueError, completion: Completion
     ) -> None:
         super().__init__(comm, identity, signature, None, completion)
-        self._wrong = wrong
+        self._reason = reason
 
     def ended(self, result: Any, error: BaseException | None) -> None:
         """Finish with the verdict, which all ranks have received."""
         if error is not None:
-            error.__cause__ = self._wrong
+            error.__cause__ = self._reason
         super().ended(result, error)
 
-    def _says(self) -> bytes:
-        return packed(self.describe(), str(self._wrong))
+    def _encode_call(self) -> bytes:
+        return packed(self.describe(), str(self._reason))

@@ -27,7 +27,7 @@ from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference
 from aiocoll.engine.operations.signature import KEYED, Signature
-from aiocoll.engine.operations.verify import Compared
+from aiocoll.engine.operations.verify import VerifiedOperation
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import LIBRARY, DeviceError
 from aiocoll.gpu.calls.call_order import CallOrder
@@ -78,12 +78,12 @@ class DeviceCall(PlannedCall):
         """Make the operation."""
         return Agreed(identity, self, completion)
 
-    def way(self) -> int:
+    def choose_method(self) -> int:
         """Return how the call is carried out, as far as the backend is decided."""
-        return self.kind.way(self.plan, self.state.decision)
+        return self.kind.choose_method(self.plan, self.state.decision)
 
 
-class Agreed(Compared):
+class Agreed(VerifiedOperation):
     """A collective on CUDA arrays, seen by one rank.
 
     Args:
@@ -137,7 +137,7 @@ class Agreed(Compared):
         try:
             self._marks = self._device_state.mark(self._arrays, is_checked=self._is_checked)
         except (DeviceError, RuntimeError) as error:  # the latter if a stream capture has begun within a block
-            self._device_state.broken(error, self)
+            self._device_state.fail_group(error, self)
         else:
             self._device_state.enter(self)
         self._is_checked = False  # the thread's current device may change later
@@ -152,11 +152,11 @@ class Agreed(Compared):
 
     def is_native(self) -> bool:
         """Return whether NCCL carries out the call."""
-        return self._way() != STAGED
+        return self._method() != STAGED
 
     def is_numbered(self) -> bool:
         """Return whether the call must be compared before it starts, in any group."""
-        return self._kind.is_private or self._way() == STAGED
+        return self._kind.is_private or self._method() == STAGED
 
     # -- in the order of the program
 
@@ -167,13 +167,13 @@ class Agreed(Compared):
             self._order, self._position = order, order.program.called + 1
         seq = self.completion.seq
         assert seq is not None
-        order.program.add(self, self.terms(), seq, is_numbered=not ahead)
+        order.program.add(self, self.hash_terms(), seq, is_numbered=not ahead)
 
-    def terms(self) -> bytes:
+    def hash_terms(self) -> bytes:
         """Return a hash of the terms that must be equal on all ranks."""
-        return self._kind.terms(self.completion.shape)
+        return self._kind.hash_terms(self.completion.shape)
 
-    def confirmed(self) -> None:
+    def on_confirmed(self) -> None:
         """Record that all ranks have made the call, and end it if it waited for that."""
         self._is_confirmed = True
         if self._result is not None and not self.done:
@@ -194,7 +194,7 @@ class Agreed(Compared):
 
     # -- compared by rank 0
 
-    def _says(self) -> bytes:
+    def _encode_call(self) -> bytes:
         """Encode the description of this rank's call."""
         completion = self.completion
         # A member of a block sends its own signature, not that of the block.
@@ -247,38 +247,38 @@ class Agreed(Compared):
     def begin(self, staged: bool) -> None:
         """Start the call, through the host if `staged`; all earlier calls have started."""
         kind = self._kind
-        way = STAGED if staged else self._way()
+        method = STAGED if staged else self._method()
         if kind.is_empty:
             self.ended(self.completion.value, None)
-        elif way == STAGED:
+        elif method == STAGED:
             self._stage()
         else:
             self._launch([Native(kind.enqueue, self._arrays)])
 
-    def give_up(self, error: Exception) -> None:
+    def fail_on_all_ranks(self, error: Exception) -> None:
         """Fail the call on all ranks; the group stays usable."""
         self.refused()
         self.ended(None, error)
 
-    def hangs_here(self) -> bool:
+    def is_waiting_for_device(self) -> bool:
         """Return whether the call waits only for the device: all ranks have made it."""
         return self._is_on_device and (self._order is None or self._is_confirmed)
 
     def expire(self) -> None:
         """Handle the expired timeout."""
-        if self.hangs_here():
-            self._device_state.hung(self, "all ranks have made this call, but ")
+        if self.is_waiting_for_device():
+            self._device_state.fail_hung_device(self, "all ranks have made this call, but ")
         else:
             super().expire()
 
     def succeed(self, result: Any) -> None:
         """End successfully."""
-        self._leave()
+        self._release()
         super().succeed(result)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        self._leave()
+        self._release()
         super().fail(error)
 
     def _launch(self, calls: Sequence[Native], others: Sequence[int] = ()) -> None:
@@ -301,37 +301,39 @@ class Agreed(Compared):
         """Copy the inputs to the host."""
         state = self._device_state
         self._staged = Staged(state.device, state.stream, self._arrays, self._plan.storage)
-        self._mark_enqueued(self._staged.copy_in(self._marks, self._ends()[0], self._copied))
+        self._mark_enqueued(self._staged.copy_in(self._marks, self._input_output_positions()[0], self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
         """Run the plan on the host, where the inputs are now."""
-        if self._continues(error):
+        if self._finish_device_work(error):
             assert self._staged is not None
             arrays, plan, comm = self._staged.arrays, self._plan, self.comm
 
             def make(identity: int, completion: Completion) -> Operation:
                 return plan.executor(comm, identity, plan, arrays, completion)
 
-            self._start_child(str(self.id), make, self._carried_out)
+            self._start_child(str(self.id), make, self._copy_outputs)
 
-    def _carried_out(self, _: Any, error: BaseException | None) -> None:
+    def _copy_outputs(self, _: Any, error: BaseException | None) -> None:
         """Copy the outputs of the host collective back to the device."""
         if error is not None:
             self.ended(None, error)
             return
         assert self._staged is not None
         self._is_on_device = True
-        self._staged.copy_out((), self._ends()[1], partial(self._mark_enqueued, last=True), self._ended)
+        self._staged.copy_out(
+            (), self._input_output_positions()[1], partial(self._mark_enqueued, last=True), self._ended
+        )
 
     def _ended(self, error: DeviceError | None) -> None:
         """Handle the end of the last work on the device."""
-        if self._continues(error):
+        if self._finish_device_work(error):
             self.ended(self.completion.value, None)
 
-    def _continues(self, error: DeviceError | None) -> bool:
+    def _finish_device_work(self, error: DeviceError | None) -> bool:
         """Record that the device has finished; return whether the operation continues."""
         self._is_on_device = False
-        return self._device_state.continues(self, error, self._leave)
+        return self._device_state.continues(self, error, self._release)
 
     def _mark_enqueued(self, launched: Launched, last: bool = False) -> None:
         """Record that work of the call is enqueued on the device; `last` work has no successor."""
@@ -339,20 +341,20 @@ class Agreed(Compared):
         if last:
             self._enqueued.put(launched)
 
-    def _way(self) -> int:
+    def _method(self) -> int:
         """Return how the call is carried out."""
-        return self._kind.way(self._plan, self._device_state.decision)
+        return self._kind.choose_method(self._plan, self._device_state.decision)
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         """Release the resources of this call, once the device has finished."""
         self._enqueued.over()
         self._device_state.unmark(self._marks)
         self._marks = ()
         if not self._is_on_device and self._staged is not None:
-            self._staged.give_back()
+            self._staged.release_memory()
             self._staged = None
 
-    def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _input_output_positions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the positions of the inputs and of the outputs among the arrays."""
         signature = self._plan.signature
         place = (self.comm.rank, len(self.comm.ranks), signature.root)

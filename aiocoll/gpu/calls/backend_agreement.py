@@ -28,7 +28,7 @@ from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.calls.cards import Card, Decision, card, decide, read_card, read_decision
 from aiocoll.gpu.calls.communicator import connect_at_once
 from aiocoll.gpu.device import Device
-from aiocoll.gpu.provider import why_no_nccl
+from aiocoll.gpu.provider import missing_nccl_reason
 from aiocoll.gpu.turns import Turn
 
 __all__ = ["BackendAgreement"]
@@ -63,7 +63,7 @@ class BackendAgreement:
         self._nccl = nccl
         self._number = number
         self._follow = follow
-        self._card = card(device.cuda, nccl, device.ordinal, why_no_nccl() or "", ahead)
+        self._card = card(device.cuda, nccl, device.ordinal, missing_nccl_reason() or "", ahead)
         self._turn: Turn | None = None
         #: Done once the decision is made, or will never be; None before this rank has reported its turn.
         self._settled: asyncio.Future[None] | None = None
@@ -95,7 +95,7 @@ class BackendAgreement:
                 self._decide()
         elif "turn" in message:
             if not self._is_decided:
-                self._turn = self._device.turns.take(self._begun)
+                self._turn = self._device.turns.take(self._on_turn)
         elif "ready" in message:
             if not self._is_decided and peer == self._asked:
                 self._is_ready(bool(message["shares"]))
@@ -122,14 +122,14 @@ class BackendAgreement:
         with contextlib.suppress(DeviceError):
             self._nccl.init(len(self._comm.ranks), unique_id, self._comm.rank).abort()
 
-    def departed(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Handle a rank that closed the group, perhaps before the decision."""
         if self._is_decided:
             return
         if rank == 0:
             self.end()
         elif self._decision is not None:
-            self._conclude(_without(rank))
+            self._conclude(_decide_without(rank))
 
     async def settle(self) -> None:
         """Wait for the decision, if other ranks depend on this rank."""
@@ -147,7 +147,7 @@ class BackendAgreement:
         self._settle()
         self.end_turn()
 
-    def _begun(self) -> None:
+    def _on_turn(self) -> None:
         """Report to rank 0 that this rank has its turn."""
         self._settled = asyncio.get_running_loop().create_future()
         self._send(0, {"ready": True, "shares": self._device.order.is_used})
@@ -162,7 +162,7 @@ class BackendAgreement:
         if rank == comm.rank:
             self.handle(rank, message)
         else:
-            comm.endpoint.control.tell(comm.ranks[rank], {"t": DEVICE, "g": comm.id, **message})
+            comm.endpoint.control.send(comm.ranks[rank], {"t": DEVICE, "g": comm.id, **message})
 
     # -- as rank 0
 
@@ -170,7 +170,7 @@ class BackendAgreement:
         """Decide, from the cards of all ranks."""
         self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._comm.hosts)
         if self._decision.native and self._comm.left:
-            self._conclude(_without(min(self._comm.left)))
+            self._conclude(_decide_without(min(self._comm.left)))
         elif self._decision.native:
             assert self._nccl is not None
             self._turns = sorted(self._cards, key=self._place, reverse=True)
@@ -191,15 +191,15 @@ class BackendAgreement:
             self._conclude(Decision(False, f"rank 0: {error}"))
         else:
             self._decision = self._decision._replace(unique_id=named.result())
-            self._go_on()
+            self._request_next_turn()
 
     def _is_ready(self, crowded: bool) -> None:
         """Record that a rank has its turn, and whether other groups use its device."""
         assert self._decision is not None
         self._decision = self._decision._replace(shared=self._decision.shared or crowded)
-        self._go_on()
+        self._request_next_turn()
 
-    def _go_on(self) -> None:
+    def _request_next_turn(self) -> None:
         """Request the next turn; if each rank has its turn, let the ranks create the communicator."""
         assert self._decision is not None
         if self._turns:
@@ -213,5 +213,5 @@ class BackendAgreement:
             self._send(rank, {"number": number, "decision": decision})
 
 
-def _without(rank: int) -> Decision:
+def _decide_without(rank: int) -> Decision:
     return Decision(False, f"rank {rank} has left")

@@ -12,7 +12,7 @@ import msgpack
 
 from aiocoll.completion import Completion
 from aiocoll.gpu.calls.agreed import Agreed, DeviceCall
-from aiocoll.gpu.calls.kinds import described, hashed
+from aiocoll.gpu.calls.kinds import described, hash_data
 from aiocoll.gpu.calls.native import STAGED, Native
 from aiocoll.group.prepared_call import PlannedCall
 
@@ -50,15 +50,15 @@ class BatchedCalls(Agreed):
 
     def is_native(self) -> bool:
         """Return whether NCCL carries out any of the calls."""
-        return any(member.way() != STAGED for member in self._members)
+        return any(member.choose_method() != STAGED for member in self._members)
 
     def is_numbered(self) -> bool:
         """Return whether the calls must be compared before they start, in any group."""
-        return self.is_private() or any(member.way() == STAGED for member in self._members)
+        return self.is_private() or any(member.choose_method() == STAGED for member in self._members)
 
-    def terms(self) -> bytes:
+    def hash_terms(self) -> bytes:
         """Return a hash of the terms that must be equal on all ranks."""
-        return hashed([member.plan.signature[:5] for member in self._members])
+        return hash_data([member.plan.signature[:5] for member in self._members])
 
     def begin(self, staged: bool) -> None:
         """Launch the calls that NCCL can carry out, and stage the others."""
@@ -67,8 +67,8 @@ class BatchedCalls(Agreed):
             kind, arrays = member.kind, member.arrays
             if kind.is_empty:
                 continue
-            way = STAGED if staged else member.way()
-            if way == STAGED:
+            method = STAGED if staged else member.choose_method()
+            if method == STAGED:
                 others.append(member)
             else:
                 native.append(Native(kind.enqueue, arrays))
@@ -88,12 +88,14 @@ class BatchedCalls(Agreed):
         elif not self._left:
             super().ended(self.completion.value, None)
 
-    def hangs_here(self) -> bool:
+    def is_waiting_for_device(self) -> bool:
         """Return whether the operation waits only for the device: all ranks have made it."""
         children = self._children
-        return super().hangs_here() or (children is not None and children.hanging() is not None)
+        return super().is_waiting_for_device() or (
+            children is not None and children.find_waiting_for_device() is not None
+        )
 
-    def _says(self) -> bytes:
+    def _encode_call(self) -> bytes:
         """Encode the description of this rank's calls."""
         completion = self.completion
         encoded: bytes = msgpack.packb((described(self.signature, ()), completion.seq, completion.key))
@@ -101,7 +103,7 @@ class BatchedCalls(Agreed):
 
     def _ended(self, error: Any) -> None:
         """Handle the end of the NCCL calls."""
-        if self._continues(error):
+        if self._finish_device_work(error):
             self.ended(None, None)
 
     def _begin_part(self, number: int, member: DeviceCall) -> None:

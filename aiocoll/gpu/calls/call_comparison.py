@@ -46,9 +46,9 @@ class CallComparison:
         if position <= (reports[-1][0] if reports else self._equal[rank]):
             raise ValueError(f"rank {rank} has been at position {position} before")
         reports.append((position, found))
-        self.go_on()
+        self.compare_reports()
 
-    def go_on(self) -> None:
+    def compare_reports(self) -> None:
         """Compare the reports up to rank 0's own position, and confirm the position that is equal on all ranks."""
         order = self._order
         for rank, reports in self._reports.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.messages import DEVICE
-from aiocoll.engine.operations.differences import mismatch
+from aiocoll.engine.operations.differences import mismatch_error
 from aiocoll.errors import CollectiveMismatchError
 from aiocoll.gpu.calls.call_comparison import CallComparison
 from aiocoll.gpu.calls.pacing import Pacing
@@ -60,20 +60,20 @@ class CallOrder:
 
     def place(self, begin: Callable[[bool], None]) -> None:
         """Give a numbered operation its place among all calls, as rank 0; see `Pacing.place`."""
-        self._as_rank_0().pacing.place(begin)
+        self._require_comparison().pacing.place(begin)
 
-    def share(self, tell: Callable[[], None]) -> None:
+    def share(self, on_shared: Callable[[], None]) -> None:
         """Stop all ranks from launching ahead, as rank 0; see `Pacing.share`."""
-        self._as_rank_0().pacing.share(tell)
+        self._require_comparison().pacing.share(on_shared)
 
     def needs(self, peer: int, position: int) -> bool:
         """Return whether an unconfirmed call needs the leaving rank `peer`."""
         return peer == 0 if self._comparison is None else not self._comparison.has_called(peer, position)
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Handle a rank that closed the group."""
         if self._comparison is not None:
-            self._comparison.pacing.departed()
+            self._comparison.pacing.on_departure()
 
     def end(self) -> None:
         """Forget all calls; the group has ended."""
@@ -96,25 +96,25 @@ class CallOrder:
         """
         if "called" in message:
             self._check_seq(peer, index(message["called"]), index(message["seq"]))
-            self._as_rank_0().reported(peer, index(message["called"]), index(message["hash"]))
+            self._require_comparison().reported(peer, index(message["called"]), index(message["hash"]))
         elif "halted" in message:
-            self._as_rank_0().pacing.halted(peer, index(message["halted"]))
+            self._require_comparison().pacing.on_halt(peer, index(message["halted"]))
         elif "differs" in message:
-            self._as_rank_0()
+            self._require_comparison()
             self._mismatch(index(message["position"]), {**message["differs"], "rank": peer})
         elif peer:
             raise ValueError("only rank 0 may send this message")
         elif "confirmed" in message:
             self.program.confirm(index(message["confirmed"]))
         elif "pace" in message:
-            self._obey(message["number"], message["pace"], index(message["through"]), index(message["upto"]))
+            self._follow_pace(message["number"], message["pace"], index(message["through"]), index(message["upto"]))
         else:
             self._find(index(message["position"]), message["compare"])
 
     def _send(self, rank: int, message: dict[str, Any]) -> None:
         self._comm.channels[rank].send_control({"t": DEVICE, "g": self._comm.id, **message})
 
-    def _as_rank_0(self) -> CallComparison:
+    def _require_comparison(self) -> CallComparison:
         if self._comparison is None:
             raise ValueError("only rank 0 may receive this message")
         return self._comparison
@@ -125,9 +125,9 @@ class CallOrder:
         if self._comparison is None:
             self._send(0, {"called": position, "hash": found, "seq": seq})
         else:
-            self._comparison.go_on()
+            self._comparison.compare_reports()
 
-    def _obey(self, number: int, pace: str, through: int, confirmed: int) -> None:
+    def _follow_pace(self, number: int, pace: str, through: int, confirmed: int) -> None:
         """Follow a pace message from rank 0 when its number is due."""
 
         def obey(staged: bool) -> None:
@@ -135,24 +135,24 @@ class CallOrder:
             program.is_staged = staged
             if pace == "halt":
                 program.through = program.started
-                self._halted(program.started)
+                self._report_halt(program.started)
             else:
                 program.through = None if pace == "ahead" else through
             program.confirm(confirmed)
 
         self._hold(number, obey, pace == "placed")
 
-    def _halted(self, position: int) -> None:
+    def _report_halt(self, position: int) -> None:
         if self._comparison is None:
             self._send(0, {"halted": position})
         else:
-            self._comparison.pacing.halted(0, position)
+            self._comparison.pacing.on_halt(0, position)
 
     def _find(self, start: int, theirs: Sequence[int]) -> None:
         """Report to rank 0 the first call whose hash differs on this rank."""
         mine = self.program.hashes(start, start + len(theirs) - 1)
         offset = next(at for at, (one, two) in enumerate(zip(mine, theirs, strict=True)) if one != two)
-        self._send(0, {"differs": self.program.at(start + offset).describe(), "position": start + offset})
+        self._send(0, {"differs": self.program.call_at(start + offset).describe(), "position": start + offset})
 
     # -- as rank 0
 
@@ -165,7 +165,7 @@ class CallOrder:
         numbers = self._number(pace == "placed")
         for rank in self._comm.others:
             self._send(rank, {"number": numbers[rank], "pace": pace, "through": through, "upto": confirmed})
-        self._obey(numbers[0], pace, through, confirmed)
+        self._follow_pace(numbers[0], pace, through, confirmed)
 
     def _compare(self, rank: int, start: int, hashes: Sequence[int]) -> None:
         self._send(rank, {"compare": list(hashes), "position": start})
@@ -181,8 +181,8 @@ class CallOrder:
     def _mismatch(self, position: int, theirs: dict[str, Any]) -> None:
         """Fail the group: two ranks called different operations at one position."""
         comm = self._comm
-        mine = self.program.at(position).describe()
-        found = mismatch(comm.name, {**mine, "debug": None}, {**theirs, "debug": None})
+        mine = self.program.call_at(position).describe()
+        found = mismatch_error(comm.name, {**mine, "debug": None}, {**theirs, "debug": None})
         comm.revoke(
             CollectiveMismatchError(
                 f"{found}. Arrays on CUDA devices of these calls and of all later ones are undefined: they may have "

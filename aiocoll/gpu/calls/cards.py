@@ -53,7 +53,7 @@ class Decision(NamedTuple):
     shared: bool = False
 
     @property
-    def way(self) -> str:
+    def description(self) -> str:
         """Text that describes how calls are carried out."""
         return "are refused" if self.refused else "go by NCCL" if self.native else "go through the host"
 
@@ -103,7 +103,7 @@ def read_card(given: Any) -> Card:
     Raises:
         TypeError, KeyError: `given` is not a card.
     """
-    return {name: _checked(given[name], kind) for name, kind in _KINDS.items()}
+    return {name: _check_type(given[name], kind) for name, kind in _KINDS.items()}
 
 
 def read_decision(given: Any) -> Decision:
@@ -113,13 +113,13 @@ def read_decision(given: Any) -> Decision:
         TypeError, ValueError: `given` is not a decision.
     """
     native, why, unique_id, *rest = given
-    refused, float8, ahead, shared = (_checked(each, bool) for each in rest)
+    refused, float8, ahead, shared = (_check_type(each, bool) for each in rest)
     return Decision(
-        _checked(native, bool), _checked(why, str), _checked(unique_id, bytes), refused, float8, ahead, shared
+        _check_type(native, bool), _check_type(why, str), _check_type(unique_id, bytes), refused, float8, ahead, shared
     )
 
 
-def _checked(given: Any, kind: type[T]) -> T:
+def _check_type(given: Any, kind: type[T]) -> T:
     if not isinstance(given, kind):
         raise TypeError(f"{given!r} is not of type {kind.__name__}")
     return given
@@ -135,7 +135,8 @@ def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
     if setting := [rank for rank, each in enumerate(cards) if each["unfinished"]]:
         return Decision(
             False,
-            f"{_have(setting)} {_BLOCKING}=0, with which NCCL's calls return unfinished: unset it and make a new group",
+            f"{_ranks_have(setting)} {_BLOCKING}=0, with which NCCL's calls return unfinished: unset it and make "
+            "a new group",
             refused=True,
         )
     for rank, each in enumerate(cards):
@@ -158,7 +159,7 @@ def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
     )
 
 
-def _have(ranks: Sequence[int]) -> str:
+def _ranks_have(ranks: Sequence[int]) -> str:
     """Return a text that names ranks, followed by "has" or "have"; of many ranks only the first few."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"

@@ -105,7 +105,7 @@ class DeviceCommunicator:
             if self._over:
                 self._give_up()
 
-        device.run(init).add_done_callback(self._begun)
+        device.run(init).add_done_callback(self._on_created)
 
     def launch(
         self,
@@ -131,7 +131,7 @@ class DeviceCommunicator:
         at_once, loop = kind in self._connected, self.comm.endpoint.loop
 
         def call() -> None:
-            self._device.after(marks, *others, self.stream)
+            self._device.make_streams_wait(marks, *others, self.stream)
             with self._calling:
                 tools = self._tools
                 if tools is None or self._over:
@@ -155,7 +155,7 @@ class DeviceCommunicator:
         else:
             self._unlaunched.append(launched)
             if len(self._unlaunched) == 1:
-                self.comm.call_later(GIVE_WAY[0], self._give_way, launched, GIVE_WAY[0])
+                self.comm.call_later(GIVE_WAY[0], self._yield_to_launcher, launched, GIVE_WAY[0])
         return launched
 
     def look(self) -> bool:
@@ -172,7 +172,7 @@ class DeviceCommunicator:
             self.comm.polling.lookers.pop(self, None)
         return bool(found)
 
-    def _give_way(self, first: Launched, waited: float) -> None:
+    def _yield_to_launcher(self, first: Launched, waited: float) -> None:
         """Yield the GIL to the launcher, if it has a call and has launched none for a while.
 
         Args:
@@ -190,8 +190,8 @@ class DeviceCommunicator:
         else:
             waited = min(2 * waited, latest)
             if self._device.is_launching:
-                self.comm.runtime.give_way()
-        self.comm.call_later(waited, self._give_way, waiting[0], waited)
+                self.comm.runtime.yield_gil()
+        self.comm.call_later(waited, self._yield_to_launcher, waiting[0], waited)
 
     # -- while something is in flight
 
@@ -218,7 +218,7 @@ class DeviceCommunicator:
         elif (text := asked.result()) is not None:
             self._broken(DeviceError("NCCL", text))
 
-    def _begun(self, begun: asyncio.Future[None]) -> None:
+    def _on_created(self, begun: asyncio.Future[None]) -> None:
         self._made()
         error = None if begun.cancelled() else begun.exception()
         if error is not None and not self._over:
@@ -255,9 +255,9 @@ class DeviceCommunicator:
     async def _wait_for_peers(self) -> bool:
         """Wait until all ranks are ready to destroy the communicator; return whether they are."""
         comm = self.comm
-        completion = Completion(comm.endpoint, _Parting.OP, None, None, None)
+        completion = Completion(comm.endpoint, _ShutdownExchange.OP, None, None, None)
         completion.expect((), min(PARTING, comm.timeout), None)
-        comm.enter(_Parting(comm, completion))
+        comm.enter(_ShutdownExchange(comm, completion))
         await completion.wait_end()
         return completion.exception is None
 
@@ -268,19 +268,19 @@ class DeviceCommunicator:
             self._timer.cancel()
             self._timer = None
 
-    def _taken(self) -> NcclCommunicator | None:
+    def _take_communicator(self) -> NcclCommunicator | None:
         """Wait until no thread is inside an NCCL call; return NCCL's communicator, or None the second time."""
         with self._calling, self._lock:
             tools, self._tools = self._tools, None
         return None if tools is None else tools.end
 
     def _destroy(self) -> None:
-        if (end := self._taken()) is not None:
+        if (end := self._take_communicator()) is not None:
             end.destroy()
 
     def _give_up(self) -> None:
         """Abort NCCL's communicator; may block, and does nothing the second time."""
-        if (end := self._taken()) is not None:
+        if (end := self._take_communicator()) is not None:
             try:
                 end.abort()
             except DeviceError as error:
@@ -303,7 +303,7 @@ class DeviceCommunicator:
         )
 
 
-class _Parting(Post):
+class _ShutdownExchange(Post):
     """An exchange in which all ranks report that they have no call in flight, before they destroy the communicator."""
 
     OP = "PARTING"
@@ -316,7 +316,7 @@ class _Parting(Post):
         super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, completion)
         self._communicator = comm
         # No stall reports: the wait is short, and a missing rank is not an error.
-        self.silence()
+        self.suppress_reports()
 
     def enter(self) -> None:
         """Notify the other ranks."""

@@ -62,7 +62,7 @@ class DeviceState:
         self.comm = comm
         self.device = device
         self.nccl = nccl
-        self._agreement = BackendAgreement(comm, device, nccl, ahead, self._number_all, self._decided)
+        self._agreement = BackendAgreement(comm, device, nccl, ahead, self._number_all, self._on_backend_decision)
         # A CUDA call in the event loop, but a fast one: the arrays are on the device, so its context exists. It comes
         # last among everything that may fail, because the stream has to be released.
         self.stream = device.stream()
@@ -84,7 +84,7 @@ class DeviceState:
         self._held: dict[int, tuple[Callable[[bool], None], bool]] = {}
         self._next = 1
         comm.on_revoked.append(self.end)
-        comm.on_departed.append(self._departed)
+        comm.on_departed.append(self._on_rank_departed)
         self._is_over = False
         self._agreement.start()
         comm.devices.connect(self._handle_message)
@@ -131,7 +131,7 @@ class DeviceState:
         told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
         found = None
         if not alike or operation.is_private():
-            found = compare(self.comm.name, [_whole(*each[:3]) for each in told])
+            found = compare(self.comm.name, [_describe_numbered_call(*each[:3]) for each in told])
         if found is None:
             self._complete.append(operation)
             self._begin_complete()
@@ -207,7 +207,7 @@ class DeviceState:
         decision = self.decision
         assert decision is not None
         if (refusal := decision.refusal(self.comm.name, self._forced)) is not None:
-            operation.give_up(BackendUnavailableError(refusal))
+            operation.fail_on_all_ranks(BackendUnavailableError(refusal))
         else:
             operation.begin(staged or not decision.native)
 
@@ -231,18 +231,18 @@ class DeviceState:
         else:
             self._agreement.handle(peer, message)
 
-    def _departed(self, rank: int) -> None:
+    def _on_rank_departed(self, rank: int) -> None:
         """Handle a rank that closed the group."""
-        self._agreement.departed(rank)
-        self.messages.departed(rank)
+        self._agreement.on_departure(rank)
+        self.messages.on_departure(rank)
         if self.order is not None:
-            self.order.departed()
+            self.order.on_departure()
         if self.slots is not None:
-            self.slots.departed(rank)
+            self.slots.on_departure(rank)
 
     # -- the decision
 
-    def _decided(self, number: int, decision: Decision) -> None:
+    def _on_backend_decision(self, number: int, decision: Decision) -> None:
         """Follow the backend decision in its turn; it has the first number."""
         self.hold(number, lambda _: self._follow(decision), False)
 
@@ -253,7 +253,7 @@ class DeviceState:
             "group %r, rank %d: CUDA arrays %s: %s",
             self.comm.name,
             self.comm.rank,
-            decision.way,
+            decision.description,
             decision.why,
             extra=self.comm.log_extra,
         )
@@ -308,32 +308,33 @@ class DeviceState:
         assert self.nccl is not None
         try:
             self.communicator = DeviceCommunicator(
-                self.comm, self.device, self.nccl, decision.unique_id, self._agreement.end_turn, self.broken
+                self.comm, self.device, self.nccl, decision.unique_id, self._agreement.end_turn, self.fail_group
             )
         except DeviceError as error:
-            self.broken(error)
+            self.fail_group(error)
 
     # -- failing
 
-    def hung(self, operation: Operation, others: str = "") -> None:
+    def fail_hung_device(self, operation: Operation, others: str = "") -> None:
         """Fail the group: the device did not finish `operation` in time; `others` describes the other ranks."""
         comm, completion = self.comm, operation.completion
         comm.revoke(
             CollectiveTimeoutError(
                 f"{operation.title()} of group {comm.name!r} did not complete within {operation.timeout:g} s on rank "
-                f"{comm.rank}, which called {called(operation.describe())}: {others}{self._what_hangs()}",
+                f"{comm.rank}, which called {called(operation.describe())}: {others}{self._describe_hang()}",
                 op=completion.op,
                 seq=completion.key or completion.seq,
                 group=comm.name,
             )
         )
 
-    def _what_hangs(self) -> str:
+    def _describe_hang(self) -> str:
         if self.communicator is not None and not self.communicator.is_begun:
-            return f"NCCL has not created the communicator on device {self.device.ordinal}: {self._why_not_made()}"
+            why = self._explain_missing_communicator()
+            return f"NCCL has not created the communicator on device {self.device.ordinal}: {why}"
         return f"device {self.device.ordinal} has not finished it, or earlier work on the caller's stream"
 
-    def _why_not_made(self) -> str:
+    def _explain_missing_communicator(self) -> str:
         hosts = len(set(self.comm.hosts))
         if hosts == 1:
             return "restart the process"
@@ -344,7 +345,7 @@ class DeviceState:
             "does, on all ranks, and restart the processes"
         )
 
-    def broken(self, error: BaseException, operation: Operation | None = None) -> None:
+    def fail_group(self, error: BaseException, operation: Operation | None = None) -> None:
         """Fail the group: the device or the communicator has failed, perhaps in `operation`."""
         comm = self.comm
         completion = None if operation is None else operation.completion
@@ -371,7 +372,7 @@ class DeviceState:
         if operation.done:
             leave()
         elif error is not None:
-            self.broken(error, operation)
+            self.fail_group(error, operation)
         return not operation.done
 
     def end(self) -> None:
@@ -404,7 +405,7 @@ class DeviceState:
         await asyncio.gather(*ends)
 
 
-def _whole(described: bytes, seq: int | None, key: str | None) -> bytes:
+def _describe_numbered_call(described: bytes, seq: int | None, key: str | None) -> bytes:
     """Return the description of a call together with its number or key."""
     whole: bytes = msgpack.packb({**msgpack.unpackb(described), "seq": seq, "key": key})
     return whole

@@ -12,9 +12,9 @@ from aiocoll.engine.operations.comparison import SHAPED, packed
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.gpu.calls.cards import Decision
-from aiocoll.gpu.calls.native import STAGED, Enqueue, enqueuing, way_of
+from aiocoll.gpu.calls.native import STAGED, Enqueue, make_enqueue, way_of
 
-__all__ = ["Kind", "described", "hashed"]
+__all__ = ["Kind", "described", "hash_data"]
 
 
 class Kind:
@@ -48,17 +48,17 @@ class Kind:
             found = plan.on_device = Kind(plan.signature)
         return found
 
-    def way(self, plan: Plan, decision: Decision | None) -> int:
+    def choose_method(self, plan: Plan, decision: Decision | None) -> int:
         """Return how the group carries out the calls of `plan`, given its backend decision, which never changes."""
         if decision is None or not decision.native:
             return STAGED
         if self._way is None:
             self._way = way_of(plan, decision.float8)
             if self._way != STAGED:
-                self.enqueue = enqueuing(plan, self._way)
+                self.enqueue = make_enqueue(plan, self._way)
         return self._way
 
-    def terms(self, shape: tuple[int, ...]) -> bytes:
+    def hash_terms(self, shape: tuple[int, ...]) -> bytes:
         """Return a hash of the terms of a call whose main array has this shape; they must be equal on all ranks."""
         if shape != self._shape:
             self._describe(shape)
@@ -72,7 +72,7 @@ class Kind:
 
     def _describe(self, shape: tuple[int, ...]) -> None:
         signature = self.signature
-        self._terms = hashed([(*signature[:5], shape if signature.op in SHAPED else ())])
+        self._terms = hash_data([(*signature[:5], shape if signature.op in SHAPED else ())])
         self._described = described(signature, shape)
         self._shape = shape
 
@@ -82,6 +82,6 @@ def described(signature: Signature, shape: tuple[int, ...]) -> bytes:
     return packed(description(0, signature, shape, None, None), None)
 
 
-def hashed(terms: Sequence[object]) -> bytes:
+def hash_data(terms: Sequence[object]) -> bytes:
     """Return a hash of plain data, the same on every machine."""
     return blake2b(repr(terms).encode(), digest_size=16).digest()

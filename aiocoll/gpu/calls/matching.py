@@ -9,7 +9,7 @@ is matched, and all batches at the other ends of its messages:
     rank 1  batch: send to 2, receive from 0        three messages, one number on each rank
     rank 2  batch: send to 0, receive from 1
 
-A program that ends without batches must not hang with batches. So after `PATIENCE`, matched messages start without the
+A program that ends without batches must not hang with batches. So after `MAX_WAIT`, matched messages start without the
 rest.
 """
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 __all__ = ["BatchMatching", "Match", "MessageBatch"]
 
 #: Seconds that the matched messages of a batch wait for the rest.
-PATIENCE = 0.02
+MAX_WAIT = 0.02
 
 
 class Match(NamedTuple):
@@ -75,10 +75,10 @@ class BatchMatching:
         unit = self._joined([batch for batch in batches if batch.size > 1])
         unit.matches.append(match)
         if unit.timer is None and unit.left:
-            unit.timer = self._call_later(PATIENCE, lambda: self._stop_waiting(unit))
+            unit.timer = self._call_later(MAX_WAIT, lambda: self._stop_waiting(unit))
         self._settle(unit)
 
-    def without(self, batch: MessageBatch) -> None:
+    def record_uncarried(self, batch: MessageBatch) -> None:
         """Record that a message of a batch is not carried by NCCL."""
         if batch.size > 1:
             self._settle(self._joined([batch]))

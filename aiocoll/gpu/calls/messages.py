@@ -40,7 +40,7 @@ class DeviceContent(NamedTuple):
     array: DeviceArray
 
 
-class _OneEnd(Operation):
+class _MessageEnd(Operation):
     """End of a message, and its work on the device: a copy to or from the host, or NCCL calls.
 
     Attributes:
@@ -75,10 +75,10 @@ class _OneEnd(Operation):
         try:
             self._marks = self._device_state.mark([self.array])
         except DeviceError as error:
-            self._device_state.broken(error, self)
+            self._device_state.fail_group(error, self)
         except RuntimeError as error:  # the message was in a block, and a stream capture began after its call
             self.fail(error)
-            self._close()
+            self._report_not_carried()
         return not self.done
 
     def taken_marks(self) -> tuple[int, ...]:
@@ -95,12 +95,12 @@ class _OneEnd(Operation):
     def complete(self) -> None:
         """End the operation: NCCL has sent or received the message."""
 
-    def landed(self, error: DeviceError | None) -> None:
+    def on_nccl_done(self, error: DeviceError | None) -> None:
         """Handle the end of the NCCL calls."""
-        if self._continues(error):
+        if self._finish_device_work(error):
             self.complete()
 
-    def hangs_here(self) -> bool:
+    def is_waiting_for_device(self) -> bool:
         """Return whether the message waits for the device of this rank."""
         return self._is_on_device
 
@@ -109,42 +109,42 @@ class _OneEnd(Operation):
         if not self._is_on_device:
             super().expire()
         elif self._by_nccl:
-            self._device_state.hung(self, "both of its ranks have made this call, but ")
+            self._device_state.fail_hung_device(self, "both of its ranks have made this call, but ")
         else:
-            self._device_state.hung(self)
+            self._device_state.fail_hung_device(self)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
         super().fail(error)
-        self._leave()
+        self._release()
         if self._is_on_device and self._by_nccl and isinstance(error, PeerLostError):
             # All later work on the stream would wait for the lost rank.
             self.comm.revoke(error)
 
-    def _close(self) -> None:
+    def _report_not_carried(self) -> None:
         """Report to rank 0, which may wait for the message, that NCCL does not carry it."""
         if self._open:
             self._open = False
-            self._device_state.messages.without(self.batch)
+            self._device_state.messages.report_uncarried(self.batch)
 
     def _mark_enqueued(self, launched: Launched) -> None:
         self._is_on_device = True
         self._enqueued.put(launched)
 
-    def _continues(self, error: DeviceError | None) -> bool:
+    def _finish_device_work(self, error: DeviceError | None) -> bool:
         """Record that the device has finished; return whether the operation continues."""
         self._is_on_device = False
-        return self._device_state.continues(self, error, self._leave)
+        return self._device_state.continues(self, error, self._release)
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         """Release the resources of this message, once the device has finished."""
         self._enqueued.over()
         self._device_state.unmark(self.taken_marks())
         if not self._is_on_device:
-            self._staged.give_back()
+            self._staged.release_memory()
 
 
-class DeviceSend(OutboundMessage, _OneEnd):
+class DeviceSend(OutboundMessage, _MessageEnd):
     """A send of a CUDA array; done once the array has been read."""
 
     def __init__(
@@ -156,7 +156,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
         completion: Completion,
     ) -> None:
         code, array = content
-        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), completion)
+        super().__init__(state.comm.matching, peer, tag, Content(code, _placeholder(array.nbytes)), completion)
         self._prepare(state, array)
 
     def enter(self) -> None:
@@ -171,18 +171,18 @@ class DeviceSend(OutboundMessage, _OneEnd):
             self._stage()
         self._sends.outgoing[self.peer, self.id] = self
         self._message = Announced(self, size, self._view, number)
-        self.comm.channels[self.peer].kick(self._message)
+        self.comm.channels[self.peer].enqueue(self._message)
 
     def complete(self) -> None:
         """End the send; NCCL has sent the message."""
         self._sends.outgoing.pop((self.peer, self.id), None)
         self.succeed(self.completion.value)
 
-    def asked(self) -> None:
+    def on_grant(self) -> None:
         """Handle the receiver's request to send the message through the host."""
-        super().asked()
+        super().on_grant()
         if self._open:
-            self._close()
+            self._report_not_carried()
             self._stage()
 
     def succeed(self, result: Any) -> None:
@@ -192,19 +192,19 @@ class DeviceSend(OutboundMessage, _OneEnd):
         self.comm.channels[self.peer].drop(self)
         if self._view.nbytes:
             del self._message  # it refers to this send
-        self._leave()
+        self._release()
 
     def _stage(self) -> None:
         self._mark_enqueued(self._staged.copy_in(self.taken_marks(), (0,), self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
-        if self._continues(error):
+        if self._finish_device_work(error):
             self._message.view = self._staged.bytes_of(0)
             self._message.limit = self._message.total
-            self.comm.channels[self.peer].kick(self._message)
+            self.comm.channels[self.peer].enqueue(self._message)
 
 
-class DeviceRecv(PostedReceive, _OneEnd):
+class DeviceRecv(PostedReceive, _MessageEnd):
     """A receive in a CUDA array; done once the message is on the device."""
 
     def __init__(
@@ -216,7 +216,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
         completion: Completion,
     ) -> None:
         code, array = content
-        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), completion)
+        super().__init__(state.comm.matching, peer, tag, Content(code, _placeholder(array.nbytes)), completion)
         self._prepare(state, array)
         #: Whether the host memory is allocated.
         self._is_there = False
@@ -248,15 +248,15 @@ class DeviceRecv(PostedReceive, _OneEnd):
         else:
             self.claim(arrival)
             if self._open:
-                self._close()
+                self._report_not_carried()
                 self.stage()
 
-    def standing(self) -> str:
+    def describe_wait(self) -> str:
         """Describe what the receive waits for."""
         arrival = self.arrival
         if arrival is not None and self._device_state.messages.is_held(arrival.peer, arrival.op):
             return "rank 0 has not started it"
-        return super().standing()
+        return super().describe_wait()
 
     def needs(self, peer: int) -> bool:
         """Return whether the receive needs the leaving rank `peer`; not once the message has arrived."""
@@ -275,7 +275,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
         """End with `error`; start no other message if this rank has closed the group."""
         super().fail(error)
         if not isinstance(error, GroupClosedError):
-            self._close()
+            self._report_not_carried()
 
     def stage(self) -> None:
         """Receive the message through the host."""
@@ -285,23 +285,23 @@ class DeviceRecv(PostedReceive, _OneEnd):
         self._is_there = True
         error = allocated.exception()
         if self.done:
-            self._leave()
+            self._release()
         elif error is not None:
-            self._device_state.broken(error, self)
+            self._device_state.fail_group(error, self)
         else:
-            self.put_in(self._staged.bytes_of(0))
+            self.set_buffer(self._staged.bytes_of(0))
             if self.arrival is not None:
                 super().match(self.arrival)
 
     def _copied(self, error: DeviceError | None) -> None:
-        if self._continues(error):
+        if self._finish_device_work(error):
             self._end()
 
     def _end(self) -> None:
         super().succeed(self.completion.value)
-        self._leave()
+        self._release()
 
 
-def _to_come(nbytes: int) -> memoryview:
+def _placeholder(nbytes: int) -> memoryview:
     """Return a view of `nbytes` zero bytes, a placeholder until the memory is allocated."""
     return np.broadcast_to(np.uint8(0), nbytes).data

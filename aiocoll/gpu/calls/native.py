@@ -26,7 +26,18 @@ from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
-__all__ = ["GROUPED", "PACKED", "STAGED", "Enqueue", "Native", "Tools", "carry_out", "enqueuing", "exchange", "way_of"]
+__all__ = [
+    "GROUPED",
+    "PACKED",
+    "STAGED",
+    "Enqueue",
+    "Native",
+    "Tools",
+    "carry_out",
+    "exchange",
+    "make_enqueue",
+    "way_of",
+]
 
 #: Ways to carry out a call.
 STAGED, GROUPED, PACKED = 0, 1, 2
@@ -96,7 +107,7 @@ class Native(NamedTuple):
     """A call that NCCL carries out.
 
     Attributes:
-        enqueue: result of `enqueuing` for its plan.
+        enqueue: result of `make_enqueue` for its plan.
         arrays: numbered as the plan's buffers.
     """
 
@@ -135,15 +146,15 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
             enqueue, arrays = calls[0]
             enqueue(arrays, tools)
             return
-        with _together(tools):
+        with _group_calls(tools):
             for enqueue, arrays in calls:
                 enqueue(arrays, tools._replace(grouped=True))
     finally:
         if tools.after:
-            _follow(tools.after)
+            _call_all(tools.after)
 
 
-def _follow(after: list[Callable[[], None]]) -> None:
+def _call_all(after: list[Callable[[], None]]) -> None:
     """Call all functions of `after`, even if some of them fail."""
     with ExitStack() as stack:
         for call in after:
@@ -151,7 +162,7 @@ def _follow(after: list[Callable[[], None]]) -> None:
         after.clear()
 
 
-def enqueuing(plan: Plan, way: int) -> Enqueue:
+def make_enqueue(plan: Plan, method: int) -> Enqueue:
     """Return the function that enqueues the calls of a plan in this way."""
     signature = plan.signature
     spec, root = signature.spec, signature.root or 0
@@ -163,9 +174,9 @@ def enqueuing(plan: Plan, way: int) -> Enqueue:
         case "broadcast":
             return partial(_broadcast, root)
         case "all_gather":
-            return partial(_all_gather, way)
+            return partial(_all_gather, method)
         case "reduce_scatter":
-            return partial(_reduce_scatter, _Reduction.of(signature), way)
+            return partial(_reduce_scatter, _Reduction.of(signature), method)
         case "send_recv":
             return partial(_send_recv, spec, signature)
         case _:
@@ -227,47 +238,47 @@ def _broadcast(root: int, arrays: Sequence[DeviceArray | None], tools: Tools) ->
     tools.end.broadcast(array.ptr, array.ptr, array.nbytes, _BYTES, root, tools.stream)
 
 
-def _given(arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
+def _drop_missing(arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
     """Return the arrays without the entries that are None."""
     return [each for each in arrays if each is not None]
 
 
-def _all_gather(way: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
-    *blocks, source = _given(arrays)
-    if way == PACKED and not _is_packed(blocks):
+def _all_gather(method: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    *blocks, source = _drop_missing(arrays)
+    if method == PACKED and not _is_packed(blocks):
         whole = _scratch(sum(block.nbytes for block in blocks), tools)
         for address, block in _places(whole, blocks):
             tools.after.append(partial(tools.cuda.copy, block.ptr, address, block.nbytes, tools.stream))
         tools.end.all_gather(source.ptr, whole, source.nbytes, _BYTES, tools.stream)
         return
     given = source.ptr
-    if source.size and _lies_across(source, blocks, tools.rank):
+    if source.size and _overlaps_out_of_place(source, blocks, tools.rank):
         given = _scratch(source.nbytes, tools)
         tools.cuda.copy(given, source.ptr, source.nbytes, tools.stream)
-    if way == PACKED:
+    if method == PACKED:
         tools.end.all_gather(given, blocks[0].ptr, source.nbytes, _BYTES, tools.stream)
         return
-    with _together(tools):
+    with _group_calls(tools):
         for rank, block in enumerate(blocks):
             if block.size:
                 start = given if rank == tools.rank else block.ptr
                 tools.end.broadcast(start, block.ptr, block.nbytes, _BYTES, rank, tools.stream)
 
 
-def _reduce_scatter(reduction: _Reduction, way: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
-    *blocks, target = _given(arrays)
+def _reduce_scatter(reduction: _Reduction, method: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    *blocks, target = _drop_missing(arrays)
     each, dtype, number = reduction
     starts = [block.ptr for block in blocks]
-    if way == PACKED and not _is_packed(blocks):
+    if method == PACKED and not _is_packed(blocks):
         whole = _scratch(sum(block.nbytes for block in blocks), tools)
         starts = []
         for address, block in _places(whole, blocks):
             starts.append(address)
             tools.cuda.copy(address, block.ptr, block.nbytes, tools.stream)
-    if way == PACKED:
+    if method == PACKED:
         tools.end.reduce_scatter(starts[0], target.ptr, target.size * each, dtype, number, tools.stream)
         return
-    with _together(tools):
+    with _group_calls(tools):
         for rank, (start, block) in enumerate(zip(starts, blocks, strict=True)):
             if block.size:
                 into = target.ptr if rank == tools.rank else start
@@ -280,7 +291,7 @@ def _is_packed(blocks: Sequence[DeviceArray]) -> bool:
     return all(block.ptr == blocks[0].ptr + rank * step for rank, block in enumerate(blocks))
 
 
-def _lies_across(own: DeviceArray, blocks: Sequence[DeviceArray], rank: int) -> bool:
+def _overlaps_out_of_place(own: DeviceArray, blocks: Sequence[DeviceArray], rank: int) -> bool:
     """Return whether this rank's part overlaps the parts of all ranks other than exactly in place."""
     return any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks))
 
@@ -333,7 +344,7 @@ def exchange(
     Raises:
         DeviceError: CUDA or NCCL has refused.
     """
-    with _together(tools):
+    with _group_calls(tools):
         for peer, array in sends:
             tools.end.send(array.ptr, array.nbytes, _BYTES, peer, tools.stream)
         for peer, array in receives:
@@ -341,7 +352,7 @@ def exchange(
 
 
 @contextlib.contextmanager
-def _together(tools: Tools) -> Iterator[None]:
+def _group_calls(tools: Tools) -> Iterator[None]:
     """Combine the calls of the block in one NCCL group, unless they are part of a group already."""
     if tools.grouped:
         yield

@@ -85,12 +85,12 @@ class NativeMessages:
         """Return whether a message is matched and rank 0 has not started it."""
         return (src, number) in self._matched
 
-    def departed(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Handle a rank that closed the group; without rank 0, receive the waiting messages through the host."""
         if rank == 0:
             self._give_back([Match(src, self._device_state.comm.rank, number) for src, number in self._matched])
 
-    def without(self, batch: tuple[int, int]) -> None:
+    def report_uncarried(self, batch: tuple[int, int]) -> None:
         """Report that NCCL does not carry a message of a batch of this rank, unless the group has failed."""
         comm = self._device_state.comm
         if batch[1] > 1 and not comm.left and comm.cause is None:
@@ -143,7 +143,7 @@ class NativeMessages:
         if self._device_state.comm.rank:
             raise ValueError("only rank 0 may receive this message")
         if match is None:
-            self._matching.without(*batches)
+            self._matching.record_uncarried(*batches)
         else:
             self._matching.matched(match, batches)
 
@@ -195,7 +195,7 @@ class NativeMessages:
 
         def done(error: DeviceError | None) -> None:
             for each in operations:
-                each.landed(error)
+                each.on_nccl_done(error)
 
         assert state.communicator is not None
         launched = state.communicator.launch(marks, put, operations, done)

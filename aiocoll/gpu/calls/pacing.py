@@ -29,7 +29,7 @@ from collections.abc import Callable
 __all__ = ["Pacing"]
 
 #: Seconds that an operation waits for its place before it is staged.
-PATIENCE = 0.02
+MAX_WAIT = 0.02
 #: Number of calls without keys after which ranks launch ahead again, if no other operation was placed meanwhile.
 CALM = 64
 
@@ -80,9 +80,9 @@ class Pacing:
         if self._state != PACED or position <= self._through:
             self._confirm(position)
         else:
-            self._let_through(position)
+            self._admit_up_to(position)
         if self._queue or self._shares is not None:
-            self._place_all()
+            self._place_queued()
         is_calm = not (self._queue or self._shares or self._is_shared) and position - self._placed_at >= CALM
         if self._state == PACED and is_calm:
             self._state = AHEAD
@@ -100,14 +100,14 @@ class Pacing:
             return
         self._queue.append(begin)
         if self._can_stage and self._timer is None:
-            self._timer = self._call_later(PATIENCE, self._stage)
+            self._timer = self._call_later(MAX_WAIT, self._stage)
         self._halt()
 
-    def share(self, tell: Callable[[], None]) -> None:
-        """Stop all ranks from launching ahead; call `tell` once they have reached one position."""
-        self._shares = tell
+    def share(self, on_shared: Callable[[], None]) -> None:
+        """Stop all ranks from launching ahead; call `on_shared` once they have reached one position."""
+        self._shares = on_shared
         self._halt()
-        self._place_all()
+        self._place_queued()
 
     def _halt(self) -> None:
         if self._state == AHEAD:
@@ -115,19 +115,19 @@ class Pacing:
             self._halted.clear()
             self._pace("halt", 0, self._confirmed)
 
-    def halted(self, rank: int, position: int) -> None:
+    def on_halt(self, rank: int, position: int) -> None:
         """Record the position at which a rank halted."""
         self._halted[rank] = position
         if self._state == HALTING and len(self._halted) == self._size:
             self._state = PACED
-            self._let_through(max(self._confirmed, *self._halted.values()))
-            self._place_all()
+            self._admit_up_to(max(self._confirmed, *self._halted.values()))
+            self._place_queued()
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Stage all waiting and later operations, since a rank left and NCCL needs all ranks."""
         self._is_short = True
         self._stage()
-        self._place_all()
+        self._place_queued()
 
     def end(self) -> None:
         """Forget all waiting operations; the group has ended."""
@@ -139,19 +139,19 @@ class Pacing:
         """True if all ranks have made every launched call, and launch no more."""
         return self._state == PACED and self._confirmed >= self._through
 
-    def _let_through(self, position: int) -> None:
+    def _admit_up_to(self, position: int) -> None:
         self._through = position
         self._pace("placed" if self._is_shared else "through", position, self._confirmed)
 
-    def _place_all(self) -> None:
+    def _place_queued(self) -> None:
         while self._queue and self._is_even:
             self._placed_at = self._confirmed
             self._queue.popleft()(False)
         if not self._queue:
             self._stop_waiting()
         if self._shares is not None and (self._is_even or self._is_short):
-            tell, self._shares, self._is_shared = self._shares, None, True
-            tell()
+            on_shared, self._shares, self._is_shared = self._shares, None, True
+            on_shared()
 
     def _stage(self) -> None:
         self._stop_waiting()

@@ -132,7 +132,7 @@ class ProgramOrder:
             if len(self._known) >= KEPT:
                 self._known.clear()
             self._known.add(entry.pair)
-            entry.call.confirmed()
+            entry.call.on_confirmed()
         if self._waiting:
             self._go_on()
 
@@ -141,7 +141,7 @@ class ProgramOrder:
         self._hash_all()
         return [entry.hash for entry in self._entries if start <= entry.position <= stop]
 
-    def at(self, position: int) -> Agreed:
+    def call_at(self, position: int) -> Agreed:
         """Return the call at an unconfirmed position."""
         return self._entries[position - self._entries[0].position].call
 

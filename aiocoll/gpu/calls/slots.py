@@ -28,7 +28,7 @@ from aiocoll.gpu.launch_order import LaunchOrder
 __all__ = ["INITIAL", "Slots"]
 
 #: Seconds that a call waits for its time before it is staged.
-PATIENCE = 0.02
+MAX_WAIT = 0.02
 #: Slot of the communicator's creation.
 INITIAL = 0
 _KINDS = ("crowded", "shared", "slot")
@@ -79,7 +79,7 @@ class Slots:
     ) -> None:
         self.is_shared = self.is_given = False
         self._comm = comm
-        self._lane = order.join(comm.id, self._crowded)
+        self._lane = order.join(comm.id, self._report_crowded_device)
         self._number = number
         self._hold = hold
         self._gather = gather
@@ -103,7 +103,7 @@ class Slots:
         self.is_shared = self.is_given = True
         self._lane.share()
 
-    def _crowded(self) -> None:
+    def _report_crowded_device(self) -> None:
         """Report to rank 0 that another group uses the device."""
         if not self._lane.is_shared:
             self._send(0, {"crowded": True})
@@ -130,7 +130,7 @@ class Slots:
             self._lane.begin(number, partial(self._begin, number))
         return None
 
-    def departed(self, rank: int) -> None:
+    def on_departure(self, rank: int) -> None:
         """Handle a rank that closed the group; without rank 0, stage all calls without a time, and launch no more."""
         if rank == 0:
             for number in [number for number, time in self._times.items() if time is None]:
@@ -165,11 +165,11 @@ class Slots:
         if "crowded" in message:
             if not self._is_asked and not self.is_shared:
                 self._is_asked = True
-                self._gather(self._let_share)
+                self._gather(self._share_slots)
         elif "shared" in message:
             self._hold(index(message["shared"]), lambda _: self.share(), False)
         elif "clock" in message:
-            self._proposed(peer, index(message["slot"]), index(message["clock"]))
+            self._on_proposal(peer, index(message["slot"]), index(message["clock"]))
         elif "at" in message:
             self._stamp(index(message["slot"]), index(message["at"]))
         else:
@@ -220,7 +220,7 @@ class Slots:
 
     # -- as rank 0
 
-    def _let_share(self) -> None:
+    def _share_slots(self) -> None:
         numbers = self._number()
         self.is_given = True
         for rank, number in numbers.items():
@@ -233,11 +233,11 @@ class Slots:
         self._asked |= dict.fromkeys(numbers.items(), slot)
         self._numbered |= numbers
         if self._can_stage and numbers[min(numbers)] != INITIAL:
-            slot.timer = self._comm.call_later(PATIENCE, partial(self._stage, slot))
+            slot.timer = self._comm.call_later(MAX_WAIT, partial(self._stage, slot))
         for rank, number in numbers.items():
             self._send(rank, {"slot": number})
 
-    def _proposed(self, rank: int, number: int, clock: int) -> None:
+    def _on_proposal(self, rank: int, number: int, clock: int) -> None:
         slot = self._asked.get((rank, number))
         if slot is None and number <= self._numbered[rank]:
             return  # the call was staged

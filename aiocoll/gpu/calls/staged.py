@@ -74,7 +74,7 @@ class Staged:
         device, stream = self._device, self._stream
 
         def call() -> None:
-            device.after(marks, stream)
+            device.make_streams_wait(marks, stream)
             self.allocate()
             for copy, original in self._pairs(positions) if self._is_locked else ():
                 device.cuda.copy_to_host(copy.ctypes.data, original.ptr, original.nbytes, stream)
@@ -103,7 +103,7 @@ class Staged:
 
         def last(marks: Sequence[int] = ()) -> None:
             def call() -> None:
-                device.after(marks, stream)
+                device.make_streams_wait(marks, stream)
                 for copy, original in pairs if self._is_locked else ():
                     device.cuda.copy_to_device(original.ptr, copy.ctypes.data, original.nbytes, stream)
                 put_back([original for _, original in pairs], stream)
@@ -116,7 +116,7 @@ class Staged:
         if self._is_locked:
             last(marks)
         elif marks:
-            device.launch(stream, lambda: device.after(marks, stream), self, _next(copy, done))
+            device.launch(stream, lambda: device.make_streams_wait(marks, stream), self, _next(copy, done))
         else:
             copy()
 
@@ -135,7 +135,7 @@ class Staged:
         assert copy is not None
         return byte_view(copy)
 
-    def give_back(self) -> None:
+    def release_memory(self) -> None:
         """Return the memory to the pool; neither device nor host uses it any more."""
         block, self._block = self._block, None
         self.arrays = []

@@ -61,7 +61,9 @@ class Arguments:
         if arrays is not None and (not hasattr(arrays, "__len__") or len(arrays)):
             raise ValueError(f"{name} must be None or [] on rank {self._rank}: only the root, rank {root}, has {name}")
 
-    def whole(self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True) -> Buffer:
+    def require_buffer(
+        self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True
+    ) -> Buffer:
         """Return the buffer of an array; raise unless it has `count` elements and the dtype and device of `like`."""
         buffer = view(array, name=name, writable=writable)
         if buffer.dtype is not like.dtype:

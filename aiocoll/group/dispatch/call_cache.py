@@ -16,7 +16,7 @@ import numpy as np
 
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.buffers import Buffer, clash
-from aiocoll.elements.dtypes import DType, of_numpy
+from aiocoll.elements.dtypes import DType, from_numpy
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
@@ -98,9 +98,9 @@ class CallCache:
 
     def flatten(self, kind: str, whole: Any, other: Any) -> list[Any]:
         """Return the flat arrays of a call on an array of equal parts, in the order of its plan."""
-        arrays = self._cut(whole)
+        arrays = self._split_parts(whole)
         if kind == "alltoall":
-            arrays += self._cut(other)
+            arrays += self._split_parts(other)
         else:
             arrays.append(other if other.ndim == 1 else other.reshape(-1))
         return arrays
@@ -143,7 +143,7 @@ class CallCache:
             shapes.append(shape)
             arrays.append(each if len(shape) == 1 else each.reshape(-1))
         count = len(blocks)
-        if self._clash(arrays, count, kind):
+        if self._has_clash(arrays, count, kind):
             return None
         key = kind, dtype, id(op), root, *shapes
         plan = self.known.get(key)
@@ -165,11 +165,11 @@ class CallCache:
         """Return the plan of a barrier."""
         return self.plan("barrier", None, ())
 
-    def of_buffer(self, kind: str, buffer: Buffer, op: ReduceOp | None, root: Any) -> Plan:
+    def find_for_buffer(self, kind: str, buffer: Buffer, op: ReduceOp | None, root: Any) -> Plan:
         """Return the plan of a call on one buffer with equal counts on all ranks."""
         key = kind, buffer.dtype, id(op), root, buffer.shape
         found = self.known.get(key)
-        return found or self._keep(key, self._planner.plan(kind, buffer.dtype, (buffer.count,), op=op, root=root))
+        return found or self._store_plan(key, self._planner.plan(kind, buffer.dtype, (buffer.count,), op=op, root=root))
 
     def plan(
         self,
@@ -184,12 +184,12 @@ class CallCache:
         """Return the plan of a call with these sizes; for the arguments, see `Planner.plan`."""
         key = kind, dtype, id(op), root, sizes
         found = self.known.get(key)
-        return found or self._keep(key, self._planner.plan(kind, dtype, sizes, op=op, root=root, agreed=agreed))
+        return found or self._store_plan(key, self._planner.plan(kind, dtype, sizes, op=op, root=root, agreed=agreed))
 
     def counting_plan(self, signature: Signature) -> Plan:
         """Return the plan of the step in which all ranks of a call exchange one number each."""
         key = (signature,)
-        return self.known.get(key) or self._keep(key, self._planner.counting_plan(signature))
+        return self.known.get(key) or self._store_plan(key, self._planner.counting_plan(signature))
 
     # -- making plans
 
@@ -198,16 +198,16 @@ class CallCache:
     ) -> Plan | None:
         """Make the plan of a call on plain arrays; return None if the arrays need conversion to another dtype."""
         try:
-            element = of_numpy(dtype)
+            element = from_numpy(dtype)
         except TypeError:
             return None
         if element.storage is not dtype:
             return None
         kind = key[0]
         agreed = () if spec_of(kind).private else None
-        return self._keep(key, self._planner.plan(kind, element, sizes, op=op, root=root, agreed=agreed))
+        return self._store_plan(key, self._planner.plan(kind, element, sizes, op=op, root=root, agreed=agreed))
 
-    def _keep(self, key: tuple[Any, ...], plan: Plan) -> Plan:
+    def _store_plan(self, key: tuple[Any, ...], plan: Plan) -> Plan:
         """Store the plan of a call in the cache, which is emptied when full."""
         if len(self.known) >= PLANS:
             self.known.clear()
@@ -247,13 +247,13 @@ class CallCache:
         """Return whether `arrays` is a list or tuple of one array per rank."""
         return (type(arrays) is list or type(arrays) is tuple) and len(arrays) == self._size
 
-    def _clash(self, arrays: list[Any], count: int, kind: str) -> bool:
+    def _has_clash(self, arrays: list[Any], count: int, kind: str) -> bool:
         """Return whether a written array shares memory with another one; the first `count` arrays are the blocks."""
         blocks, others = arrays[:count], arrays[count:]
         written, read = (blocks, others) if kind in ("allgather", "gather") else (others, blocks)
         return clash(written, read) is not None
 
-    def _cut(self, whole: Any) -> list[Any]:
+    def _split_parts(self, whole: Any) -> list[Any]:
         """Split a flattened array into one equal part per rank."""
         flat = whole if whole.ndim == 1 else whole.reshape(-1)
         count = len(flat) // self._size

@@ -16,7 +16,7 @@ from aiocoll.algorithms.spec import spec_of
 from aiocoll.completion import Completion
 from aiocoll.elements.buffers import Buffer, operand
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.elements.pairs import paired
+from aiocoll.elements.pairs import pair_buffer
 from aiocoll.engine.communicator import BARRED, DIVERTS, ENTERED, Communicator
 from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.engine.native_calls import native_calls
@@ -173,8 +173,8 @@ class Dispatcher:
                 return self.start_plan(plan, [flat], shape, tensor, limit, key)
         buffer = operand(tensor, writable=writable)
         if op is not None and buffer.dtype.kind == "record":
-            buffer = paired(buffer, op, writable=writable)
-        plan = self.plans.of_buffer(kind, buffer, op, root)
+            buffer = pair_buffer(buffer, op, writable=writable)
+        plan = self.plans.find_for_buffer(kind, buffer, op, root)
         return self.start(self.make_call(plan, (buffer,), buffer, buffer.result, timeout, key))
 
     def make_call(

@@ -33,7 +33,9 @@ class Origin(Protocol):
     async def await_newcomer(self) -> None:
         """Wait until a newcomer has arrived."""
 
-    async def meet_anew(self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None) -> Any:
+    async def rendezvous_again(
+        self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
+    ) -> Any:
         """Meet the other ranks of an assignment within `limit` seconds, and make the group; None is the job's store."""
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:

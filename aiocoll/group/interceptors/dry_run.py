@@ -39,11 +39,11 @@ class DryRun:
             src = call.ends[1]
             completion.source = int(d.rank == 0 < d.size - 1) if src is None else src
         signature = Signature(call.op, None, (), None, None) if call.signature is None else call.signature
-        d.enter(_Instant(d.comm, identity, signature, 0, completion))
+        d.enter(_CompletedOperation(d.comm, identity, signature, 0, completion))
         return work
 
 
-class _Instant(Operation):
+class _CompletedOperation(Operation):
     """An operation that succeeds at once."""
 
     __slots__ = ()

@@ -83,13 +83,13 @@ def _prediction(comm: Communicator, call: PreparedCall) -> Predicted:
     if isinstance(call, MessageCall):
         return Predicted(call.op, call.nbytes, None, seconds_of(Load(1, 1, 1, call.nbytes, call.nbytes, 0), machine))
     if isinstance(call, PlannedCall):
-        nbytes = _whole(call.signature, comm) * call.plan.unit * call.plan.itemsize
-        return _of_program(comm, call.op, nbytes, call.plan.algorithm)
+        nbytes = _vector_length(call.signature, comm) * call.plan.unit * call.plan.itemsize
+        return _estimate_program(comm, call.op, nbytes, call.plan.algorithm)
     assert isinstance(call, FactoryCall)
     spec = call.signature.spec
     if spec.method is Method.PROGRAM:
         algorithm = choose(spec.kind, call.nbytes, size, tuning=comm.tuning, hosts=comm.hosts)
-        return _of_program(comm, call.op, call.nbytes, algorithm)
+        return _estimate_program(comm, call.op, call.nbytes, algorithm)
     # These calls send each message directly from rank to rank.
     sends = 0 if spec.receivers is Participants.ROOT else size - 1
     receives = 0 if spec.senders is Participants.ROOT else size - 1
@@ -97,7 +97,7 @@ def _prediction(comm: Communicator, call: PreparedCall) -> Predicted:
     return Predicted(call.op, call.nbytes, None, seconds_of(load, machine))
 
 
-def _of_program(comm: Communicator, op: str, nbytes: int, algorithm: str) -> Predicted:
+def _estimate_program(comm: Communicator, op: str, nbytes: int, algorithm: str) -> Predicted:
     """Return the estimate of a call that is carried out by this algorithm."""
     kind, machine, size, seconds = op.lower(), comm.tuning.machine, len(comm.ranks), 0.0
     if (kind, algorithm) in two_level.ALGORITHMS:
@@ -107,7 +107,7 @@ def _of_program(comm: Communicator, op: str, nbytes: int, algorithm: str) -> Pre
     return Predicted(op, nbytes, algorithm, seconds)
 
 
-def _whole(signature: Signature, comm: Communicator) -> int:
+def _vector_length(signature: Signature, comm: Communicator) -> int:
     """Return the number of elements of the whole vector of a call."""
     if signature.counts:
         return sum(signature.counts)

@@ -82,7 +82,7 @@ class Fuser:
         return found
 
     def _lay_out(self, calls: tuple[Called, ...], together: bool, allow_singles: bool) -> Layout:
-        names = _Names()
+        names = _SignatureTable()
         entries = [names.entry(call) for call in calls]
         manifest = Manifest([entry.signature for entry in entries])
         fingerprint = crc32(b"".join(entry.hash for entry in entries), crc32(b"coalesced"))
@@ -145,7 +145,7 @@ class Fuser:
             writes,
             stamps,
             sources,
-            tuple(_cuts(counts, plans[0].itemsize)) if counts else (0, len(plans)),
+            tuple(_part_bounds(counts, plans[0].itemsize)) if counts else (0, len(plans)),
             all(plan is plans[0] for plan in plans),
             plans[0].kernel is not None and plans[0].kernel.prescale is not None,
         )
@@ -174,7 +174,7 @@ class _Entry(NamedTuple):
     hash: bytes
 
 
-class _Names:
+class _SignatureTable:
     """The signatures of a list's calls as all ranks see them; user functions with equal names are numbered in order."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | 
     return tuple(None if column[0] is None else column for column in zip(*rows, strict=True))
 
 
-def _cuts(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[int]:
+def _part_bounds(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[int]:
     """Yield the bounds of parts with at most `CHUNK` bytes and `MOST` calls; a larger call is a part by itself."""
     yield 0
     start = nbytes = 0

@@ -82,9 +82,9 @@ class Recording:
         if self.flushed:
             self._dispatcher.endpoint.spin(completion)
         else:
-            self.want()
+            self.start_if_held()
 
-    def want(self) -> None:
+    def start_if_held(self) -> None:
         """Schedule the start of the recorded calls for the end of this loop iteration."""
         if not self._wanted and not self.flushed:
             self._wanted = True
@@ -271,7 +271,7 @@ class Flusher:
             d.enter(make(identity, completion))
         else:
             self.intercepted[completion] = None
-            packer.ended = lambda: completion.finish(None)
+            packer.on_ended = lambda: completion.finish(None)
             packer.advance()
         return completion
 

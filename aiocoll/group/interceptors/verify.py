@@ -9,7 +9,7 @@ from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.signature import P2P, Signature
-from aiocoll.engine.operations.verify import Compared, WrongCall
+from aiocoll.engine.operations.verify import RejectedCall, VerifiedOperation
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.dispatch.interceptor import Wrapper
 from aiocoll.group.prepared_call import PreparedCall
@@ -53,7 +53,7 @@ class Verifier(Wrapper):
 
     def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:
         """Return the operation that compares a call on all ranks, then carries it out as a child."""
-        return Compared(self._dispatcher.comm, identity, signature, make, completion)
+        return VerifiedOperation(self._dispatcher.comm, identity, signature, make, completion)
 
     def report_wrong_call(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
@@ -66,5 +66,5 @@ class Verifier(Wrapper):
         completion = Completion(d.endpoint, signature.op, seq, key, d)
         completion.expect(shape, limit, None)
         work: Work[Any] = Work(completion)
-        d.enter(WrongCall(d.comm, identity, signature, wrong, completion))
+        d.enter(RejectedCall(d.comm, identity, signature, wrong, completion))
         return work

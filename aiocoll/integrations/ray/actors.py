@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util import get_node_ip_address
 
 from aiocoll.errors import GroupClosedError, GroupError
-from aiocoll.integrations.parts import Parts, State, all_right
+from aiocoll.integrations.parts import Parts, State, wait_for_all
 from aiocoll.integrations.programs import RankLostError, Ranks
 from aiocoll.integrations.ray.calls import ask, cause_of, checked, is_loss
 from aiocoll.log import logger
@@ -181,7 +181,7 @@ class group:
             while True:
                 try:
                     if await self._are_whole():
-                        return await all_right(ask(actor, "regrouped") for actor in self.actors)
+                        return await wait_for_all(ask(actor, "regrouped") for actor in self.actors)
                 except (GroupError, RayActorError) as error:
                     logger.info("the group of actors is not complete; trying again: %s", error)
                 await asyncio.sleep(AGAIN)
@@ -215,7 +215,7 @@ class group:
         actor = None if self._replace is None else self._replace(number)
         if actor is not None:
             self._actors[number] = checked(actor, f"replace({number})")
-        elif not self._parts.meets or len(self._actors) == 1:
+        elif not self._parts.has_meeting or len(self._actors) == 1:
             raise RuntimeError(
                 f"actor {number} has died and is not replaced: {error}; pass replace=, or set max_restarts"
             ) from error

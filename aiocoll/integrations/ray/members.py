@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from aiocoll.blocking import BlockingGroup, blocking_on
+from aiocoll.blocking import BlockingGroup, make_blocking_group
 from aiocoll.errors import GroupRevokedError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.parts import Part, State
@@ -92,7 +92,7 @@ class BlockingMember(_Rank[BlockingGroup]):
 
     def _aiocoll_wrap(self, group: ProcessGroup) -> BlockingGroup:
         assert self._aiocoll_loop is not None
-        return blocking_on(self._aiocoll_loop, group)
+        return make_blocking_group(self._aiocoll_loop, group)
 
     def regrouped(self) -> None:
         """Prepare for a new group; see `Member.regrouped`."""

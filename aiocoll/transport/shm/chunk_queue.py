@@ -158,7 +158,7 @@ class ChunkQueueWriter(_QueueEnd):
         return True
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int = 0) -> bool:
-        """Write a reference to the next chunk. It must not change until the reader has taken it, or until `void`."""
+        """Write a reference to the next chunk, which must stay unchanged until the reader takes it or `invalidate`."""
         if not self.is_taken(self.state[CHUNK_NUMBER] - self._count + 1):
             return False
         self._announce(identity, group, fingerprint, segment, offset, length)
@@ -173,7 +173,7 @@ class ChunkQueueWriter(_QueueEnd):
         self._full()
         return words[self._taken] >= number
 
-    def void(self, identity: int, group: int) -> None:
+    def invalidate(self, identity: int, group: int) -> None:
         """Mark the referenced chunks of a failed operation: they may change from now on."""
         words = self._words
         for number in range(words[self._taken], self.state[CHUNK_NUMBER]):
@@ -376,7 +376,7 @@ class Chunks:
         return self.writer.put(identity, group, fingerprint, chunk, length)
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int) -> bool:
-        """Write a reference to the next chunk. It must not change until the peer has taken it, or until `void`."""
+        """Write a reference to the next chunk, which must stay unchanged until the peer takes it or `invalidate`."""
         return self.writer.point(identity, group, fingerprint, segment, offset, length)
 
     def length(self) -> int:
@@ -387,9 +387,9 @@ class Chunks:
         """Return whether the peer has taken the first `number` chunks; if not, it wakes this rank later."""
         return self.writer.is_taken(number)
 
-    def void(self, identity: int, group: int) -> None:
+    def invalidate(self, identity: int, group: int) -> None:
         """Report to the peer that the referenced chunks of a failed operation may change from now on."""
-        self.writer.void(identity, group)
+        self.writer.invalidate(identity, group)
 
     def look(self, identity: int, group: int) -> int:
         """Return the fingerprint of the peer's next chunk if it is for this operation of this group, else -1."""

@@ -85,11 +85,11 @@ async def propose(sock: socket.socket, own: OwnPart) -> LinkParts | None:
         ProtocolError: a descriptor from the peer is not an outbox or not an eventfd.
     """
     layout = own.layout
-    with _declining(sock):
+    with _refuse_on_error(sock):
         fd, region = await SharedRegion.create(layout.nbytes, layout.directions[0].first())
     found = None
     try:
-        with _declining(sock):
+        with _refuse_on_error(sock):
             _offer(sock, fd, own)
         found = await _agree(sock, own)
     finally:
@@ -105,7 +105,7 @@ async def _agree(sock: socket.socket, own: OwnPart) -> tuple[PeerPart, PeerMemor
         _close(fds)
         decline(sock)
         return None
-    with _declining(sock):
+    with _refuse_on_error(sock):
         peer = _map_peer(fds, answer, own)
     try:
         remote_memory = _read_secret_word(sock, own.memory, answer)
@@ -141,7 +141,7 @@ def _offer(sock: socket.socket, fd: int, own: OwnPart) -> None:
 
 
 @contextmanager
-def _declining(sock: socket.socket) -> Iterator[None]:
+def _refuse_on_error(sock: socket.socket) -> Iterator[None]:
     """Send a refusal and raise `NotSharedError` where the kernel refuses; re-raise errors of the connection."""
     try:
         yield
@@ -173,13 +173,13 @@ async def accept(sock: socket.socket, own: OwnPart | None) -> LinkParts | None:
         decline(sock)
         await _receive_last(sock)
         return None
-    async with _declining_offer(sock):
+    async with _refuse_offer_on_error(sock):
         region, peer = _map_offer(fds, offer, own)
     last = _Message(agreed=False)
     try:
         remote_memory = _read_secret_word(sock, own.memory, offer)
         answer = _make_message(own, reads=remote_memory is not None)
-        async with _declining_offer(sock):
+        async with _refuse_offer_on_error(sock):
             socket.send_fds(sock, [_MESSAGE.pack(*answer)], [own.doorbell.outbox.fd, own.doorbell.eventfd])
         last = await _receive_last(sock)
     finally:
@@ -190,10 +190,10 @@ async def accept(sock: socket.socket, own: OwnPart | None) -> LinkParts | None:
 
 
 @asynccontextmanager
-async def _declining_offer(sock: socket.socket) -> AsyncIterator[None]:
-    """Act as `_declining`, then wait for the dialler's last message."""
+async def _refuse_offer_on_error(sock: socket.socket) -> AsyncIterator[None]:
+    """Act as `_refuse_on_error`, then wait for the dialler's last message."""
     try:
-        with _declining(sock):
+        with _refuse_on_error(sock):
             yield
     except NotSharedError:
         await _receive_last(sock)

@@ -88,14 +88,14 @@ class Doorbell:
             self._runtime.loop.add_reader(self.eventfd, self._on_ring)
         self._links.append(link)
         # Polls for frames that the peer wrote before: the doorbell was not rung for them.
-        self.attend()
+        self.poll_soon()
 
     def remove(self, link: Link) -> None:
         """Stop polling `link`."""
         if link in self._links:
             self._links.remove(link)
 
-    def attend(self) -> None:
+    def poll_soon(self) -> None:
         """Poll all links in the next turn of the loop; until then no peer has to wake this rank."""
         if not self.awake:
             self.awake = True
@@ -121,12 +121,12 @@ class Doorbell:
             os.eventfd_read(self.eventfd)
         except BlockingIOError:
             pass  # a peer has reset the eventfd: peers can read it, too
-        self.attend()
+        self.poll_soon()
 
     def _on_turn(self) -> None:
         again = False
         try:
-            again = self._watcher.linger(self.poll()) and not self.closed
+            again = self._watcher.keep_polling(self.poll()) and not self.closed
         finally:
             # Also after an exception: this rank either polls again or can be woken.
             if again:
@@ -141,7 +141,7 @@ class Doorbell:
             self.fences.full()
             if self.poll():
                 # There may be more work than this poll has done.
-                self.attend()
+                self.poll_soon()
 
 
 class PeerDoorbell:
@@ -169,7 +169,7 @@ class PeerDoorbell:
         This rank also polls its links in the next turn of its loop, so the peer need not wake it to answer.
         """
         if not self.own.awake:
-            self.own.attend()
+            self.own.poll_soon()
         self._full()
         status = self.status[STATUS]
         if status & 1 and status != self.rung_status:
@@ -183,7 +183,7 @@ class PeerDoorbell:
         except BlockingIOError:
             pass  # the eventfd's counter is at its maximum, so the peer wakes up anyway
 
-    def is_beside(self) -> bool:
+    def shares_core(self) -> bool:
         """Return whether the peer ran on the core of this rank when the peer last waited for long."""
         number = self.own.core()
         return number != 0 and self.status[CORE] == number
@@ -198,7 +198,7 @@ def ring_all(doorbells: Sequence[PeerDoorbell]) -> None:
     """Ring the doorbells of several peers, as `PeerDoorbell.ring` does, with one fence for all of them."""
     own = doorbells[0].own
     if not own.awake:
-        own.attend()
+        own.poll_soon()
     own.fences.full()
     for doorbell in doorbells:
         status = doorbell.status[STATUS]

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Fences", "fences", "stores_words"]
+__all__ = ["Fences", "fences", "has_atomic_stores"]
 
 #: Processors that load and store an aligned word of 8 bytes in one step. On others a reader may see half of a store.
 _ATOMIC_WORD_MACHINES = frozenset(
@@ -32,14 +32,14 @@ class Fences(NamedTuple):
     full: Callable[[], object]
 
 
-def stores_words(machine: str | None = None) -> bool:
+def has_atomic_stores(machine: str | None = None) -> bool:
     """Return whether this processor stores aligned words of 8 bytes in one step, as flags in shared memory require."""
     return sys.maxsize > 2**32 and (machine or platform.machine()).lower() in _ATOMIC_WORD_MACHINES
 
 
 def fences(machine: str | None = None) -> Fences | None:
     """Return the memory fences for this machine; None if there are none, so that ranks must use sockets."""
-    if not stores_words(machine):
+    if not has_atomic_stores(machine):
         return None
     if (machine or platform.machine()) in ("x86_64", "AMD64"):
         return Fences(None, _make_lock_fence())

@@ -81,7 +81,7 @@ class PeerPart(NamedTuple):
     def native_lanes(self, own: OwnPart) -> core.PeerLanes | None:
         """Return the accelerator's view of the lanes in both directions; None without the accelerator."""
         doorbell = own.doorbell
-        return self.outbox.native_lanes(doorbell.outbox, own.lane, self.doorbell.eventfd, doorbell.attend)
+        return self.outbox.native_lanes(doorbell.outbox, own.lane, self.doorbell.eventfd, doorbell.poll_soon)
 
     def close(self) -> None:
         """Close the doorbell and the outbox, and unmap their memory."""
@@ -299,9 +299,9 @@ class ShmLink:
         """Wake the peers of several links, with one fence for all of them."""
         ring_all([link._peer_doorbell for link in links])
 
-    def is_beside(self) -> bool:
+    def shares_core(self) -> bool:
         """Return whether the peer last waited on the core of this rank."""
-        return not self._closed and self._peer_doorbell.is_beside()
+        return not self._closed and self._peer_doorbell.shares_core()
 
     def divert(self) -> None:
         """Do nothing: payloads arrive whole."""
@@ -348,7 +348,7 @@ class ShmLink:
             self.peer_outbox.release(group)
             self.chunks.release(group)
 
-    def departed(self, group: int) -> None:
+    def on_departure(self, group: int) -> None:
         """Withdraw the unread posts for a group that the peer has left."""
         if not self._closed:
             self.common_writer.withdraw(self.lane_writer, group)

@@ -28,7 +28,7 @@ from aiocoll.transport.shm.layout import (
     SLOTS,
     OutboxLayout,
 )
-from aiocoll.transport.shm.region import OwnRegion, no_memory
+from aiocoll.transport.shm.region import OwnRegion, no_memory_error
 from aiocoll.transport.shm.slots import CommonWriter, LaneWriter, SlotReader
 
 __all__ = ["Outbox", "PeerOutbox"]
@@ -83,7 +83,7 @@ class Outbox:
             self._lanes[number] = lane
         self.common.withdraw(lane)
         if not lane.reset():
-            raise no_memory()
+            raise no_memory_error()
         self._open.add(number)
         return lane
 
@@ -157,7 +157,7 @@ class PeerOutbox:
         self._seen = self._chunked = 0
 
     def native_lanes(
-        self, own: Outbox, lane: LaneWriter, eventfd: int, attend: Callable[[], None]
+        self, own: Outbox, lane: LaneWriter, eventfd: int, poll_soon: Callable[[], None]
     ) -> core.PeerLanes | None:
         """Return the accelerator's view of the lanes in both directions; None without the accelerator.
 
@@ -165,14 +165,16 @@ class PeerOutbox:
             own: this rank's outbox.
             lane: this rank's lane for the peer.
             eventfd: the eventfd of the peer's doorbell.
-            attend: the method of this rank's doorbell that makes this rank poll.
+            poll_soon: the method of this rank's doorbell that makes this rank poll.
         """
         if core is None:
             return None
         layout = self._layout
         own_side = lane.memory, tuple(own.layout.lane), lane.posted, lane.ready
         peer_side = self._memory, self._start, tuple(layout.common), tuple(layout.lane)
-        return core.PeerLanes(*own_side, *peer_side, own.status, lane.reserve, attend, lane, own.common.native, eventfd)
+        return core.PeerLanes(
+            *own_side, *peer_side, own.status, lane.reserve, poll_soon, lane, own.common.native, eventfd
+        )
 
     def has_news(self) -> bool:
         """Return whether the peer has posted anything, or put all chunks of an operation, since the last call."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["OwnMemory", "PeerMemory", "address_of", "can_read", "peer_memory", "permit", "yama_scope"]
+__all__ = ["OwnMemory", "PeerMemory", "address_of", "can_read", "peer_memory", "permit_reading", "yama_scope"]
 
 _WORD = 8
 _PR_SET_PTRACER = 0x59616D61
@@ -125,7 +125,7 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
-def permit(pid: int) -> None:
+def permit_reading(pid: int) -> None:
     """Permit a process and its descendants to read this process, where Yama would permit only parents of this one.
 
     See prctl(2), PR_SET_PTRACER. Without Yama the call has no effect.

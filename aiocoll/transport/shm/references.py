@@ -28,7 +28,7 @@ from aiocoll.transport.shm.segment_sharing import SegmentSharing
 if TYPE_CHECKING:
     from aiocoll.transport.shm.link import ShmLink
 
-__all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "Unread", "UnreadableError"]
+__all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "UnreadFrame", "UnreadableError"]
 
 _BYTE = np.dtype(np.uint8)
 #: Largest number of unread frames: the peer reads one while this rank writes the next.
@@ -67,7 +67,7 @@ class InPlace:
         return np.empty(SEGMENT, np.uint8).data
 
 
-class Unread(NamedTuple):
+class UnreadFrame(NamedTuple):
     """A frame that the reader has not taken.
 
     Attributes:
@@ -115,7 +115,7 @@ class ReferenceWriter:
         self.ended = False
         self._sharing = sharing
         self._registered_memory, self._memory = own.registered_memory, own.memory if attach else None
-        self.unread: list[Unread] = []
+        self.unread: list[UnreadFrame] = []
 
     @property
     def full(self) -> bool:
@@ -143,7 +143,7 @@ class ReferenceWriter:
 
         Args:
             header: header of a frame with a payload of at most `MOST_BY_REFERENCE` bytes.
-            place: place of the payload, from `find`. The payload must stay unchanged until `read` is called, or `void`.
+            place: place of the payload, from `find`. The payload stays the same until `read` or `invalidate` is called.
             owner: owner of the payload.
             read: called once the peer has read it.
         """
@@ -153,7 +153,7 @@ class ReferenceWriter:
         self._out.request_wakeup()
         number = self._out.point(header, *place)
         if number:
-            self.unread.append(Unread(number, owner, read))
+            self.unread.append(UnreadFrame(number, owner, read))
             self._doorbell.ring()
         return number > 0
 
@@ -170,11 +170,11 @@ class ReferenceWriter:
         self.unread.clear()
         del self._out  # the memory is unmapped with the last view of it
 
-    def void(self, owner: object) -> None:
+    def invalidate(self, owner: object) -> None:
         """Mark the unread payloads of `owner`: they may change from now on, and the peer drops them."""
         for frame in self.unread:
             if frame.owner is owner:
-                self._out.void(frame.number)
+                self._out.invalidate(frame.number)
 
 
 class UnreadableError(ConnectionResetError):

@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 
 from aiocoll.errors import ProtocolError
 
-__all__ = ["PAGE", "OwnRegion", "SharedRegion", "create_mapped", "no_memory", "open_readable", "open_region"]
+__all__ = ["PAGE", "OwnRegion", "SharedRegion", "create_mapped", "no_memory_error", "open_readable", "open_region"]
 
 PAGE = mmap.PAGESIZE
 #: Bytes reserved per turn of the loop; takes about 60 microseconds.
@@ -54,7 +54,7 @@ class SharedRegion:
         self._reserved = reserved
         for start, end in first:
             if not self.reserve(start, end):
-                raise no_memory()
+                raise no_memory_error()
 
     @classmethod
     async def create(cls, nbytes: int, first: Iterable[tuple[int, int]]) -> tuple[int, SharedRegion]:
@@ -148,7 +148,7 @@ class OwnRegion:
                 fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
             self._is_old = not _can_populate(self.memory)
             if not self.reserve(*first):
-                raise no_memory()
+                raise no_memory_error()
             undo.pop_all()
 
     def reserve(self, start: int, end: int) -> bool:
@@ -170,7 +170,7 @@ class OwnRegion:
         del self.memory
 
 
-def no_memory() -> OSError:
+def no_memory_error() -> OSError:
     """Return the error for a region that cannot grow."""
     return OSError(errno.ENOMEM, "this host has no memory left to share")
 

@@ -26,7 +26,7 @@ from collections import deque
 from aiocoll.transport.frame import HEADER
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import ENTRIES, FIRST, LINE, Direction
-from aiocoll.transport.shm.region import SharedRegion, no_memory
+from aiocoll.transport.shm.region import SharedRegion, no_memory_error
 
 __all__ = ["ADDRESS", "ELSEWHERE", "ENTRY", "PLACE", "VOID", "RingWriter"]
 
@@ -136,7 +136,7 @@ class RingWriter:
         words[word] = self._sent = number
         return number
 
-    def void(self, number: int) -> None:
+    def invalidate(self, number: int) -> None:
         """Mark the payload of an entry that the reader has not taken: it may change from now on."""
         if self.taken < number:
             self._words[(self._ring + (number - 1) % ENTRIES * LINE >> 3) + PLACE] |= VOID
@@ -175,7 +175,7 @@ class RingWriter:
         if start + nbytes > self._reserved and not self._reserve(start + nbytes):
             if spans:
                 return -1  # the frame may fit into the reserved part once everything is read
-            raise no_memory()
+            raise no_memory_error()
         self._head = start + (nbytes + LINE - 1) // LINE * LINE
         return start
 

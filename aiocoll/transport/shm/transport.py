@@ -13,7 +13,7 @@ from aiocoll.transport.base import Transport
 from aiocoll.transport.shm import dial
 from aiocoll.transport.shm.dial import NotSharedError
 from aiocoll.transport.shm.doorbell import Doorbell
-from aiocoll.transport.shm.fence import fences, stores_words
+from aiocoll.transport.shm.fence import fences, has_atomic_stores
 from aiocoll.transport.shm.layout import LinkLayout, OutboxLayout
 from aiocoll.transport.shm.link import LinkParts, OwnPart
 from aiocoll.transport.shm.outbox import Outbox
@@ -61,7 +61,7 @@ class Sharing:
             self.trouble = "the options request another transport"
         elif sys.platform != "linux":
             self.trouble = "it needs memfd and eventfd, which only Linux has"
-        elif not stores_words():
+        elif not has_atomic_stores():
             self.trouble = "this process stores words of 8 bytes in two steps, so a peer could read half a word"
         elif self._fences is None:
             self.trouble = "this machine orders memory weakly, and libatomic was not found; install libatomic"
@@ -101,7 +101,7 @@ class Sharing:
                 own.drop()
         return pair
 
-    def give_up(self, pair: LinkParts) -> None:
+    def release_parts(self, pair: LinkParts) -> None:
         """Release the parts of a link that is not made."""
         pair.region.close()
         pair.peer.close()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from aiocoll.errors import RendezvousError
-from aiocoll.log import Repeats, logger
+from aiocoll.log import RepeatLimiter, logger
 from aiocoll.runtime import Runtime
 from aiocoll.sockets import retry_soon, send_in_bursts
 from aiocoll.transport.byte_stream import resolve
@@ -246,7 +246,7 @@ class Listeners:
     def __init__(self, runtime: Runtime, greet: Callable[[socket.socket], None]) -> None:
         self._runtime = runtime
         self._greet = greet
-        self._repeats = Repeats()
+        self._repeats = RepeatLimiter()
         # The timer that ends the pause of each listener, or None.
         self._open: dict[socket.socket, asyncio.TimerHandle | None] = {}
 

@@ -25,7 +25,7 @@ from aiocoll.security.handshake import (
     Status,
     UnprovenError,
 )
-from aiocoll.security.patience import Patience
+from aiocoll.security.loop_timeout import LoopTimeout
 from aiocoll.sockets import UNREACHABLE_AFTER, is_ready
 from aiocoll.transport.base import Card
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
@@ -157,10 +157,10 @@ class Dial:
         "_arrived",
         "_began",
         "_blocked",
-        "_patience",
         "_peer",
         "_runtime",
         "_silent_since",
+        "_timeout",
         "done",
         "limit",
         "reason",
@@ -172,7 +172,7 @@ class Dial:
         self._peer = peer
         self._began = self._silent_since = runtime.time()
         self._blocked = 0.0
-        self._patience: Patience | None = None
+        self._timeout: LoopTimeout | None = None
         self.done: asyncio.Future[None] = runtime.loop.create_future()
         self.target = target
         self.limit: asyncio.Timeout | None = None
@@ -185,17 +185,17 @@ class Dial:
 
     def allow(self, seconds: float) -> None:
         """Interrupt the current step after `seconds`, unless `stop` is called before."""
-        self._patience = Patience(
+        self._timeout = LoopTimeout(
             self._runtime, seconds, lambda: self.interrupt(self._runtime.time()), lambda: self._arrived()
         )
 
     def stop(self) -> None:
         """Remove the limit of `allow`. Do not count the seconds for which this rank's event loop was blocked."""
-        if self._patience is not None:
-            self._patience.cancel()
-            self._blocked += self._patience.blocked
-            self._silent_since += self._patience.blocked
-            self._patience = None
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._blocked += self._timeout.blocked
+            self._silent_since += self._timeout.blocked
+            self._timeout = None
 
     def interrupt(self, now: float) -> None:
         """End the current step, so that the dialler checks at once whether the link is open or the transport closed."""

@@ -21,7 +21,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.process import PidFd, peer_process
 from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.security.handshake import ConnKind
-from aiocoll.sockets import between_hosts
+from aiocoll.sockets import is_between_hosts
 from aiocoll.transport.base import Sink
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import Bytes, ByteStream
@@ -394,7 +394,7 @@ def _size_buffers(sock: socket.socket) -> None:
     """Set the socket buffer sizes of a connection inside a host."""
     if sock.family == socket.AF_UNIX:
         nbytes = UNIX_BUFFER
-    elif between_hosts(sock):
+    elif is_between_hosts(sock):
         return
     else:
         nbytes = LOOPBACK_BUFFER

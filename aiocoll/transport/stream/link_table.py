@@ -10,7 +10,7 @@ from math import inf
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind, Peer
-from aiocoll.sockets import UNREACHABLE_AFTER, between_hosts, keep_asking, round_trip, send_evenly, silence
+from aiocoll.sockets import UNREACHABLE_AFTER, enable_keepalive, is_between_hosts, round_trip, send_evenly, silence
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.registry import DataCarrier, DataLink
@@ -19,7 +19,7 @@ from aiocoll.transport.shm.transport import Sharing
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.striped_stream import StripedStream
 
-__all__ = ["FAR", "MOST_CONNECTIONS", "CarrierUse", "Key", "LinkTable", "Silence"]
+__all__ = ["FAR", "MOST_CONNECTIONS", "CarrierUse", "Key", "LinkTable", "SilenceMonitor"]
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 #: The handshake contains counts of links modulo this number.
@@ -40,7 +40,7 @@ Key = tuple[int, ConnKind]
 """The peer and the kind of link."""
 
 
-class Silence:
+class SilenceMonitor:
     """The monitor of one rank's links to other hosts. It closes silent links with a network error.
 
     Twice a second it reads from the kernel how long each connection has been silent. Kernels answer each other even
@@ -57,7 +57,7 @@ class Silence:
 
     def watch(self, link: DataLink, sock: socket.socket) -> None:
         """Monitor one connection of a link until the link is closed."""
-        keep_asking(sock)
+        enable_keepalive(sock)
         if not self._watched:
             self._runtime.call_later(_SILENCE_ROUND, self._look)
         self._watched[sock] = link
@@ -116,7 +116,7 @@ class LinkTable:
         self.carrier_use = carrier_use
         self._runtime = runtime
         self._pool = BufferPool()
-        self._silence = Silence(runtime)
+        self._silence = SilenceMonitor(runtime)
         self._links: dict[Key, _Link] = {}
         # The number of ended links of this rank; and that of the peer, at the time when the open link was made.
         self._ended: Counter[Key] = Counter()
@@ -167,14 +167,14 @@ class LinkTable:
                 pair = await share(sock, peer.rank)
         if self.has(key):
             if pair is not None:
-                self.sharing.give_up(pair)
+                self.sharing.release_parts(pair)
             if carried is not None:
                 carried.close()
             return None
         link: _Link
         if carried is not None:
             link = carried
-            if between_hosts(sock):
+            if is_between_hosts(sock):
                 self._silence.watch(link, sock)
         elif pair is not None:
             link = ShmLink(self._runtime, stream, pair, self.sharing.in_place, *key)
@@ -204,12 +204,12 @@ class LinkTable:
 
     def _prepare(self, link: StreamLink, sock: socket.socket) -> None:
         """Start pacing and monitoring of a connection between hosts."""
-        if between_hosts(sock):
+        if is_between_hosts(sock):
             if FAR <= round_trip(sock) < inf:
                 send_evenly(sock)
             self._silence.watch(link, sock)
 
-    async def adopt_bare(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
+    async def adopt_stream(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
         """Return `stream` for a use without frames, and count it as a link that has ended."""
         self._ended[peer.rank, peer.kind] += 1
         return stream

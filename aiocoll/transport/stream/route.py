@@ -115,7 +115,7 @@ def routable_address(master_host: str | None, interface: str | None = None, bind
         RendezvousError: the master's name does not resolve, or there is no route to it.
     """
     if bind is not None and bind != "any":
-        return _checked(bind)
+        return _check_bind(bind)
     if master_host is None:
         if bind:
             return ANY[socket.AF_INET]
@@ -126,7 +126,7 @@ def routable_address(master_host: str | None, interface: str | None = None, bind
     return interface_address(interface, family) if interface else local
 
 
-def _checked(bind: str) -> str:
+def _check_bind(bind: str) -> str:
     if is_wildcard(bind):
         raise ValueError(f"bind={bind!r}: must be an address of this host; to listen on all addresses, set bind='any'")
     try:

@@ -176,7 +176,7 @@ class StripedStream:
             wanted = min(self._left, size - taken)
             head = len(self._head)
             try:
-                sent = self._current.stream.send_parts([self._head, *_cut(views, taken, taken + wanted)])
+                sent = self._current.stream.send_parts([self._head, *_slice_views(views, taken, taken + wanted)])
             except BlockingIOError:
                 break
             self._head = self._head[sent:]
@@ -356,7 +356,7 @@ class StripedStream:
             self._watch()
 
 
-def _cut(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+def _slice_views(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
     """Return the bytes from `start` to `end` of the concatenated views, as views."""
     found = []
     for view in views:

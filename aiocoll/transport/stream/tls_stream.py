@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from aiocoll.credentials import tls_files
-from aiocoll.security.names import check_names, names_in, rank_name
+from aiocoll.security.names import certificate_names, check_names, rank_name
 from aiocoll.security.tls import Tls, TlsOptions, binding
-from aiocoll.security.tls_trouble import in_words
+from aiocoll.security.tls_trouble import explain_tls_error
 from aiocoll.security.user_ca import prepare
 from aiocoll.transport.byte_stream import Bytes, ByteStream, resolve
 from aiocoll.transport.stream.plain_stream import SocketStream, open_plain
@@ -54,7 +54,7 @@ class TlsStream(SocketStream):
     def check_rank(self, rank: int) -> None:
         """Check that the certificate of the other end is for this rank, if the user's CA issues certificates."""
         if self._tls.job is not None:
-            shown = names_in(self._ssl.getpeercert() or {})
+            shown = certificate_names(self._ssl.getpeercert() or {})
             check_names(shown, rank_name(self._tls.job, rank), f"the certificate of {self._address}")
 
     def send(self, data: Bytes) -> int:
@@ -73,7 +73,7 @@ class TlsStream(SocketStream):
                     return sent
                 raise BlockingIOError from None
             except ssl.SSLError as error:
-                raise self._broken(error) from error
+                raise self._connection_error(error) from error
             self._held = 0
             sent += len(record)
         return sent
@@ -104,7 +104,7 @@ class TlsStream(SocketStream):
                     return got
                 raise BlockingIOError from None
             except ssl.SSLError as error:
-                raise self._broken(error) from error
+                raise self._connection_error(error) from error
             if not more:
                 return got
             got += more
@@ -135,8 +135,8 @@ class TlsStream(SocketStream):
                 self._is_scheduled = False
             self._schedule_read()
 
-    def _broken(self, error: ssl.SSLError) -> ConnectionError:
-        return _broken(error, self._tls, self._address)
+    def _connection_error(self, error: ssl.SSLError) -> ConnectionError:
+        return _connection_error(error, self._tls, self._address)
 
     def _schedule_read(self) -> None:
         """Schedule another read if there are decrypted bytes left, which the event loop does not report."""
@@ -149,9 +149,9 @@ class TlsStream(SocketStream):
         self._read()
 
 
-def _broken(error: ssl.SSLError, tls: Tls, address: str) -> ConnectionError:
+def _connection_error(error: ssl.SSLError, tls: Tls, address: str) -> ConnectionError:
     reset = ConnectionResetError(errno.ECONNRESET, f"TLS: {error.reason or error}")
-    return in_words(error, tls, address) or reset
+    return explain_tls_error(error, tls, address) or reset
 
 
 def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:
@@ -225,16 +225,16 @@ async def open_tls(tls: Tls, loop: asyncio.AbstractEventLoop, sock: socket.socke
         name = secured.getpeername()
         address = name[0] if isinstance(name, tuple) else "the other end"
         try:
-            await _shake_hands(loop, secured)
+            await _do_handshake(loop, secured)
         except ssl.SSLError as error:
-            raise _broken(error, tls, address) from error
+            raise _connection_error(error, tls, address) from error
         return TlsStream(loop, secured, tls, address, dialled=dialled)
     except BaseException:
         secured.close()
         raise
 
 
-async def _shake_hands(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket) -> None:
+async def _do_handshake(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket) -> None:
     while True:
         ready = loop.create_future()
         try:

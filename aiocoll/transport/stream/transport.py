@@ -17,16 +17,16 @@ from typing import Any, Final
 
 from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AiocollError, AuthenticationError
-from aiocoll.log import Repeats, logger
+from aiocoll.log import RepeatLimiter, logger
 from aiocoll.native import core
 from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.security import handshake
 from aiocoll.security.handshake import ConnKind, Identity, Peer, ServerHandshake, Status
+from aiocoll.security.loop_timeout import LoopTimeout
 from aiocoll.security.names import WrongCertificateError
-from aiocoll.security.patience import Patience
-from aiocoll.security.unproven import Unproven
-from aiocoll.sockets import between_hosts, is_ready, keep_asking
+from aiocoll.security.unproven_connections import UnprovenConnections
+from aiocoll.sockets import enable_keepalive, is_between_hosts, is_ready
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
 from aiocoll.transport.shm.transport import Sharing
@@ -68,7 +68,7 @@ class StreamTransport:
     accepted: Callable[[Link], None]
     heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool] = staticmethod(lambda: False)
-    linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
+    keep_polling: Callable[[bool], bool] = staticmethod(lambda moved: False)
     #: Returns the number of connections of a data link to a host, by the host's name in its card.
     connections: Callable[[str], int] = staticmethod(lambda host: 1)
 
@@ -92,15 +92,15 @@ class StreamTransport:
         self._addresses = DialAddresses(rank, address.host_identity(options.host_id), key, transport)
         self._process = this_process()
         self._handshake_timeout = options.handshake_timeout
-        self._repeats = Repeats()
+        self._repeats = RepeatLimiter()
         self._unix: str | None = None
         self._tcp: tuple[str, int] | None = None
         self._listeners = address.Listeners(runtime, self._greet)
         # Tasks of handshakes that peers have started, each with its timeout; and tasks that were evicted.
-        self._serving: dict[asyncio.Task[bool], Patience] = {}
+        self._serving: dict[asyncio.Task[bool], LoopTimeout] = {}
         self._evicted: set[asyncio.Task[bool]] = set()
         # The tasks in which the peer has not proven the job key yet; and other tasks in the background.
-        self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
+        self._unproven: UnprovenConnections[asyncio.Task[bool]] = UnprovenConnections(world_size, self._evict)
         self._background: set[asyncio.Task[None]] = set()
         wanted = transport in ("auto", "shm") and not options.carries_all
         self._carrier = options.carrier
@@ -125,7 +125,7 @@ class StreamTransport:
         """Reason why a dialled rank has not been reached; "" if no rank is dialled. It stays after a cancelled dial."""
         return self._dialler.trouble
 
-    def all_met(self) -> None:
+    def set_all_met(self) -> None:
         """Treat silent hosts as unreachable from now on. Before this call, a silent host may still be starting."""
         self._dialler.impatient = True
 
@@ -174,7 +174,7 @@ class StreamTransport:
                 raise AuthenticationError(f"unix socket {name} {foreign}")
             return None
 
-    def stand_apart(self, host: str, trouble: str) -> None:
+    def treat_as_remote(self, host: str, trouble: str) -> None:
         """From now on, identify as being on `host`, because ranks of this host cannot be reached by unix sockets."""
         self._addresses.host = host
         self._addresses.unix_trouble = trouble
@@ -239,12 +239,12 @@ class StreamTransport:
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
         """Open a connection for heartbeats. It has the same results and errors as `connect`."""
         target = self._addresses.find(peer, card)
-        return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_bare)
+        return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_stream)
 
     async def connect_probe(self, peer: int, card: Card) -> ByteStream:
         """Open a connection for `transport.stream.probe.measure`. It raises the same errors as `connect`."""
         target = self._addresses.find(peer, card)
-        stream = await self._dialler.connect((peer, ConnKind.PROBE), target, self._links.adopt_bare)
+        stream = await self._dialler.connect((peer, ConnKind.PROBE), target, self._links.adopt_stream)
         assert stream is not None  # None would mean a link of this kind, but a probe never becomes a link
         return stream
 
@@ -290,7 +290,7 @@ class StreamTransport:
             return
         task = self._runtime.create_task(self._serve(sock), f"aiocoll-accept-{self.rank}")
         arrived = partial(is_ready, sock.fileno())
-        self._serving[task] = Patience(self._runtime, self._handshake_timeout, task.cancel, arrived)
+        self._serving[task] = LoopTimeout(self._runtime, self._handshake_timeout, task.cancel, arrived)
         self._unproven.admit(task)
         task.add_done_callback(partial(self._served, sock))
 
@@ -300,8 +300,8 @@ class StreamTransport:
         task.cancel()
 
     def _served(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
-        if patience := self._serving.pop(task, None):
-            patience.cancel()
+        if timeout := self._serving.pop(task, None):
+            timeout.cancel()
         self._evicted.discard(task)
         self._unproven.release(task)
         error = None if task.cancelled() else task.exception()
@@ -381,18 +381,18 @@ class StreamTransport:
         """
         self._serving[task].cancel()
         self._unproven.release(task)
-        if between_hosts(sock):
-            keep_asking(sock)
+        if is_between_hosts(sock):
+            enable_keepalive(sock)
 
     async def _adopt(self, stream: ByteStream, peer: Peer) -> Callable[[], None] | None:
         if peer.kind is ConnKind.HEARTBEAT:
-            await self._links.adopt_bare(stream, peer)
+            await self._links.adopt_stream(stream, peer)
             return partial(self.heartbeat_accepted, peer.rank, stream)
         if peer.kind is ConnKind.PROBE:
-            await self._links.adopt_bare(stream, peer)
+            await self._links.adopt_stream(stream, peer)
             return partial(self._start, "measured", self._answer_probe, stream)
         if peer.kind is ConnKind.STRIPE:
-            await self._links.adopt_bare(stream, peer)
+            await self._links.adopt_stream(stream, peer)
             return partial(self._add_connection, peer.rank, stream)
         link = await self._links.adopt(stream, peer, dialled=False, striped=peer.striped)
         return None if link is None else partial(self.accepted, link)
@@ -406,7 +406,7 @@ class StreamTransport:
         """Open further connections of a data link. If that fails, the link continues with its present connections."""
         for _ in range(count):
             try:
-                stream = await self._dialler.connect((peer, ConnKind.STRIPE), target, self._links.adopt_bare)
+                stream = await self._dialler.connect((peer, ConnKind.STRIPE), target, self._links.adopt_stream)
             except (AiocollError, OSError):
                 return
             assert stream is not None  # None would mean a link of this kind, but a stripe never becomes one

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 from aiocoll import BackendUnavailableError
 from aiocoll.gpu.device import close_devices
-from aiocoll.gpu.provider import by_ctypes, provide, runtime, why_no_nccl
+from aiocoll.gpu.provider import by_ctypes, missing_nccl_reason, provide, runtime
 from aiocoll.testing.skips import _gpus
 
 from ...fakes.nccl import FakeNccl
@@ -72,7 +72,8 @@ def world(
     with ExitStack() as played:
         if kind == "played":
             played.enter_context(torch_machine(devices, library))
-        cuda, nccl, lacking = by_ctypes() if os.environ.get(ADAPTER) == "ctypes" else (*runtime(), why_no_nccl())
+        by_cupy = os.environ.get(ADAPTER) != "ctypes"
+        cuda, nccl, lacking = (*runtime(), missing_nccl_reason()) if by_cupy else by_ctypes()
         made = _WORLDS[kind]()
         try:
             with provide(cuda, nccl if way == "nccl" else None, lacking or "it was left out"):

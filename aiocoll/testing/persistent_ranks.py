@@ -1,4 +1,4 @@
-"""Standing ranks: processes that serve many calls, with a loop for callers without one."""
+"""Persistent ranks: processes that serve many calls, with a loop for callers without one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from aiocoll.options import GroupOptions
 from aiocoll.testing.team import Team
 
-__all__ = ["Standing"]
+__all__ = ["PersistentRanks"]
 
 
-class Standing:
+class PersistentRanks:
     """Standing processes of all ranks, and the loop that calls them.
 
     Args:
@@ -61,7 +61,7 @@ class Standing:
             allow_unretrieved=self._allow_unretrieved,
         )
         self._team = await team.__aenter__()
-        await team.start_standing()
+        await team.start_persistent()
 
     async def _call(self, call: bytes, limit: float) -> None:
         if self._team is None or not self._team.intact:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiocoll.runtime import Runtime
-from aiocoll.security.patience import Patience, patient_timeout
+from aiocoll.security.loop_timeout import LoopTimeout, loop_timeout
 from aiocoll.testing import VirtualLoop
 
 
@@ -19,30 +19,30 @@ def run_on_virtual_clock(program: Callable[[], Coroutine[Any, Any, Any]]) -> Any
         return runner.run(program())
 
 
-async def expiry(seconds: float, arrived: Callable[[], bool] = lambda: False) -> tuple[float, Patience]:
+async def expiry(seconds: float, arrived: Callable[[], bool] = lambda: False) -> tuple[float, LoopTimeout]:
     """Return the time at which a timeout of `seconds` expires, and the timeout."""
     loop = asyncio.get_running_loop()
     expired = loop.create_future()
-    patience = Patience(Runtime.of(loop), seconds, lambda: expired.set_result(None), arrived)
+    timeout = LoopTimeout(Runtime.of(loop), seconds, lambda: expired.set_result(None), arrived)
     await expired
-    return loop.time(), patience
+    return loop.time(), timeout
 
 
 def test_timeout_expires_after_its_seconds() -> None:
-    when, patience = run_on_virtual_clock(lambda: expiry(4.5))
+    when, timeout = run_on_virtual_clock(lambda: expiry(4.5))
     assert when == pytest.approx(4.5)
-    assert patience.blocked == 0
+    assert timeout.blocked == 0
 
 
 def test_blocked_loop_uses_up_one_iteration() -> None:
-    async def program() -> tuple[float, Patience]:
+    async def program() -> tuple[float, LoopTimeout]:
         loop = asyncio.get_running_loop()
         loop.call_later(1.0, loop.jump, 100.0)
         return await expiry(3.2)
 
-    when, patience = run_on_virtual_clock(program)
+    when, timeout = run_on_virtual_clock(program)
     assert when == pytest.approx(103.2, abs=0.2)
-    assert patience.blocked == pytest.approx(100.0, abs=0.2)
+    assert timeout.blocked == pytest.approx(100.0, abs=0.2)
 
 
 @pytest.mark.parametrize(("messages", "extra"), [(0, 0.0), (1, 0.1), (3, 0.3), (100, 0.3)])
@@ -58,12 +58,12 @@ def test_cancelled_or_infinite_timeout_never_expires() -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
         calls: list[int] = []
         for seconds in (1.0, inf):
-            patience = Patience(runtime, seconds, lambda: calls.append(1))
+            timeout = LoopTimeout(runtime, seconds, lambda: calls.append(1))
             if seconds == 1.0:
-                patience.cancel()
+                timeout.cancel()
         await runtime.sleep(1e6)
         assert calls == []
-        patience.cancel()
+        timeout.cancel()
 
     run_on_virtual_clock(program)
 
@@ -73,7 +73,7 @@ def test_patient_timeout_raises_in_the_body(quick: bool) -> None:
     async def program() -> float:
         loop = asyncio.get_running_loop()
         try:
-            async with patient_timeout(Runtime.of(loop), 2.0, lambda: False):
+            async with loop_timeout(Runtime.of(loop), 2.0, lambda: False):
                 await asyncio.sleep(1.0 if quick else 3.0)
         except TimeoutError:
             assert not quick

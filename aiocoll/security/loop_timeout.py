@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiocoll.runtime import Runtime
 
-__all__ = ["Patience", "patient_timeout"]
+__all__ = ["LoopTimeout", "loop_timeout"]
 
 #: Minimum number of loop iterations: twice as many as an encrypted handshake takes between ranks of one loop.
 _TURNS = 32
@@ -20,7 +20,7 @@ _LOOK_AGAIN = 0.1
 _BLOCKED = 0.1
 
 
-class Patience:
+class LoopTimeout:
     """A timeout that also requires 32 loop iterations, and does not expire before a message that has arrived.
 
     An iteration may take longer than the timeout of a handshake: if the loop is blocked, or if many ranks of one loop
@@ -29,7 +29,7 @@ class Patience:
     Args:
         runtime: clock and timers.
         seconds: the timeout; with `inf` it never expires.
-        over: callback that runs when the timeout expires.
+        on_timeout: callback that runs when the timeout expires.
         arrived: returns whether a message waits that the handshake has not read.
 
     Attributes:
@@ -42,13 +42,13 @@ class Patience:
         self,
         runtime: Runtime,
         seconds: float,
-        over: Callable[[], object],
+        on_timeout: Callable[[], object],
         arrived: Callable[[], bool] = lambda: False,
     ) -> None:
         self.blocked = 0.0
         self._runtime = runtime
         self._part = seconds / _TURNS
-        self._over = over
+        self._over = on_timeout
         self._arrived = arrived
         self._left = _TURNS
         self._due = 0.0
@@ -78,11 +78,11 @@ class Patience:
 
 
 @asynccontextmanager
-async def patient_timeout(runtime: Runtime, seconds: float, arrived: Callable[[], bool]) -> AsyncIterator[None]:
-    """Raise `TimeoutError` in the body of this context when a `Patience` of the same arguments expires."""
+async def loop_timeout(runtime: Runtime, seconds: float, arrived: Callable[[], bool]) -> AsyncIterator[None]:
+    """Raise `TimeoutError` in the body of this context when a `LoopTimeout` of the same arguments expires."""
     async with asyncio.timeout(None) as limit:
-        patience = Patience(runtime, seconds, lambda: limit.reschedule(runtime.time()), arrived)
+        timeout = LoopTimeout(runtime, seconds, lambda: limit.reschedule(runtime.time()), arrived)
         try:
             yield
         finally:
-            patience.cancel()
+            timeout.cancel()

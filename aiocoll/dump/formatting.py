@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["in_words"]
+__all__ = ["format_dump"]
 
 #: Number of ended operations to show, newest last.
 _ENDED = 3
@@ -13,7 +13,7 @@ _ENDED = 3
 _PENDING = 20
 
 
-def in_words(dump: Mapping[str, Any]) -> str:
+def format_dump(dump: Mapping[str, Any]) -> str:
     """Return a dump of `FlightRecorder.dump` as text."""
     return "".join(f"{line}\n" for line in _lines(dump))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["MIN_PLACES", "Unproven"]
+__all__ = ["MIN_PLACES", "UnprovenConnections"]
 
 #: Minimum size of the table, small compared with the usual limit of 1024 open files. At 200 new connections a second,
 #: each is kept for more than half a second, which is several round trips between continents.
@@ -20,7 +20,7 @@ MIN_PLACES = 128
 T = TypeVar("T")
 
 
-class Unproven(Generic[T]):
+class UnprovenConnections(Generic[T]):
     """Connections of one listener that have not proven the key yet.
 
     Args:

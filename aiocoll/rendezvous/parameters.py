@@ -15,13 +15,13 @@ from aiocoll.store import HashStore, Store
 from aiocoll.store.registry import StoreOpener, StoreRequest, stores
 from aiocoll.store.tcp import tcp_url
 
-__all__ = ["DEFAULT", "Place", "Where", "find_dry_run", "find_where"]
+__all__ = ["DEFAULT", "Place", "RendezvousParameters", "find_dry_run", "find_parameters"]
 
 _PASSWORD = re.compile("//.*@")
 _QUERY = re.compile(r"\?.*")
 
 
-class Where(NamedTuple):
+class RendezvousParameters(NamedTuple):
     """The rendezvous parameters of one rank: store, rank and world size.
 
     Attributes:
@@ -51,7 +51,8 @@ class Where(NamedTuple):
     holder: str = ""
 
     def __repr__(self) -> str:
-        return f"Where(rank={self.rank}, world_size={self.world_size}, scheme={self.scheme!r})"  # no secrets
+        # no secrets
+        return f"RendezvousParameters(rank={self.rank}, world_size={self.world_size}, scheme={self.scheme!r})"
 
     @property
     def scheme(self) -> str:
@@ -68,7 +69,7 @@ class Where(NamedTuple):
         """Return whether another store may follow this one at the same address; False for a meeting."""
         return not self.hosts and self.key is None
 
-    async def resolve(self, key: bytes | None, options: GroupOptions, timeout: float) -> Where:
+    async def resolve(self, key: bytes | None, options: GroupOptions, timeout: float) -> RendezvousParameters:
         """Return these parameters with the store's address, requested from the launcher if needed.
 
         Raises:
@@ -100,7 +101,7 @@ class Where(NamedTuple):
 class Place(Protocol):
     """An object that may be passed as `init_method` in place of a string."""
 
-    def where(self) -> Where:
+    def where(self) -> RendezvousParameters:
         """Return the rendezvous parameters."""
 
 
@@ -108,14 +109,14 @@ class Place(Protocol):
 DEFAULT: ContextVar[Place | None] = ContextVar("aiocoll_place", default=None)
 
 
-def find_where(
+def find_parameters(
     init_method: str | Place | None,
     store: Store | None,
     rank: int | None,
     world_size: int | None,
     env: Mapping[str, str],
     job: str,
-) -> Where:
+) -> RendezvousParameters:
     """Return the rendezvous parameters of a rank.
 
     Args:
@@ -131,7 +132,9 @@ def find_where(
         RendezvousError: torchrun started ranks on several hosts, and AIOCOLL_PORT is not set.
     """
     if store is not None:
-        return Where(("store", id(store)), *_read_numbers(rank, world_size, {}, "with store=", assigned=True), store)
+        return RendezvousParameters(
+            ("store", id(store)), *_read_numbers(rank, world_size, {}, "with store=", assigned=True), store
+        )
     if isinstance(init_method, Place):
         return init_method.where()
     method = "env://" if init_method is None else init_method
@@ -147,7 +150,7 @@ def find_where(
         opener.check(method, numbers[1])
     except ValueError as error:
         raise ValueError(f"init_method={shown!r}: {error}") from None
-    return Where((method, job), *numbers, None, method, not served, job)
+    return RendezvousParameters((method, job), *numbers, None, method, not served, job)
 
 
 def _find_opener(url: str) -> StoreOpener:
@@ -189,17 +192,19 @@ def _without_query(method: str, rank: int | None, world_size: int | None) -> tup
     return url, numbers["rank"], numbers["world_size"]
 
 
-def find_dry_run(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> Where:
+def find_dry_run(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> RendezvousParameters:
     """Return the rendezvous parameters of a dry run, which needs no store."""
     numbers = _read_numbers(rank, world_size, env, "with backend='fake'")
-    return Where(None, *numbers)
+    return RendezvousParameters(None, *numbers)
 
 
-def _from_environment(method: str, rank: int | None, world_size: int | None, env: Mapping[str, str], job: str) -> Where:
+def _from_environment(
+    method: str, rank: int | None, world_size: int | None, env: Mapping[str, str], job: str
+) -> RendezvousParameters:
     """Return the rendezvous parameters from the variables of the launcher; arguments override variables."""
     launcher, given = recognise(env), (rank, world_size) != (None, None)
     if launcher is None and not given and _is_singleton(env):
-        return Where((method, "alone"), 0, 1, HashStore())
+        return RendezvousParameters((method, "alone"), 0, 1, HashStore())
     if launcher is None or launcher.is_standard or given:
         hosted = env.get("AIOCOLL_STORE") == "launcher"
         try:
@@ -210,9 +215,9 @@ def _from_environment(method: str, rank: int | None, world_size: int | None, env
             raise ValueError(f"{error}{_launcher_hint(env)}") from None
         # A program that sets another MASTER_PORT than its launcher does not use the launcher's store.
         hosted = hosted and env.get("AIOCOLL_STORE_PORT", str(address.port)) == str(address.port)
-        return Where((method, *address[:2], job), *numbers, None, tcp_url(*address[:2]), hosted, job)
+        return RendezvousParameters((method, *address[:2], job), *numbers, None, tcp_url(*address[:2]), hosted, job)
     numbers, address = launcher.numbers(env), launcher.address(env)
-    return Where(
+    return RendezvousParameters(
         (method, launcher.name, *address[:2], job),
         *numbers,
         None,

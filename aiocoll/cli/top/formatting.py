@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from aiocoll.cli.top.jobs import End
+from aiocoll.cli.top.jobs import JobOutcome
 from aiocoll.cli.top.model import GroupView, HostLoad, PendingView, RankView
 
 __all__ = [
-    "BAD", "LIMITED", "duration", "ended", "headline", "history", "host_line", "kind_table", "name_ranks", "notes",
-    "plain", "rank_numbers", "rank_table", "size",
+    "BAD",
+    "LIMITED",
+    "format_duration",
+    "format_ended_job",
+    "format_groups",
+    "format_headline",
+    "format_host_load",
+    "history",
+    "kind_table",
+    "name_ranks",
+    "notes",
+    "rank_numbers",
+    "rank_table",
+    "size",
 ]  # fmt: skip
 
 #: States in which a rank delays the others.
@@ -31,14 +43,14 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 Table = tuple[Sequence[str], int, list[Sequence[str]]]
 
 
-def headline(group: GroupView) -> str:
+def format_headline(group: GroupView) -> str:
     """Return the line above a group."""
     rates = "" if group.ops is None else f", {_count(group.ops)} ops/s, {size(group.nbytes)}/s"
     state = group.state if group.cause is None else f"{group.state}: {group.cause}"
     return f"{group.name}: {group.size} ranks, {state}{rates}"
 
 
-def host_line(load: HostLoad | None) -> str:
+def format_host_load(load: HostLoad | None) -> str:
     """Return the line about the load of this host."""
     if load is None:
         return ""
@@ -55,11 +67,11 @@ def history(group: GroupView) -> str:
     return f"ops/s, last {len(group.history)} rounds: {bars} (highest {_count(most)})"
 
 
-def ended(title: str, end: End | None, groups: Sequence[GroupView], width: int) -> str:
+def format_ended_job(title: str, end: JobOutcome | None, groups: Sequence[GroupView], width: int) -> str:
     """Return the text about a job that has ended: its exit code and cause, and the last state of its groups."""
     lines = [f"{title}: it has ended" + (f" with exit code {end.code}" if end is not None else "")]
     lines += end.lines if end is not None else ()
-    last = f"\nlast state:\n{plain(groups, width)}" if groups else ""
+    last = f"\nlast state:\n{format_groups(groups, width)}" if groups else ""
     return "".join(f"{line}\n" for line in lines) + last
 
 
@@ -82,7 +94,7 @@ def kind_table(group: GroupView) -> Table:
                 each.op,
                 each.algorithm or "-",
                 each.transport or "-",
-                *(_count(each.ops), size(each.nbytes), duration(each.p50), duration(each.p99)),
+                *(_count(each.ops), size(each.nbytes), format_duration(each.p50), format_duration(each.p99)),
             )
             for each in group.kinds
         ],
@@ -105,24 +117,24 @@ def notes(group: GroupView, most: int = ROWS) -> Iterable[tuple[str, str]]:
         yield "", "its ranks do not count operations: GroupOptions(stats=False), or AIOCOLL_STATS=0"
 
 
-def plain(groups: Sequence[GroupView], width: int, load: HostLoad | None = None) -> str:
+def format_groups(groups: Sequence[GroupView], width: int, load: HostLoad | None = None) -> str:
     """Return all groups as text."""
     lines: list[str] = []
     if not groups:
         lines.append("no rank has an open group")
     for group in groups:
         lines += [""] * bool(lines)
-        lines += [group.verdict, headline(group)]
+        lines += [group.verdict, format_headline(group)]
         lines += _aligned(rank_table(group, width))
         lines += [text for _, text in notes(group)]
         if group.kinds:
             lines += ["", *_aligned(kind_table(group))]
         lines += [history(group)] * bool(history(group))
-    lines += [host_line(load)] * (load is not None and bool(groups))
+    lines += [format_host_load(load)] * (load is not None and bool(groups))
     return "".join(f"{line}\n" for line in lines)
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Return seconds with a unit."""
     if seconds is None:
         return "-"
@@ -145,19 +157,20 @@ def _rank_row(rank: RankView) -> Sequence[str]:
     if rank.missing:
         pending = f"not in {rank.missing}"
     elif rank.pending:
-        pending = f"{rank.pending}, {duration(rank.oldest)}" if rank.oldest >= 0.25 else str(rank.pending)
+        pending = f"{rank.pending}, {format_duration(rank.oldest)}" if rank.oldest >= 0.25 else str(rank.pending)
     return (
         str(rank.rank),
         rank.state,
         _count(rank.ops),
         size(rank.nbytes),
-        *(duration(rank.p50), duration(rank.p99), _share(rank.waited_for), _share(rank.waits), pending),
+        *(format_duration(rank.p50), format_duration(rank.p99), _share(rank.waited_for), _share(rank.waits), pending),
     )
 
 
 def _in_flight(each: PendingView) -> str:
     missing = f", {name_ranks(each.missing)} missing" if each.missing else ""
-    return f"{each.op} pending for {duration(each.seconds)} on {name_ranks(each.ranks)}{missing}, called at {each.site}"
+    seconds = format_duration(each.seconds)
+    return f"{each.op} pending for {seconds} on {name_ranks(each.ranks)}{missing}, called at {each.site}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
