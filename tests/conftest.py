@@ -183,7 +183,7 @@ def _open_files() -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def _hide_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hide_processor(_nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the processor, so that tuning defaults are the same on every machine."""
     replaced(monkeypatch, processors_file=os.devnull)
 
@@ -197,7 +197,7 @@ def _slow_tests_without_debug_mode(request: pytest.FixtureRequest, monkeypatch: 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a thread or an open file; it surrounds the loop of the test."""
+    """Fail a test that leaves a thread or an open file; it surrounds the loop and the patches of the test."""
     # CUDA and NCCL never close some files of a process.
     keeps = request.node.get_closest_marker("gpu") is not None
     threads, files = set(threading.enumerate()), None if keeps else _open_files()

@@ -164,6 +164,8 @@ async def test_lost_metrics_directory_fails_no_group(directory: Path, caplog: py
         assert await pg.allreduce(1) == 1
 
     await run_ranks(1, rank)
+    # The thread that writes may have noted the failure, and may be about to log it.
+    await until(lambda: any(each.name == "aiocoll" for each in caplog.records))
     (record,) = [each for each in caplog.records if each.name == "aiocoll"]
     assert record.getMessage().startswith(f"metrics are not written to PROMETHEUS_MULTIPROC_DIR={directory}: ")
 
