@@ -74,7 +74,7 @@ class Results:
         return Summary(
             len(timings),
             sum(len(timing.nanoseconds) for timing in timings),
-            Figures.at(
+            Figures.from_percentiles(
                 case.each(self.world_size), self.world_size, *(median(values) for values in zip(*each, strict=True))
             ),
             median(float(np.percentile(timing.nanoseconds, 10)) for timing in timings) / 1e9 / case.inflight,

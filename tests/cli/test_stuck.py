@@ -29,7 +29,7 @@ class Group:
     def __init__(self, blocked: tuple[float, str] | None) -> None:
         self.blocked = blocked
 
-    def shown(self) -> dict[str, Any]:
+    def to_data(self) -> dict[str, Any]:
         return {"blocked": self.blocked}
 
 
