@@ -27,7 +27,7 @@ _threads: WeakSet[LoopThread] = WeakSet()
 
 
 class Started(Generic[T]):
-    """A call that a `LoopThread` carries out: what `LoopThread.start` returns, for any thread."""
+    """A call that a `LoopThread` carries out, returned by `LoopThread.start`. Any thread can use it."""
 
     __slots__ = ("__weakref__", "_begun", "_callbacks", "_done", "_error", "_locks", "_result", "_task", "_thread")
 

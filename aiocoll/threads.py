@@ -14,19 +14,19 @@ from aiocoll.runtime import Runtime
 
 __all__ = ["CHECK_INTERVAL", "Waitable", "wait_in_thread"]
 
-#: Seconds between two checks of a waiting thread: whether the loop still runs, since nothing notifies it when a loop
-#: ends, and whether a signal has come.
+#: Seconds between two checks of a waiting thread. It checks whether a signal has come, and whether the loop still runs,
+#: because it is not notified when the loop ends.
 CHECK_INTERVAL = 0.1
 
 
 class Waitable(Protocol):
-    """The interface of an awaited object. All methods except `done` are called in the loop."""
+    """The interface of an operation that a thread waits for. All methods except `done` are called in the loop."""
 
     def done(self) -> bool:
-        """Return whether the object has ended. Its outcome is set before."""
+        """Return whether the operation has ended. If so, its outcome is already set."""
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Call `fn` in the loop after the end."""
+        """Call `fn` in the loop after the operation has ended."""
 
     def remove_done_callback(self, fn: Callable[[Any], object]) -> int:
         """Remove the callback `fn`."""

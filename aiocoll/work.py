@@ -335,9 +335,10 @@ class Work(_Base, Generic[T_co]):
         return result
 
     def wait(self, timeout: float | timedelta | None = None) -> T_co:
-        """Block *another thread* until the end. Any number of threads may wait.
+        """Block a thread other than the event loop's until the operation has ended.
 
-        If the event loop has stopped, the thread keeps waiting, since another thread may run the loop again.
+        Any number of threads may wait. They keep waiting if the event loop has stopped, since a thread may run the loop
+        again.
 
         Args:
             timeout: seconds to wait; None or inf to wait without a limit.

@@ -71,7 +71,7 @@ class Rule(NamedTuple):
 
 
 _SCANS = (
-    # One step, until the p-1 tensors for the last rank take longer than the p-1 wake-ups of a chain.
+    # One step. Above the limit, the p-1 tensors for the last rank take longer than the p-1 wake-ups of a chain.
     Rule("fold", max_volume=8),
     # The least traffic, and all steps stream.
     Rule("chain"),
@@ -82,14 +82,14 @@ _SCANS = (
 RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "allreduce": (
-            # Two ranks exchange their tensors, until the reduction has to wait for the sends.
+            # Two ranks exchange their tensors in one step. Above the limit, reductions wait for the end of the send.
             Rule("exchange", max_world=2, min_world=2, max_stages=0.42),
             Rule("oneround", max_world=2, max_nbytes=4),
             # Each rank reduces one half, streaming in both directions.
             Rule("ring", max_world=2),
-            # One step, until a rank's messages or bytes take longer than the saved steps.
+            # One step. Above the limits, a rank's messages or bytes take longer than the saved steps.
             Rule("oneround", max_volume=4, max_fan=0.6),
-            # Half the steps of "circulant", until the bytes of the allgather take longer than the saved steps.
+            # Half the steps of "circulant". Above the limit, the allgather's bytes take longer than the saved steps.
             Rule("bruck", max_volume=4),
             # Ops whose results depend on the position of an element: each chunk is folded on one rank, in two steps.
             Rule("pairwise", max_volume=4, max_fan=0.25),
@@ -102,9 +102,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             Rule("pairwise"),
         ),
         "reduce": (
-            # All tensors go to the root in one step, while they take no longer than the steps of a tree.
+            # All tensors go to the root in one step. Above the limits, this takes longer than the steps of a tree.
             Rule("linear", max_volume=2.5, max_fan=0.75),
-            # log2(p) sends of whole tensors, until filling a chain takes the same time.
+            # log2(p) sends of whole tensors. Above the limit, filling a chain takes less time.
             Rule("binomial", max_stages=0.3),
             # The least traffic, and all steps stream.
             Rule("chain"),
@@ -135,9 +135,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "broadcast": (
             # With two ranks, no rank has to relay.
             Rule("linear", max_world=2),
-            # One step, while the root's sends take less time than a second step.
+            # One step. Above the limits, the root's sends take longer than a second step.
             Rule("linear", max_fan=0.5, max_volume=4),
-            # Two or three levels instead of p-1 wake-ups, until the root's repeated sends cost more than a chain.
+            # Two or three levels instead of p-1 wake-ups. Above the limit, the root's repeated sends outweigh that.
             Rule("knomial", max_stages=0.2),
             Rule("chain"),
         ),

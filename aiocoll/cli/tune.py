@@ -162,7 +162,8 @@ class _Pair:
     def machine(self) -> Machine:
         """Compute alpha, overhead, beta and gamma from the measured times."""
         alpha = _lower_quartile(self._shorts)
-        # Noise can make the difference too small or too large. Limits: overhead is not 0, and alpha contains it twice.
+        # Noise can make the difference too small or too large. The overhead is more than 0, and at most half of alpha,
+        # because alpha includes two overheads.
         overhead = min(
             max((_lower_quartile(self._bursts) - _lower_quartile(self._singles)) / BURST, alpha / 100), alpha / 2
         )

@@ -89,7 +89,7 @@ def reading(
         raise SerializationError(f"{nbytes} bytes are not a valid object (the data is incomplete)")
     with _refusing(nbytes):
         if unpacker.tell() < nbytes:
-            raise ValueError("there is data after its end")
+            raise ValueError("there is data after the end of the object")
         decoder.end()
     return obj
 
@@ -235,12 +235,12 @@ class _Decoder:
 def _finish_container(tag: _Tag, items: list[Any]) -> Any:
     """Return a long container after all its pieces were added."""
     if any(item is not None for item in items):
-        raise SerializationError("a long container with an item that is not a piece")
+        raise SerializationError("received a long container with an item that is not a piece")
     kind = tag.code & ~IN_PIECES
     return tag.built if kind in (LIST, SET, DICT) else SEQUENCES[kind](tag.built)
 
 
 def _check_set(items: list[Any], by_hash: dict[int, Any]) -> None:
     if len(items) > HASHED_PIECE:
-        raise SerializationError(f"{len(items)} elements of a set in one piece")
+        raise SerializationError(f"received {len(items)} elements of a set in one piece, the limit is {HASHED_PIECE}")
     check_keys(items, by_hash)

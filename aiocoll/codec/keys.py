@@ -1,4 +1,4 @@
-"""A limit on the time that dict keys and set elements with the same hash take to be compared.
+"""A limit on the time for comparing dict keys and set elements that have the same hash.
 
 A dict compares a new key with every earlier key of the same hash. A malicious sender can make any number of keys with
 the same hash. It can also make keys that Python compares slowly: comparing an int with a Decimal converts the int, in

@@ -1,4 +1,4 @@
-"""A work with a mapped result: the same operation, whose result a function converts."""
+"""A second work for the operation of another work, with a function applied to the result."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ R = TypeVar("R")
 
 
 def map_result(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
-    """Return a work of the same operation whose result is `change(result)`.
+    """Return a second work for the operation of `work`, with `change(result)` as its result.
 
     Args:
-        work: the work of the operation; the caller must not use it otherwise.
+        work: the work of the operation. The caller must not use it after this call.
         change: called with the result. If it raises, the returned work fails with its exception.
     """
     made: Work[R] = parts_of(work.group).messages.one_of(work.op, [work])

@@ -297,8 +297,8 @@ def _float8_up(name: str) -> Convert:
 
 def _float8_down(name: str) -> Convert:
     def narrow(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        # Truncate to the upper 16 bits, and set the last of these if a truncated bit was set. That bit lies below every
-        # midpoint between two float8 values, so the truncated value rounds to the same float8 value.
+        # Truncate to the upper 16 bits. If a truncated bit was set, set the lowest of the upper 16 bits.
+        # Midpoints between two float8 values have only higher bits, so the result rounds to the same float8 value.
         bits = src.view(np.uint32)
         lost = np.bitwise_and(bits, 0xFFFF)
         np.add(lost, 0xFFFF, lost)

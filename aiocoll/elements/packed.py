@@ -58,13 +58,15 @@ class Codes(Protocol):
         """
 
     def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
-        """Round the values in `total` to nearest, ties to even, and write their codes. This overwrites both stacks.
+        """Round the values in `total` to nearest, ties to even, and write their codes to `target`.
+
+        This overwrites `total` and `spare`.
 
         Args:
             total: the values.
             spare: another stack of the same length.
             target: receives the codes.
-            rounded: the values need no rounding.
+            rounded: whether the values need no rounding.
         """
 
     def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:

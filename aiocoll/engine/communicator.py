@@ -269,7 +269,7 @@ class Communicator:
         operation = self._operations.get(op) or self.in_flight.find(op)
         if operation is None:
             return self._deliver_unentered(channel, peer, header, payload)
-        if not is_early:  # an early frame arrived before the operation, which did not wait for it
+        if not is_early:  # an early frame arrived before the call, so no operation waited for it
             operation.set_waited_for(peer)
         if kind == _DATA:
             if operation.fingerprint != fingerprint or not operation.deliver(peer, step, total, payload, length):

@@ -333,7 +333,7 @@ class Journal:
         self._rows: dict[tuple[str, str | None, str], int] = {}
         self.waits = Table(WAIT)
         self._wait_rows: dict[int, int] = {}
-        # The time of the next marks.
+        # Time at which `_mark` must run again: the start of the next second. An array, because C code writes to it.
         self.due = array("d", [-inf])
         # Row and bytes of equal calls, by the `id` of their signature; for a message by the `id` and the peer. The
         # signature is kept alive, so that its `id` is not reused.
@@ -408,7 +408,7 @@ class Journal:
         return row
 
     def _mark(self, rows: Iterable[int], now: float) -> None:
-        """Write the marks of a new second into these rows of waits: the counts before that second."""
+        """Write the counts before a new second into these rows of waits, as the marks of that second."""
         waits, second = self.waits.doubles, now // 1
         for row in rows:
             place = row + MARK + int(second) % MINUTE * 3

@@ -65,9 +65,9 @@ _SUCCESS, _INVALID_ARGUMENT, _IN_PROGRESS = 0, 4, 7
 _MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
 #: Value of an unset field in NCCL.
 _UNSET = -(1 << 31)
-#: Number of polls without a pause. Launching a kernel takes some of them.
+#: Number of polls before the first pause. A kernel launch takes several polls.
 _AT_ONCE = 64
-#: Seconds between later polls.
+#: Seconds of the pause before each later poll.
 _POLL_EVERY = 0.001
 _OLDEST = 21800
 

@@ -167,7 +167,9 @@ def make_cartesian(group: G, size: int, dims: Sequence[int], periods: bool | Seq
     """Make a grid of the first ranks of `group`, which has `size` ranks; return None on the other ranks."""
     lengths = ints(dims, "dims")
     if not lengths or min(lengths) < 0:
-        raise ValueError(f"dims={lengths} must have at least one axis and no negative length; 0 selects a length")
+        raise ValueError(
+            f"dims={lengths} must have at least one axis and no negative length; use 0 to let aiocoll choose a length"
+        )
     if periods is None or isinstance(periods, bool):
         periods = [bool(periods)] * len(lengths)
     ring = list(periods)

@@ -43,7 +43,7 @@ class Ranks:
     async def results(self) -> list[Any]:
         """Run the program on all ranks; return the results in rank order.
 
-        There is no result of a rank that was lost after another rank had returned.
+        A rank that is lost after another rank has returned has no result.
 
         Raises:
             BaseException: the exception of the program on a rank: the first one that is not a `GroupError`, if any;
@@ -69,7 +69,10 @@ class Ranks:
             await asyncio.wait(ranks)
 
     async def _fill(self, number: int) -> None:
-        """Run the program as one rank. After a loss, run it again as a newcomer, unless another rank has returned."""
+        """Run the program as one rank. If the rank is lost, run it again as a newcomer.
+
+        It is not run again after the program has returned on another rank.
+        """
         ticket = self._meeting.ticket(number)
         while True:
             self._tickets[number] = ticket

@@ -43,7 +43,7 @@ WITHDRAWN = b"withdrawn"
 
 
 class Assignment(NamedTuple):
-    """Assignment of a rank in a world that is about to meet.
+    """Assignment of a rank to a process, made before the ranks of the world meet.
 
     Attributes:
         prefix: prefix of that world's keys in the store; "" for the first world of the store.
@@ -63,7 +63,7 @@ class Invitation(NamedTuple):
 
     Attributes:
         most: maximum number of newcomers.
-        least: minimum number of newcomers; with fewer the group does not grow.
+        least: minimum number of newcomers. With fewer newcomers, the group does not grow.
         size: current number of ranks.
         name: name of the group with the newcomers.
     """

@@ -40,11 +40,11 @@ LINE: Final = 64
 #: cache, since overwriting data that another core has just read is slow. With queues of 256 KiB, an allreduce of 1 MiB
 #: takes twice as long.
 CHUNKS: Final = 8
-#: Number of chunks in any other queue. They are larger, since each chunk takes Python 3 µs.
+#: Number of chunks in a queue if an end runs pure Python. The chunks are larger, since Python needs 3 µs per chunk.
 LARGE_CHUNKS: Final = 4
 
-#: Number of small slots in a lane, which come first: twice the number of operations in flight that need no frames. A
-#: rank may finish with all of them before a peer has read the first.
+#: Number of small slots in a lane, which come first. It is twice the number of operations that can be in flight without
+#: frames, because a rank may finish all of these before a peer has read the first.
 SMALL_SLOTS: Final = 128
 MIDDLE_SLOTS: Final = 4
 #: Number of slots in a lane.

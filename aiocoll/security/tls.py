@@ -189,7 +189,10 @@ def _certificate() -> tuple[bytes, bytes]:
 
 
 def load_chain(context: ssl.SSLContext, chain: bytes) -> None:
-    """Load a certificate and its key through a file, as `ssl` requires: unnamed, or readable only by this user."""
+    """Load a certificate and its key from a temporary file, since `ssl` reads them only from files.
+
+    The file has no name, or only this user can read it.
+    """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("aiocoll", os.MFD_CLOEXEC)
         try:

@@ -74,7 +74,7 @@ class LogFile:
         os.close(self._fd)
 
     def try_lock(self) -> bool:
-        """Take the lock if it is free; return whether it was."""
+        """Take the lock if it is free; return whether this succeeded."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
@@ -94,7 +94,7 @@ class LogFile:
         self.position = 0
 
     def read(self, apply: Callable[[list[Any]], None], nbytes: int = _EVERYTHING) -> bool:
-        """Apply the complete records appended since the last call, all or at least `nbytes` of them.
+        """Apply the complete records appended since the last call, but stop after at least `nbytes` bytes.
 
         Args:
             apply: carries out one record. Its errors DamagedError, StoreError, TypeError and ValueError mean damage.

@@ -67,5 +67,5 @@ def decode(payload: bytes) -> list[Any]:
     except ValueError as exc:
         raise DamagedError("a record cannot be decoded") from exc
     if not isinstance(message, list) or not message or not isinstance(message[0], str):
-        raise DamagedError("a record is not a command")
+        raise DamagedError("a record is not a list of a command and its arguments")
     return message

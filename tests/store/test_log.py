@@ -164,12 +164,12 @@ INVALID_RECORDS: list[tuple[bytes, str]] = [
     *(
         (msgpack.packb(message), message_part)
         for message, message_part in [
-            (None, "not a command"),
-            ("set", "not a command"),
-            ([], "not a command"),
-            ([["set"], "a", b""], "not a command"),
-            ([b"set", "a", b""], "not a command"),
-            ([1], "not a command"),
+            (None, "not a list of a command and its arguments"),
+            ("set", "not a list of a command and its arguments"),
+            ([], "not a list of a command and its arguments"),
+            ([["set"], "a", b""], "not a list of a command and its arguments"),
+            ([b"set", "a", b""], "not a list of a command and its arguments"),
+            ([1], "not a list of a command and its arguments"),
             (["format", "a"], "record format: not a command of this version of aiocoll"),
             (["get", "a"], "record get: not a command of this version"),
             (["queue_pop", "a"], "record queue_pop: not a command"),

@@ -1,8 +1,8 @@
-"""Lines: a chain of all ranks, host by host, with a different chain for each lane or rank; for large reductions.
+"""Lines: chains through all ranks, host by host, one chain per lane or per target rank; for large reductions.
 
 Each rank reduces arriving data with its own, and forwards the result while data arrives, as in "chain" and "ring", so
-all steps stream. But a line enters and leaves each host once, and does so through another rank for each lane. So no
-more bytes than needed cross between hosts, and all ranks of a host share the crossing. In an allreduce, a part of n/p
+all steps stream. But a line enters and leaves each host only once, each line through other ranks of the host. So no
+more bytes than needed cross between hosts, and all ranks of a host share this traffic. In an allreduce, a part of n/p
 bytes travels along each rank's line, and the complete part is spread as in `lanes`. Between hosts, this is a ring.
 
 Cost, p ranks on h hosts, k on each, n = bytes of the whole vector:

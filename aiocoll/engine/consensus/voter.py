@@ -51,7 +51,7 @@ class Voter:
     Args:
         parts: the parts of the endpoint that the voter uses.
         identity: the group's id.
-        number: how often the group has grown.
+        number: number of times the group has grown.
         ranks: the group's ranks.
 
     Attributes:
@@ -62,7 +62,7 @@ class Voter:
         promised: the highest ballot that this rank has promised; -1 before the first.
         assumed: ranks declared dead by a program.
         moved: ranks that ended after they had continued in the successor.
-        taken: whether this rank has made the successor.
+        taken: whether this rank has continued in the successor.
     """
 
     _coordinator: Coordinator
@@ -138,7 +138,7 @@ class Voter:
         self.set_taken()
 
     def set_taken(self) -> None:
-        """Record that this rank makes the successor."""
+        """Record that this rank continues in the successor group."""
         self.taken = True
 
     def decline(self, successor: str, reason: str) -> None:

@@ -224,7 +224,7 @@ _SHRINK: dict[str, Check] = {
     "refuse": _shrink_message(ballot=_BALLOT, cause=_CAUSE),
 }
 _MATCH = row(group_rank, group_rank, integer(_U64))
-#: Messages about the devices of ranks, by a field that only that message has; see `aiocoll.gpu.calls`.
+#: Messages about the devices of ranks. Each key is a field that only this message has; see `aiocoll.gpu.calls`.
 _DEVICE: dict[str, Check] = {
     "card": _device_message(
         card=fields(library=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL, float8=_BOOL, ahead=_BOOL)
@@ -294,7 +294,7 @@ SHAPES: dict[str, _Shape] = {
     "end": _shape(fields({"linked": rank_list}, t=_TEXT, moved=list_of(_GROUP)), CONTROL, DATA),
     "ended": _shape(fields(t=_TEXT, ranks=list_of(row(job_rank, rank_list, list_of(_GROUP)))), CONTROL, RELAYED),
     "died": _shape(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
-    # Messages about groups, whether or not this rank has made them.
+    # Messages about a group. This rank may not have made that group yet.
     "bye": _shape(
         fields({"linked": _BOOL, "name": _TEXT}, t=_TEXT, g=_GROUP, cause=none_or(_CAUSE)), CONTROL, DATA, RELAYED
     ),
@@ -326,7 +326,7 @@ Rule = Callable[[ControlMessage, int, str, JobFacts], None]
 def _relay(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     to = message["to"]
     if to in (facts.rank, peer):
-        raise SchemaError(f"to: a message of rank {peer} cannot be relayed to rank {to}")
+        raise SchemaError(f"to: this rank must not relay messages of rank {peer} to rank {to}")
     # The hub checks the relayed message, so that it never relays an invalid one.
     _check(message["note"], peer, RELAYED, facts._replace(rank=to))
 
@@ -334,7 +334,7 @@ def _relay(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> No
 def _relayed(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     origin = message["from"]
     if origin in (facts.rank, peer):
-        raise SchemaError(f"from: a message of rank {origin} cannot be relayed by rank {peer}")
+        raise SchemaError(f"from: rank {peer} must not relay messages of rank {origin} to this rank")
     _check(message["note"], origin, RELAYED, facts)
 
 

@@ -196,7 +196,7 @@ class Roster:
         return self._is_majority([rank for rank in job if rank not in self.gone], job)
 
     def _review_disregarded(self) -> None:
-        """Accept disregarded notices of this rank's death once the majority is lost."""
+        """Act on disregarded notices of this rank's death if the remaining ranks are no longer a majority."""
         for sender, detail in list(self._disregarded.items()):
             self.on_own_death(detail, sender)
 

@@ -20,8 +20,8 @@ class Sender:
         identity: the group's id.
         ranks: the group's ranks, numbered as in the job.
         channels: the channels to these ranks.
-        control: the control plane, which reaches all of them.
-        links: direct control links between this rank and each of them.
+        control: the control plane, which reaches all these ranks.
+        links: direct control links between this rank and each of these ranks.
     """
 
     def __init__(
@@ -50,7 +50,10 @@ class Sender:
         self._links.send(self._ranks[rank], {**message, "g": self._group})
 
     def send(self, rank: int, message: ControlMessage) -> None:
-        """Send a message on the data link to `rank`, which needs no other rank; without one, on the control plane."""
+        """Send a message to `rank` on its data link, or on the control plane if there is no data link.
+
+        The control plane may need another rank as a relay.
+        """
         message = {**message, "g": self._group}
         if self._channels[rank].link is not None:
             self._channels[rank].send_after_data(message)

@@ -1,4 +1,4 @@
-"""Stall report of a coordinator about one pending operation, and its finding for the waiting ranks."""
+"""A coordinator's report on one stalled operation, and the finding that it sends to the waiting ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["DETAILED", "SLOW_AFTER", "Finding", "MissingRank", "StallReport"]
 #: Maximum number of ranks that a finding describes: enough for any reader, and small enough to send to a thousand
 #: ranks.
 DETAILED = 16
-#: Seconds without an answer after which a rank is called slow. A responsive loop answers in a thousandth of that.
+#: Seconds without an answer after which a rank is called slow. A responsive loop answers within a millisecond.
 SLOW_AFTER = 1.0
 #: Seconds in which an answer may still be in flight: many times the round trip between hosts.
 DOUBT = 0.025
@@ -25,8 +25,8 @@ class MissingRank(NamedTuple):
         rank: the rank in the group.
         entered: whether it has entered the operation.
         last: description of its last known operation; None if it has not answered.
-        age: seconds since it entered that operation; None if there is none.
-        silent: seconds since the first unanswered request to it; 0 if none is unanswered.
+        age: seconds since it entered that operation; None without an operation.
+        silent: seconds since the first unanswered request to it; 0 if it has answered all requests.
         state: state of its process, as far as it is visible.
     """
 

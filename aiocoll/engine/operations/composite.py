@@ -1,8 +1,8 @@
 """Composite operations: a parent, started by a call, and the child operations that carry it out.
 
 The ids of children are derived from the id of their parent, so they are the same on all ranks. Frames refer to the
-children. The log, timeouts, reports and hooks refer to the parent. The parent ends when its children have ended, and
-fails them when it fails.
+children. The log, timeouts, reports and hooks refer to the parent. The parent ends when its children have ended. If the
+parent fails, its children fail, too.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class ObjectExchange(Post):
         return True
 
     def needs(self, peer: int) -> bool:
-        """Return whether a parcel to or from `peer` is incomplete, after reading its data in shared memory."""
+        """Read arrived data in shared memory, then return whether a parcel to or from `peer` is incomplete."""
         while self._parcels.are_arrays and self.look():
             pass
         return not self.done and super().needs(peer)

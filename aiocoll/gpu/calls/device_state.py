@@ -77,11 +77,13 @@ class DeviceState:
         self._verdicts: list[tuple[Agreed, int, bool]] = []
         self._early: list[tuple[int, dict[str, Any]]] = []
         self.messages = NativeMessages(self)
-        #: As rank 0: complete calls that have no number yet; the last number of each rank.
+        #: As rank 0: complete calls that have no number yet.
         self._complete: list[Agreed] = []
+        #: As rank 0: the last number assigned on each rank.
         self._numbered = [0] * len(comm.ranks)
-        #: By number: the function that starts a call, and whether NCCL carries it out; and the next number.
+        #: Calls that wait for their turn, by number: the function that starts the call, and whether NCCL runs it.
         self._held: dict[int, tuple[Callable[[bool], None], bool]] = {}
+        #: Number of the call that starts next.
         self._next = 1
         comm.on_revoked.append(self.end)
         comm.on_departed.append(self._on_rank_departed)
@@ -152,7 +154,7 @@ class DeviceState:
         operation.broadcast_verdict(self._number_all(not staged and operation.is_native()), staged)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """Give an NCCL operation its place, as rank 0; `begin` takes whether it must be staged instead."""
+        """Give an NCCL operation its place among all calls, as rank 0; see `Pacing.place`."""
         if self.order is None:
             begin(False)
         else:

@@ -1,7 +1,8 @@
-"""Slots of one group's NCCL calls among the calls of other groups on the same devices: the messages.
+"""Slots of one group's NCCL calls among the calls of other groups on the same devices, and messages about them.
 
-A slot is the place of a call in the order of a device (`aiocoll.gpu.launch_order`). On each rank, it has the number of
-the call. Once the group is shared, each NCCL call has a slot. Slot 0 belongs to the creation of the communicator:
+A slot is the place of a call in the order of a device (`aiocoll.gpu.launch_order`). On each rank, the slot has the
+number of the call. From the message "shared" on, each NCCL call has a slot. Slot 0 belongs to the creation of the
+communicator:
 
 crowded         a rank's device has calls of another group ->
 shared                                     -> from this number on, each call has a slot
@@ -59,7 +60,7 @@ class Slots:
         hold: calls a function once everything with a lower number has started; see `DeviceState.hold`.
         gather: as rank 0, calls a function once every call launched without a slot is certain to start on all ranks.
         moved: called when a call may start.
-        can_stage: whether calls that wait too long are staged.
+        can_stage: whether calls are staged if they wait too long.
 
     Attributes:
         is_shared: whether each NCCL call that starts from now on has a slot.
@@ -85,17 +86,22 @@ class Slots:
         self._gather = gather
         self._moved = moved
         self._can_stage = can_stage
-        #: Times of slots, None while unknown; slots whose turn it is; slots that wait for their turn.
+        #: The time of each slot, by number; None if it is not known yet, 0 if the call must be staged.
         self._times: dict[int, int | None] = {}
+        #: Numbers of the slots whose turn has come.
         self._begun: set[int] = set()
+        #: Numbers of the slots that wait for their turn.
         self._entered: set[int] = set()
         self._make: Callable[[], None] | None = None
-        #: As rank 0: whether a rank has requested sharing; slots without a time, in the order of numbers; the same by
-        #: rank and number; the last number with a slot, by rank; the last time.
+        #: As rank 0: whether a rank has requested sharing.
         self._is_asked = False
+        #: As rank 0: slots without a time, in the order of their numbers.
         self._row: deque[_Slot] = deque()
+        #: As rank 0: the slots in `_row`, by rank and number.
         self._asked: dict[tuple[int, int], _Slot] = {}
+        #: As rank 0: the last number with a slot, by rank.
         self._numbered: dict[int, int] = {}
+        #: As rank 0: the last time that was given to a slot.
         self._last = 0
 
     def share(self) -> None:

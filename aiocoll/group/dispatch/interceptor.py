@@ -1,8 +1,8 @@
-"""The interface of interceptors, which take calls instead of the engine, and the scopes of interceptors.
+"""The interface of interceptors, which receive calls instead of the engine, and the scopes of interceptors.
 
-Most calls go directly from the group to the engine. An *interceptor* gets calls first. It belongs to a block around the
-call, such as `ProcessGroup.coalescing`, or to the whole group, as with ``debug="detail"``. It returns the work, and
-starts the call later, in another way, or not at all.
+Most calls go directly from the group to the engine. A call with an *interceptor* goes to the interceptor instead. An
+interceptor belongs to a block around the call, such as `ProcessGroup.coalescing`, or to the whole group, as with
+``debug="detail"``. It returns the work, and starts the call later, in another way, or not at all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Interceptor(Protocol):
 
     Attributes:
         moves_nothing: whether calls end at once, without an access to the arrays.
-        records: whether it keeps calls, to start them later.
-        native: recorder of plain calls in C; None without one.
+        records: whether the interceptor keeps calls, to start them later.
+        native: the recorder of plain calls in C, or None.
     """
 
     moves_nothing: bool
@@ -37,7 +37,7 @@ class Interceptor(Protocol):
     native: Any
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Take `call`, whose arguments have been checked, and return its work."""
+        """Receive `call` instead of the engine, after its arguments were checked; return its work."""
 
 
 class Wrapper(ABC):
@@ -49,7 +49,7 @@ class Wrapper(ABC):
 
     @abstractmethod
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Take `call`, whose arguments have been checked, and return its work."""
+        """Receive `call` instead of the engine, after its arguments were checked; return its work."""
 
     @abstractmethod
     def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:

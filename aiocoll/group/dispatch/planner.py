@@ -222,7 +222,7 @@ class Planner:
         return comm.is_on_all_cards("native")
 
     def can_relay_blocks(self) -> bool:
-        """Return whether large blocks whose size only their two ranks know go through chunk queues."""
+        """Return whether large blocks go through chunk queues if only the sender and the receiver know the size."""
         return self._size == 2 and bool(self._comm.chunk_nbytes) and self._comm.is_on_all_cards("native")
 
     def _is_portable(self, made: Kernel) -> bool:
@@ -242,7 +242,7 @@ class Planner:
         return not self._fits_in_slots(nbytes) and nbytes >= limit and comm.is_on_all_cards("reads")
 
     def _is_small(self, program: Program, dtype: DType | None) -> bool:
-        """Return whether all messages of a program fit into slots; only their two ranks know their counts."""
+        """Return whether all messages of a program fit into slots. Only their two ranks know the sizes."""
         itemsize, largest = 1 if dtype is None else dtype.storage.itemsize, self._comm.slots.largest
         blocks = [action.region.count * itemsize for action in program.actions if action.peer >= 0]
         return bool(blocks) and max(blocks) <= largest

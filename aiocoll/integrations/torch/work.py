@@ -79,7 +79,7 @@ class TorchWork(dist.Work):  # type: ignore[misc]
 
     @property
     def started(self) -> Started[Any]:
-        """The call on the event loop."""
+        """The call as started on the event loop, from `LoopThread.start`."""
         return self._started
 
     def wait(self, timeout: timedelta | None = None) -> bool:

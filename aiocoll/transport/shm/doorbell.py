@@ -128,7 +128,7 @@ class Doorbell:
         try:
             again = self._watcher.keep_polling(self.poll()) and not self.closed
         finally:
-            # Also after an exception: this rank either polls again or can be woken.
+            # This also runs after an exception, so this rank always either polls again or can be woken.
             if again:
                 self._runtime.loop.call_soon(self._on_turn, context=self._context)
             else:
@@ -140,7 +140,7 @@ class Doorbell:
             self._status[STATUS] = self._number = self._number + 1
             self.fences.full()
             if self.poll():
-                # There may be more work than this poll has done.
+                # There may be work left after this poll.
                 self.poll_soon()
 
 

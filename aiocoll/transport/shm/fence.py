@@ -55,12 +55,12 @@ def fences(machine: str | None = None) -> Fences | None:
 
 
 def _make_lock_fence() -> Callable[[], object]:
-    """Make a full fence for x86-64 from a free lock: the locked instruction takes a third of a foreign call's time."""
+    """Make a full fence for x86-64 from a free lock. Its locked instruction is 3× faster than a foreign call."""
     lock = threading.Lock()
     acquire, release = lock.acquire, lock.release
 
     def full() -> None:
-        # Non-blocking: a signal handler may have raised between the two calls earlier, and left the lock taken.
+        # Non-blocking, because the lock may still be held: a signal handler can raise between `acquire` and `release`.
         acquire(False)
         release()
 

@@ -32,7 +32,7 @@ class _IoVec(ctypes.Structure):
 
 
 class OwnMemory:
-    """Key to reading this process: the address and the value of a secret word. Peers receive it.
+    """The address and the value of a secret word, which a peer needs to read this process.
 
     Args:
         random_bytes: makes the word.
@@ -50,7 +50,10 @@ class OwnMemory:
         self._self = PeerMemory(os.getpid(), self.address, self.word)
 
     def can_show(self, address: int) -> bool:
-        """Return whether peers that may read this process can read at `address`; False for mapped device memory."""
+        """Return whether a peer with the permission to read this process can read the byte at `address`.
+
+        It cannot read mapped device memory.
+        """
         try:
             self._self.read(address, memoryview(bytearray(1)))
         except OSError:

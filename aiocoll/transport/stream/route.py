@@ -30,7 +30,7 @@ _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 def find_route(
     rank: int, stores: Mapping[int, str], interface: str | None, bind: str | None, *, together: bool
 ) -> tuple[str, str]:
-    """Return the address to listen on, and the one to advertise to peers.
+    """Return the address to listen on, and the address to advertise to peers.
 
     Args:
         rank: this rank.
@@ -67,10 +67,11 @@ def _route_target(rank: int, stores: Mapping[int, str]) -> str:
     mine = stores[rank]
     if mine and not is_loopback(mine):
         return mine
-    # The store is on this host, or it is a file. Use the addresses by which other hosts reach the store.
+    # The store is on this host (`mine` is a loopback address), or it is a file (`mine` is empty). `others` has the
+    # addresses by which other hosts reach a store on this host.
     others = {store for store in stores.values() if store and not is_loopback(store)}
     if mine and not others:
-        return mine  # all ranks share one loopback
+        return mine  # all ranks share one loopback interface
     if mine:
         for store in sorted(others):
             if is_own(store):
