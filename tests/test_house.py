@@ -148,9 +148,9 @@ def test_module_imports_only_lower_layers() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-#: Words that name an edge in identifiers and literals of base and core.
+#: Devices, array libraries and tools, which only modules of the edge may name in identifiers and literals.
 EDGE_WORD = re.compile(r"cuda|nccl|cupy|torch|redis|(?<![a-z])(ray|dask|jax)(?![a-z])", re.IGNORECASE)
-#: Modules of base and core whose code names an edge, by pattern, with the reason.
+#: Modules of base and core that may use such names, by pattern, with the reason.
 NAMES_OF_THE_EDGE = {
     "backends": "Backend.NCCL, and the remedy for names of torch's backends: programs for torch.distributed use them",
     "typing": "SupportsCudaArrayInterface is a public protocol, which type checkers have to see",
@@ -165,7 +165,7 @@ def edge_imports(name: str) -> set[str]:
 
 
 def edge_words(module: ast.AST) -> set[str]:
-    """Return the identifiers and literals of a module that name an edge, except docstrings."""
+    """Return the identifiers and literals of a module that match `EDGE_WORD`, except docstrings."""
     documentation = {
         id(node.value)
         for node in ast.walk(module)
@@ -204,7 +204,7 @@ def test_base_and_core_do_not_import_the_edge() -> None:
     assert not {f"{name}: {each}" for name in base for each in imports(name) if folder(each) not in HOUSES["base"]}
 
 
-def test_base_and_core_do_not_name_the_edge() -> None:
+def test_base_and_core_name_no_device_array_library_or_tool() -> None:
     found = {
         name: words for name in MODULES if folder(name) not in HOUSES["edge"] and (words := edge_words(tree(name)))
     }
@@ -228,7 +228,7 @@ def test_base_and_core_do_not_name_the_edge() -> None:
         "x = f'on CUDA device {n}'",
     ],
 )
-def test_edge_names_are_detected(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_to_the_edge_are_detected(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert edge_words(ast.parse(planted)) or "aiocoll.gpu" in planted
     assert not edge_words(ast.parse('def array(arrays, stray, relax):\n    """Return a torch tensor."""'))
     if "aiocoll.gpu" in planted:

@@ -22,16 +22,16 @@ import numpy as np
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
 from tests.chaos.forked import Report, Reports, run_chosen, run_forked
 
-#: The disturbances: something that happens to the victim, or that the victim does.
+#: Kinds of disturbances. Another process kills or stops the victim; the victim itself cancels or aborts.
 WHAT = ("kill", "stop", "cancel", "abort")
 WORLD_SIZES = (2, 3)
 #: Elements of float64: in slots, in few and in many chunks, or read in place.
 COUNTS = (3, 9_000, 20_000, 70_000, 131_072, 200_001, 600_000)
 #: The number of calls after which undisturbed ranks end.
 CALLS = 60
-#: The most seconds from the start until the victim is disturbed.
+#: Maximum number of seconds from the start to the disturbance.
 LATEST = 0.25
-#: How often a victim is stopped, and for how many seconds each time.
+#: Number of times that a victim is stopped, and the seconds of each stop.
 STOPS, STOPPED = 4, 0.05
 #: The value with which arrays are overwritten.
 SPOILED = -7.0
@@ -216,7 +216,7 @@ async def cancel(waiting: Awaitable[None], turns: int) -> None:
 
 
 def disturb(scenario: dict[str, Any], pids: Sequence[int], reports: Reports) -> None:
-    """Kill or stop the victim at its moment, once all ranks have a group."""
+    """Kill or stop the victim at a random time after all ranks have a group."""
     what, world = scenario["what"], scenario["world"]
     if what not in ("kill", "stop") or [each for each in reports if "raised" in each] or len(reports) != world:
         return

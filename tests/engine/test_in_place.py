@@ -205,7 +205,7 @@ async def test_payload_goes_in_frames_without_space_for_a_reference(
 
 
 @pytest.mark.parametrize("kind", CALLS)
-async def test_unreadable_memory_goes_in_frames(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_that_peers_cannot_read_is_sent_in_frames(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
         prefer_reading_in_place(pg)
         for _ in range(2):

@@ -121,9 +121,17 @@ def _write(where: Pointer, text: bytes) -> None:
 
 
 class _Communicator:
-    """A communicator of one rank, its unfinished call in a thread, and the number of unfinished status replies.
+    """The NCCL communicator of one rank, which reports calls as NCCL does.
 
-    The calls of a blocking communicator have finished when they return.
+    A thread creates and finalizes a nonblocking communicator. Its other calls have finished when they return, but the
+    next status is still "in progress". The calls of a blocking communicator have finished when they return.
+
+    Attributes:
+        made: the communicator of the fake, once it was created.
+        is_blocking: whether the communicator is blocking.
+        thread: the thread that runs `begin`'s call.
+        failed: whether that call has failed.
+        unfinished: number of further statuses that are "in progress".
     """
 
     def __init__(self, made: Any = None) -> None:

@@ -186,8 +186,8 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
         await run_ranks(1, body, gpu)
 
 
-async def test_staged_and_host_calls_keep_their_place_among_launched_ones() -> None:
-    """Check staged calls, host calls and blocks among so many launched calls that ranks send several reports."""
+async def test_staged_and_host_calls_keep_their_order_among_launched_calls() -> None:
+    """Mix staged calls, host calls and `coalescing` blocks with launched calls that need several reports."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
@@ -562,7 +562,8 @@ class Rank0:
         return self.order.hashes(self.order.called, self.order.called)[0]
 
 
-async def test_confirmation_during_a_halt_starts_the_placed_operations() -> None:
+async def test_operations_queued_during_a_halt_start_when_all_ranks_have_halted() -> None:
+    """Confirm all calls during the halt, so that nothing else delays the operations."""
     rank = Rank0()
     begun: list[bool] = []
     rank.pacing.place(begun.append)

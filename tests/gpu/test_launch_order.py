@@ -157,7 +157,7 @@ def test_calls_start_in_the_loops_of_their_groups(loops: list[asyncio.AbstractEv
             done.set()
 
     result_in_loop(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begin(2))))
-    assert not begun  # the first call could still get an earlier time
+    assert not begun  # lane `one` has not set the time of its call, which may still be earlier
     result_in_loop(loops[0], lambda: (one.settle(1, 2), one.begin(1, lambda: begin(1))))
     assert done.wait(10)
     assert begun == [(1, loops[0]), (2, loops[1])]

@@ -507,7 +507,7 @@ async def test_empty_refuses_invalid_shapes_and_dtypes(
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_empty_is_refused_by_a_closed_group(pg: ProcessGroup) -> None:
+async def test_empty_method_raises_in_a_closed_group(pg: ProcessGroup) -> None:
     pg.abort("over")
     with pytest.raises(GroupRevokedError):
         await pg.empty(3, int)

@@ -165,7 +165,7 @@ FROM_ROOT = {"broadcast_sparse", "broadcast_object", "scatter_object"}
 rows = pytest.mark.parametrize("kind", COMPOSITE)
 
 
-def test_specifications_of_calls_without_a_program_are_all_tested() -> None:
+def test_every_specification_without_a_program_is_tested() -> None:
     others = {kind for kind, spec in SPECS.items() if spec.method in (Method.STEPS, Method.PARCELS)}
     assert others == set(COMPOSITE)
     rest = {kind for kind, spec in SPECS.items() if spec.method is Method.MESSAGES}

@@ -32,7 +32,7 @@ async def test_slowest_link_is_known_to_all_ranks(
 
 
 async def test_one_way_link_does_not_delay_the_measurement(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Measure only two of the four directions between three hosts."""
+    """Host 1 cannot connect to host 2, so only two of the three links can be measured."""
     net = network(3)
     net.shape(delay=10e-3, hosts=[2])
     net.refuse_connections(1, 2)

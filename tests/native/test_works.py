@@ -355,7 +355,7 @@ async def test_inspection_by_another_thread_hands_over_no_call(ranks: Ranks, kin
     assert (await work == 2).all()
 
 
-async def test_forked_child_can_inspect_a_work_without_a_handover(kind: str, ranks: Ranks) -> None:
+async def test_inspection_by_a_forked_child_hands_over_no_call(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
 

@@ -227,7 +227,7 @@ def _can_be_swapped(one: ast.stmt, other: ast.stmt) -> bool:
 
 
 def mutants(package: Package, subject: str, files: Collection[Path]) -> list[Mutant]:
-    """Return all mutants in some files whose place is unique in the package."""
+    """Return all mutants in `files`, except those whose place occurs more than once in the package."""
     found: dict[Mutant, None] = {}
     for where, functions in package.functions.items():
         for path, function in functions:

@@ -358,7 +358,7 @@ async def test_announced_length_uses_no_memory_in_a_link(flavour: str) -> None:
 # -- crowds
 
 
-async def test_proven_peer_is_not_displaced() -> None:
+async def test_peer_that_has_proven_the_key_is_not_dropped() -> None:
     """The peer has a verdict, so a closed connection would count as its death."""
     async with listening_rank("unix") as rank:
         with await connected_socket(*socket_address(rank.card)) as sock:

@@ -341,7 +341,7 @@ async def test_unproven_client_does_not_stop_a_dial(sent_bytes: int) -> None:
             assert len(one.links) == len(other.links) == 1
 
 
-async def test_connect_waits_for_a_proven_peer() -> None:
+async def test_connect_waits_for_a_peer_that_has_proven_the_key() -> None:
     async with started(2) as (a, b), stranger(a.card) as sock, stranger(a.card) as again:
         client = make_client(1)
         assert await prove_key(sock, client) is Status.OK
@@ -356,7 +356,7 @@ async def test_connect_waits_for_a_proven_peer() -> None:
 
 
 @pytest.mark.parametrize("word", [b"", bytes(CONFIRM_SIZE)])
-async def test_connect_dials_if_the_proven_peer_fails(word: bytes) -> None:
+async def test_connect_dials_if_a_peer_fails_after_it_has_proven_the_key(word: bytes) -> None:
     async with started(2) as (a, b), stranger(a.card) as sock:
         assert await prove_key(sock, make_client(1)) is Status.OK
         dial = asyncio.create_task(a.connect(b))
@@ -761,7 +761,7 @@ async def test_unreachable_peer_raises_peer_lost(flavour: str) -> None:
         assert caught.value.how == "unreachable"
 
 
-async def test_proven_peer_is_not_reported_as_silent() -> None:
+async def test_peer_that_has_proven_the_key_is_not_reported_as_silent() -> None:
     """The promised link fails after some seconds, and the rank dials."""
     runtime = TickingClock(asyncio.get_running_loop(), 3)
     async with started(2, runtime=runtime, connect_timeout=1000.0, handshake_timeout=0.01) as (a, b):

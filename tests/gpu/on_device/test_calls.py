@@ -23,7 +23,7 @@ COUNTS = ("0", "1", "1000")
 
 
 class Around:
-    """The values of a tensor with its margins, in host memory."""
+    """A device tensor that includes its margins. Slices of it are copies in host memory."""
 
     def __init__(self, made: World, tensor: Any, count: int) -> None:
         self._world, self._tensor, self._count = made, tensor, count
