@@ -117,10 +117,10 @@ class Started(Generic[T]):
         await ended
 
     def add_done_callback(self, fn: Callable[[Started[T]], object]) -> None:
-        """Call `fn(started)` at the end, on the thread of the loop, which it must not block; at once if that is past.
+        """Call `fn(started)` on the thread of the loop when the call has ended; at once if it has already ended.
 
         Args:
-            fn: gets this object; what it returns is ignored.
+            fn: gets this object. It must not block the loop. Its return value is ignored.
         """
         self._callbacks.append(fn)
         if self._done:

@@ -17,7 +17,7 @@ def test_oldest_unproven_connection_is_dropped_first(world_size: int, places: in
     assert len(unproven) == places
 
 
-def test_proven_connection_is_not_dropped() -> None:
+def test_connection_that_has_proven_the_key_is_not_dropped() -> None:
     away: list[int] = []
     unproven: UnprovenConnections[int] = UnprovenConnections(0, away.append)
     for each in range(MIN_PLACES):

@@ -115,7 +115,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "reduce_scatter": (
             # One step, and few messages per rank.
             Rule("pairwise", max_fan=0.5, max_nbytes=4),
-            # Few steps. Above the limit, streaming is faster, which needs no copy of the input.
+            # Few steps. Above the limit, streaming is faster, since it needs no copy of the input.
             Rule("circulant", max_chunk=2),
             Rule("ring"),
             # Ordered ops of any size.

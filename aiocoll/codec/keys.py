@@ -68,10 +68,10 @@ class _SameHash:
         self._profile = _profile(first)
 
     def add(self, key: Any) -> None:
-        """Add a key, which a dict compares with the earlier ones.
+        """Add a key. A dict would compare it with all earlier keys of this set.
 
         Raises:
-            RefusedError: these comparisons would take too long.
+            RefusedError: the comparisons would take too long.
         """
         mine, other = self._profile, _profile(key)
         self._profile = mine = _joined([mine, other], mine.pattern, is_mixed=mine.pattern != other.pattern)

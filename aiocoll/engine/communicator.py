@@ -48,8 +48,8 @@ from aiocoll.transport.frame import FrameKind, Header
 __all__ = ["BARRED", "DIVERTS", "ENTERED", "Communicator"]
 
 #: Indices into the gate of a group, which every call checks. ENTERED: the number of the last ordered operation. BARRED:
-#: whether calls take the slow checks, since the group has failed or a hook is running. DIVERTS: whether calls take the
-#: slow path, since the group is closed or has interceptors.
+#: whether calls run the slow checks, because the group has failed or a hook is running. DIVERTS: whether calls take the
+#: slow path, because the group is closed or has interceptors.
 ENTERED: Final = 0
 BARRED: Final = 1
 DIVERTS: Final = 2

@@ -271,7 +271,7 @@ def load() -> CtypesNccl:
 
 
 def library() -> ctypes.CDLL:
-    """Load libnccl: the one of torch, of an NVIDIA package, or of the system.
+    """Load libnccl from an NVIDIA package, as torch does, or from the system.
 
     Raises:
         OSError: there is no library.
@@ -285,7 +285,7 @@ def library() -> ctypes.CDLL:
 
 
 def _names() -> Iterator[str]:
-    """Yield possible paths of the library, the one that torch loads first."""
+    """Yield possible paths of the library. The first is the path that torch loads."""
     try:
         package = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:

@@ -184,7 +184,7 @@ async def test_alltoall_with_small_and_large_blocks_gives_the_closed_form(world_
 
 @pytest.mark.parametrize("kept", ["always", "at times"])
 @pytest.mark.parametrize("kind", CALLS)
-async def test_payload_goes_in_frames_without_space_for_a_reference(
+async def test_payload_is_sent_in_frames_without_space_for_a_reference(
     kind: str, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
@@ -411,7 +411,7 @@ MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGrou
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MISMATCHES)
 async def test_mismatched_calls_are_found_within_a_second(name: str, way: str) -> None:
-    """A rank whose call has finished before learns of it from the revoked group."""
+    """A rank whose call has already finished detects the mismatch because the group is revoked."""
 
     async def rank(pg: ProcessGroup, swapped: bool) -> None:
         prefer_reading_in_place(pg, way)

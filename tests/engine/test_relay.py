@@ -104,7 +104,7 @@ async def test_large_arrays_go_through_the_chunk_queue(world_size: int, count: i
 
 @pytest.mark.ranks(2, 3, 4, 7)
 @over("shm")
-async def test_large_arrays_go_in_frames_until_a_link_exists(pg: ProcessGroup) -> None:
+async def test_large_arrays_are_sent_in_frames_until_a_link_exists(pg: ProcessGroup) -> None:
     calls = []
     for _ in range(4):
         calls.append(call(pg, 300_000))
@@ -113,7 +113,7 @@ async def test_large_arrays_go_in_frames_until_a_link_exists(pg: ProcessGroup) -
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_pieces_larger_than_a_chunk_go_in_frames(world_size: int) -> None:
+async def test_pieces_larger_than_a_chunk_are_sent_in_frames(world_size: int) -> None:
     """The chunk size of a link may be smaller than the one that the peers' cards promise."""
     async with jobs(world_size) as (pgs,):
         for pg in pgs:

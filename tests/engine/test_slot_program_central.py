@@ -58,7 +58,7 @@ async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) 
         assert [pg.pending() for pg in pgs] == [[]] * 5
 
 
-async def test_contributions_go_in_frames_when_slots_are_in_use() -> None:
+async def test_contributions_are_sent_in_frames_when_slots_are_in_use() -> None:
     """Another group occupies the same slots: its rank 0 waits for rank 1, which has not called."""
     async with jobs(5, "ab") as (a, b):
         held = [call(a[0])]

@@ -380,7 +380,7 @@ async def test_order_message_without_an_order_ends_the_link(monkeypatch: pytest.
 # -- keyed calls and messages
 
 
-async def test_keyed_calls_and_messages_get_a_place_in_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keyed_calls_and_messages_get_a_place_among_ordered_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacing, "CALM", 4)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -467,7 +467,7 @@ async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest
         await run_ranks(2, body, gpu)
 
 
-async def test_placed_operation_waits_for_earlier_calls() -> None:
+async def test_numbered_operation_waits_for_earlier_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         state = dispatcher_of(pg).device_calls.state

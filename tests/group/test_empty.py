@@ -83,7 +83,7 @@ def segment_count(pg: ProcessGroup) -> int:
 
 
 async def registered_array(pg: ProcessGroup, values: Any) -> Any:
-    """Return an array of `pg.empty` with these values."""
+    """Return an array from `pg.empty`, filled with these values."""
     array = await pg.empty(values.shape, values.dtype)
     array[:] = values
     return array

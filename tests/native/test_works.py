@@ -540,7 +540,7 @@ async def warnings_of(kind: str, use: Callable[[Any], Awaitable[object]] | None)
 
 
 async def inspect_too_early(work: Any) -> None:
-    """Read the result too early, which does not count as a use."""
+    """Read the result too early. This does not count as a use of the work."""
     assert not work.done()
     with pytest.raises(asyncio.InvalidStateError):
         work.result()

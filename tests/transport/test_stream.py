@@ -559,8 +559,8 @@ async def test_silent_client_is_dropped(flavour: str) -> None:
 
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
-async def test_proven_client_has_no_timeout(flavour: str) -> None:
-    """The client has a link once its last message is sent, so the acceptor must not give up before."""
+async def test_client_that_has_proven_the_key_has_no_timeout(flavour: str) -> None:
+    """The client has a link once its last message is sent, so the server must wait for this message."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
         client = make_client(0)
@@ -576,7 +576,7 @@ async def test_proven_client_has_no_timeout(flavour: str) -> None:
         assert [link.peer for link in b.links] == [0]
 
 
-async def test_proven_client_on_another_host_has_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_has_proven_the_key_from_another_host_has_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a client has no timeout, so only keepalive probes detect the loss of its host."""
     probed: list[socket.socket] = []
     monkeypatch.setattr("aiocoll.transport.stream.transport.enable_keepalive", probed.append)

@@ -369,7 +369,7 @@ class Voter:
     # -- sending
 
     def send_to_all(self, message: ControlMessage) -> None:
-        """Send `message` to all ranks, even to lost ones, which learn from it that they are excluded."""
+        """Send `message` to all ranks. Lost ranks learn from it that they are excluded."""
         for rank in self.ranks:
             self.send(rank, message)
 

@@ -39,9 +39,9 @@ class ChildCompletion(Completion):
 
 
 class Children:
-    """The running children of one operation, which calls `fail` when it fails itself.
+    """The running children of one operation. If the operation fails, it calls `fail`.
 
-    The operation refers to this object. There is no reference back.
+    The operation refers to this object. This object does not refer to the operation.
     """
 
     __slots__ = ("_running", "algorithm")
@@ -56,10 +56,10 @@ class Children:
 
         Args:
             parent: the parent operation.
-            name: the child's id is a hash of this name, which must be unique, and the same on all ranks. No key has the
-                same hash input, since keys are hashed with their count, after a zero byte.
+            name: must be unique among the children, and the same on all ranks. The child's id is a hash of the name. No
+                key has the same hash input, since keys are hashed with their count, after a zero byte.
             make: creates the child.
-            ended: called at the end of the child, unless the parent has ended before.
+            ended: called at the end of the child, unless the parent has already ended.
             reported: if True, stall reports and expiry refer to the child instead of the parent until the child ends.
         """
         child = self.add(parent, KEYED | hash62(name), make, ended, reported=reported)
@@ -78,7 +78,7 @@ class Children:
         parent.root.started = now
 
     def add(self, parent: Operation, identity: int, make: Make, ended: Ended, *, reported: bool = False) -> Operation:
-        """Create a child without starting it. The arguments are those of `start`, with an id in place of the name."""
+        """Create a child without starting it. See `start` for the arguments; `identity` is the child's id."""
         #: Holds the child until its end. Without this indirection, the child and its completion would form a reference
         #: cycle.
         running: list[Operation] = []
