@@ -34,7 +34,7 @@ KIB, MIB = 1 << 10, 1 << 20
 #: Iterations of `all_reduce` by size in bytes.
 ITERATIONS = {8: 1000, 64 * KIB: 500, MIB: 200, 16 * MIB: 20, 256 * MIB: 5}
 #: Bytes of the tensor that is reduced while the main thread is busy, and the iterations.
-BESIDE, BESIDE_ITERATIONS = 16 * MIB, 20
+OVERLAPPED, OVERLAPPED_ITERATIONS = 16 * MIB, 20
 #: Layers, width and batch of the trained model: 33.6 MB of float32 gradients. DDP reduces buckets of 4 MiB.
 LAYERS, WIDTH, BATCH, BUCKET_MIB = 8, 1024, 32, 4
 STEPS = 10
@@ -67,9 +67,9 @@ def rank(backend: str, folder: str, rank: int) -> None:
         assert tensor.eq(sum(range(1, RANKS + 1))).all()
         tensor.zero_()
         found[f"all_reduce {size_of(nbytes)}"] = seconds(iterations, lambda tensor=tensor: dist.all_reduce(tensor))
-    large = torch.zeros(BESIDE // 4)
-    found[f"all_reduce {size_of(BESIDE)}, main thread busy in Python"] = seconds(
-        BESIDE_ITERATIONS, lambda: compute_during(dist.all_reduce(large, async_op=True))
+    large = torch.zeros(OVERLAPPED // 4)
+    found[f"all_reduce {size_of(OVERLAPPED)}, main thread busy in Python"] = seconds(
+        OVERLAPPED_ITERATIONS, lambda: compute_during(dist.all_reduce(large, async_op=True))
     )
     found["step of DDP, 34 MB"] = seconds(STEPS, training_step(rank))
     if rank == 0:

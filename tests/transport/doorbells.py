@@ -36,7 +36,7 @@ class Case(NamedTuple):
     without: str = ""
     """The omitted fence or step."""
     lively: bool = True
-    """Whether the reader may also reply to what it receives, and may use up its time slice."""
+    """True if the reader may also reply to what it receives, and may use up its time slice."""
 
 
 class Blocked(Exception):
