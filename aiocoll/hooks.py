@@ -45,7 +45,8 @@ class OperationInfo(NamedTuple):
         dtype: name of the dtype; None for operations without elements.
         seconds: duration in seconds; None at the start.
         algorithm: name of the algorithm; None if there is only one, or if it is not known yet.
-        transport: transport of the data: "memory", "unix", "tcp", "shm", or several joined by "+"; "" without a link.
+        transport: transport of the data: "memory", "unix", "tcp", "shm", or several joined by "+". "" if no link was
+            opened.
         error: the error of a failed operation; None at the start and after success.
     """
 

@@ -24,7 +24,8 @@ from aiocoll import (
 from aiocoll.hooks import OperationInfo
 from aiocoll.testing import run_ranks
 
-from .ranks import over
+from .internals import set_limits
+from .ranks import options, over
 
 SIZES = (1, 2, 3, 4, 7)
 
@@ -113,6 +114,23 @@ async def test_hook_gets_the_operation_info(pg: ProcessGroup, transport: str) ->
     assert (message.kind, message.key, message.seq) == ("message", None, None)
     assert (message.nbytes, message.dtype, message.transport) == (10, "int16", transport)
     assert message.op == ("RECV" if pg.rank() else "SEND")
+
+
+@over("memory", "unix", "tcp", "shm")
+async def test_hook_gets_the_transport_of_an_operation_that_outlives_its_links(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, decoding_budget=0.0)
+    recorder = Recorder()
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()  # this call opens the links
+        if pg.rank() == 0:
+            pg.add_hook(recorder)
+        await pg.gather_object("a" if pg.rank() == 0 else ["b"] * 200_000, 0)
+
+    await run_ranks(2, rank, options=options(transport))
+    assert [end.transport for end in recorder.ends] == [transport]
 
 
 async def test_global_hook_gets_the_operations_of_all_groups(global_recorder: Recorder) -> None:

@@ -453,14 +453,13 @@ class Journal:
 
     def _carrier_of(self, operation: Operation, other: int) -> str:
         """Return the medium of an operation, such as "shm" or "tcp"."""
-        if other < 0 and operation.signature.device != "cpu":  # differs from call to call: the device, or links
-            return operation.carriers() or self._carrier
         if other >= 0:  # a message
-            link = self._channels[other].link
-            return "" if link is None else link.carrier
+            return self._channels[other].carrier
+        if operation.signature.device != "cpu":  # differs from call to call: the device, or links
+            return operation.carriers()
         if not self._is_known:
             self._is_known = True
-            self._carrier = operation.carriers() or self._carrier
+            self._carrier = operation.carriers()
         return self._carrier
 
     # -- reading

@@ -79,11 +79,11 @@ def operation(
 
 
 class Group:
-    """A stand-in for a communicator with a journal and links to two ranks."""
+    """A stand-in for a communicator with a journal and channels to two ranks."""
 
     def __init__(self, counts: bool = True) -> None:
         self.pending: dict[Operation, None] = {}
-        channels: Any = [SimpleNamespace(link=SimpleNamespace(carrier=carrier)) for carrier in ("tcp", "unix")]
+        channels: Any = [SimpleNamespace(carrier=carrier) for carrier in ("tcp", "unix")]
         self.journal = Journal(channels, lambda: list(self.pending), 0.0, counts)
 
     def end(self, each: Operation, now: float, error: BaseException | None = None) -> None:

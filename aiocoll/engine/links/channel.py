@@ -62,6 +62,7 @@ class Channel:
         "_unannounced",
         "_unasked",
         "_waiting",
+        "carrier",
         "dialling",
         "link",
         "peer",
@@ -72,6 +73,8 @@ class Channel:
     def __init__(self, context: Context, peer: int, groups: Mapping[int, Communicator], owner: Channels) -> None:
         self.peer = peer
         self.link: Link | None = None
+        #: What carries the data: "shm", "tcp". Kept after the link's end; empty before the first link.
+        self.carrier = ""
         #: The link, if it uses shared memory. Kept after the link's end, since data that the peer left there is still
         #: valid.
         self.shared: SharedMemoryLink | None = None
@@ -96,6 +99,7 @@ class Channel:
     def attach(self, link: Link) -> None:
         """Use `link` from now on."""
         self.link = link
+        self.carrier = link.carrier
         self.shared = link.shared
         self.dialling = False
         link.sink = self

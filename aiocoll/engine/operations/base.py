@@ -240,7 +240,7 @@ class Operation:
         return None
 
     def carriers(self) -> str:
-        """Return the transports that carry the data, as far as links exist: "shm", "tcp", or several joined by "+"."""
+        """Return the transports that carry the data: "shm", "tcp", or several joined by "+"; empty before any link."""
         channels = self.comm.channels
         return carriers_of(channels if self.peer is None else [channels[self.peer]])
 
@@ -268,8 +268,8 @@ class Operation:
 
 
 def carriers_of(channels: Iterable[Channel]) -> str:
-    """Return the transports that carry the data of channels, as far as links exist.
+    """Return the transports that carry the data of channels: "shm", "tcp", or several joined by "+".
 
-    The text is "shm", "tcp", or several joined by "+".
+    A channel without a link counts with the transport of its last link.
     """
-    return "+".join(sorted({channel.link.carrier for channel in channels if channel.link is not None}))
+    return "+".join(sorted({channel.carrier for channel in channels if channel.carrier}))
