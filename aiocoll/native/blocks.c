@@ -248,7 +248,8 @@ static int start_member(Block *block, PyObject *plan, PyObject *member, uint64_t
     Calls *calls = block->calls;
     if (!calls->comm || !is_quiet(calls)) return 0;
     Steps *steps = steps_of(calls, plan);
-    Handle *call = steps ? call_of(block, steps, member) : NULL;
+    /* Python carries out the relay of a member: only `start` opens relays. */
+    Handle *call = steps && !steps->chunk ? call_of(block, steps, member) : NULL;
     DROP(steps);
     if (!call) return PyErr_Occurred() ? -1 : 0;
     call->identity = identity;

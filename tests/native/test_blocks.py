@@ -191,6 +191,27 @@ async def test_block_of_list_calls_gives_their_results(job: str) -> None:
         await run_on_all(pgs, rank)
 
 
+@pytest.mark.parametrize("count", [1, SMALL // 8, SMALL // 2, 20_000, 300_000])
+@pytest.mark.parametrize("job", ["NN", "NP", "PP", "NNN"])
+async def test_calls_of_which_two_ranks_know_the_counts_complete_in_a_block_at_every_size(job: str, count: int) -> None:
+    size = len(job)
+    async with group_of_ranks(native_ranks(job)) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            me = pg.rank()
+            exchanged, gathered = ([ones(count, -1) for _ in range(size)] for _ in range(2))
+            scattered = ones(count, -1)
+            async with pg.coalescing():
+                pg.alltoall(exchanged, [ones(count, size * me + peer) for peer in range(size)])
+                pg.gather(gathered if me == 0 else None, ones(count, me), 0)
+                pg.scatter(scattered, [ones(count, peer) for peer in range(size)] if me == 1 else None, 1)
+            assert all((array == size * peer + me).all() for peer, array in enumerate(exchanged))
+            assert all((array == (peer if me == 0 else -1)).all() for peer, array in enumerate(gathered))
+            assert (scattered == me).all()
+
+        await run_on_all(pgs, rank)
+
+
 async def test_block_is_one_operation_in_records_and_counters() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
