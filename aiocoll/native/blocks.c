@@ -156,34 +156,35 @@ static PyObject *Block_are_disjoint(Block *self, PyObject *members) {
 
 /* ---- in flight */
 
-/* Record the end of one call, or of the start of all. Report to the flush when few or no calls are left. */
-static int one_ended(Block *block, int missing, const char *method) {
+/* Record the end of one call, or of the start of all. Report to the flush when few or no calls are left; `is_deferred`:
+   in the next loop iteration. */
+static int one_ended(Block *block, int missing, int is_deferred) {
     PyObject *flush = block->flush, *done = NULL;
     if (--block->left > block->low || !flush) return 0;
     if (block->left) {
         block->low = 0;
         KEEP(flush);
-        done = PyObject_CallMethod(flush, method, NULL);
+        done = PyObject_CallMethod(flush, is_deferred ? "start_more_later" : "start_more", NULL);
     } else {
         block->flush = NULL;
         Py_CLEAR(block->recording);
-        done = PyObject_CallMethod(flush, "on_singles_ended", "i", missing);
+        done = PyObject_CallMethod(flush, is_deferred ? "on_singles_ended_later" : "on_singles_ended", "i", missing);
     }
     DROP(flush);
     DROP(done);
     return done ? 0 : -1;
 }
 
-static int leave_block(Handle *call, const char *method) {
+static int leave_block(Handle *call, int is_deferred) {
     Block *block = call->block;
     call->block = NULL;
-    int failed = one_ended(block, call->missing, method);
+    int failed = one_ended(block, call->missing, is_deferred);
     DROP(block);
     return failed;
 }
 
 /* Handle the end of a block's call. */
-int member_ended(Handle *call) { return leave_block(call, "start_more"); }
+int member_ended(Handle *call) { return leave_block(call, 0); }
 
 /* Hand over a block's call, which was removed from the calls in flight. Takes the caller's reference. */
 int take_member_over(Handle *call) {
@@ -199,8 +200,8 @@ int take_member_over(Handle *call) {
     DROP(arrays);
     DROP(done);
     Py_CLEAR(call->arrays);
-    /* Deferred, because Python may be iterating over the calls in flight. */
-    if (!failed) failed = leave_block(call, "start_more_later");
+    /* Deferred: the caller may be iterating over calls in flight or unread posts, so no call may start or end here. */
+    if (!failed) failed = leave_block(call, 1);
     DROP(call);
     return failed;
 }
@@ -292,7 +293,7 @@ static PyObject *Block_pause(Block *self, PyObject *low) {
 }
 
 static PyObject *Block_end(Block *self, PyObject *Py_UNUSED(unused)) {
-    if (self->flush && one_ended(self, NO_PEER, "start_more") < 0) return NULL;
+    if (self->flush && one_ended(self, NO_PEER, 0) < 0) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -18,7 +18,7 @@ from aiocoll.hooks import OperationInfo
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 
 from ..engine.test_flush_mismatch import CASES
-from ..internals import comm_of, is_native, native_of
+from ..internals import comm_of, is_native, native_of, set_limits
 from ..ranks import until
 from .cases import DTYPES, Case, cases, counts
 from .groups import await_work, group_of_ranks, pending_in_python
@@ -229,6 +229,33 @@ async def test_block_is_one_operation_in_records_and_counters() -> None:
             assert record.entered <= record.started <= record.ended
 
         await run_on_all(pgs, rank)
+
+
+@pytest.mark.parametrize("iterations", range(5))
+async def test_handover_of_the_last_small_call_starts_no_packed_call(
+    iterations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, packing_budget=0.0)  # so that the flush starts one packed call per iteration of the loop
+    async with group_of_ranks([True, True]) as pgs:
+        arrays = [[ones(count, pg.rank() + 1) for count in (4, SMALL, SMALL)] for pg in pgs]
+
+        async def rank(pg: ProcessGroup) -> None:
+            async with pg.coalescing():
+                for array in arrays[pg.rank()]:
+                    pg.allreduce(array)
+
+        first = asyncio.create_task(rank(pgs[0]))
+        native = native_of(pgs[0])
+        await until(lambda: native.count == 1)
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        set_limits(monkeypatch, packing_budget=1.0)
+        before = pending_in_python(pgs[0])
+        native.hand_over()
+        assert pending_in_python(pgs[0]) == before + 1
+        async with asyncio.timeout(20):
+            await asyncio.gather(first, rank(pgs[1]))
+        assert all((array == 3).all() for array in itertools.chain(*arrays))
 
 
 # -- works of a block

@@ -380,6 +380,10 @@ class Flush(Operation):
         if not self.done:
             self.set_waited_for(-1)
 
+    def on_singles_ended_later(self, peer: int) -> None:
+        """Record in the next loop iteration that the accelerator has no more members."""
+        self.comm.call_soon(self.on_singles_ended, peer)
+
     def _on_packed(self) -> None:
         self.succeed(None)
 
