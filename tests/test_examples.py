@@ -65,9 +65,9 @@ def test_survive_prints_what_readme_and_quick_start_show() -> None:
     assert shown == code(QUICK_START, "A rank dies", language="text")
     done = start(3, script)
     assert done.returncode == 128 + signal.SIGKILL
-    *printed, last = shown.splitlines()
-    assert sorted(done.stdout.splitlines()) == sorted(printed)
-    assert last in done.stderr.splitlines()
+    lines = shown.splitlines()
+    assert sorted(done.stdout.splitlines()) == sorted(line for line in lines if line.startswith("["))
+    assert done.stderr.splitlines() == [line for line in lines if line.startswith("aiocoll run:")]
 
 
 def test_quick_start_shows_a_test_and_a_mismatch(tmp_path: Path) -> None:
@@ -87,6 +87,20 @@ def test_quick_start_shows_a_test_and_a_mismatch(tmp_path: Path) -> None:
 def test_failure_page_has_every_error() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
     assert [name for name in errors.__all__ if f"`{name}`" not in page] == []
+
+
+def test_demo_needs_the_package_alone() -> None:
+    """Check that its environment has no extras, and that the program imports only what the package installs."""
+    makefile = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^\.venv-demo/installed:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert [line.split(" install ")[1] for line in recipe.splitlines() if " install " in line] == [
+        "--quiet --editable ."
+    ]
+    tree = ast.parse((ROOT / "examples" / "learn_digits.py").read_text())
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    others = {name.split(".")[0] for name in modules} - sys.stdlib_module_names
+    assert others <= {"aiocoll", "numpy", "msgpack", "uvloop"}
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.cli import run
+from aiocoll.rendezvous.launchers import OPEN_MPI, PMI, SLURM
 
 from .pages import ROOT, code, commands, execute, files, shell, write
 
@@ -106,3 +107,11 @@ async def test_mpi_dtypes_and_operations_of_the_page_work(pg: ProcessGroup) -> N
     # Logical operations.
     for op, expected in ((ReduceOp.LAND, [0.0, 0.0]), (ReduceOp.LOR, [1.0, 0.0]), (ReduceOp.LXOR, [1.0, 0.0])):
         assert (await pg.allreduce(np.array([pg.rank() * 2.5, 0.0]), op)).tolist() == expected
+
+
+def test_launcher_variables_of_the_page_are_recognised() -> None:
+    (row,) = (
+        line for line in (ROOT / PAGE).read_text().splitlines() if "| `aiocoll.new_group()` | reads these" in line
+    )
+    variables = set(re.findall("`([A-Z_]+)`", row.split("|")[1]))
+    assert variables == {launcher.rank for launcher in (OPEN_MPI, PMI, SLURM)}

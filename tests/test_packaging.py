@@ -164,3 +164,18 @@ def test_release_checklist_names_existing_targets() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([\w-]+)", page, re.MULTILINE))
     assert {"check", "matrix", "dist", "release-check"} <= named <= targets
+
+
+def test_release_is_committed_before_it_is_checked() -> None:
+    page = (ROOT / "docs" / "releasing.md").read_text()
+    steps = [
+        "git commit ",
+        "git status --short",
+        "make matrix",
+        "make dist\n",
+        "make release-check",
+        "git tag ",
+        "upload",
+    ]
+    places = [page.index(step) for step in steps]
+    assert places == sorted(places)

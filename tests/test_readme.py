@@ -109,3 +109,36 @@ def test_guide_has_every_option() -> None:
     assert {name for name in options if f"| `{name}` | `AIOCOLL_" not in guide} == set()
     for word in ("JAX", "scipy.sparse"):
         assert word in guide
+
+
+#: Questions of newcomers, and a page with the answer.
+ANSWERS = {
+    "survive the death of a rank": "reliability.md",
+    "encrypt": "security.md",
+    "write a test with ranks": "testing-with-ranks.md",
+    "port from torch.distributed": "porting.md",
+    "port from mpi4py": "coming-from-mpi4py.md",
+    "why is it slow": "when-something-hangs.md",
+    "run on several hosts": "several-hosts.md",
+    "use a GPU": "cuda-tensors.md",
+    "find what hangs": "when-something-hangs.md",
+    "deploy in Kubernetes": "kubernetes.md",
+    "use with FastAPI and uvicorn": "web-service.md",
+    "which Python, which platforms": "installation.md",
+}
+
+
+def test_readme_leads_to_every_page_within_two_links() -> None:
+    """Check the answers to the questions of newcomers, which are one link away, and all pages for users."""
+    named = set(re.findall(r"`docs/([\w-]+\.md)`", README))
+    assert {question for question, page in ANSWERS.items() if page not in named} == set()
+    linked = {
+        page
+        for each in named
+        for page in re.findall(r"\]\(([\w-]+\.md)[)#]", (ROOT / "docs" / each).read_text())
+        if (ROOT / "docs" / page).exists()
+    }
+    index = (ROOT / "docs" / "index.rst").read_text().split(":caption: Explanation")[0]
+    pages = {f"{name}.md" for name in re.findall(r"^   ([\w-]+)$", index, re.MULTILINE)}
+    assert len(pages) > 20
+    assert pages - named - linked == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def test_ranks_train_a_model(tmp_path: Path) -> None:
     shown = code(TRAINING, "The program", language="text").splitlines()
     assert [match and match[1] for match in found] == [line.split(" (")[0] for line in shown], output
     assert len({(match[2], match[3]) for match in found if match}) == 1, output
+
+
+def test_training_program_computes_in_a_thread() -> None:
+    """Check that no coroutine of the page runs backward on the event loop, which would warn in every step."""
+    tree = ast.parse(files(TRAINING)["train.py"])
+    computing = {
+        function.name: isinstance(function, ast.AsyncFunctionDef)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and ".backward()" in ast.unparse(function)
+    }
+    assert computing == {"backward": False}
+    assert "await asyncio.to_thread(backward, " in ast.unparse(tree)
 
 
 @pytest.mark.slow

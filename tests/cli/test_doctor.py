@@ -522,3 +522,9 @@ def test_missing_accelerator_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = finding_of("small collectives")
     assert (finding.value, finding.fine) == ("in Python: the accelerator does not run", True)
     assert "docs/native.md" in finding.advice
+
+
+def test_interface_without_an_address_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (99, "absent0")])
+    names = [finding.name for finding in look(1) if finding.name.startswith("interface ")]
+    assert names == ["interface lo"]

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiocoll.cli import main
+from aiocoll.shipped import COMMANDS
 
 from ..internals import Limits
+from ..pages import ROOT
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
@@ -423,3 +425,9 @@ def test_help_and_error_without_a_command_show_the_usage(capsys: pytest.CaptureF
     assert "aiocoll run (-n N | --nproc-list N,N,...) [options] (SCRIPT | -m MODULE) [ARG ...]" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_page_lists_every_command() -> None:
+    commands, codes = (ROOT / "docs" / "command-line.md").read_text().split("## Ending a job")[0].split("## Exit codes")
+    assert set(re.findall(r"^\| `aiocoll (\w+)` \|", commands, re.MULTILINE)) == set(COMMANDS)
+    assert set(COMMANDS) <= set(re.findall(r"`(\w+)`", codes))

@@ -9,8 +9,10 @@ import pytest
 
 from aiocoll.cli.top import formatting
 from aiocoll.cli.top.jobs import JobOutcome
-from aiocoll.cli.top.model import KEPT, GroupView, HostLoad, Model
+from aiocoll.cli.top.model import KEPT, GroupView, HostLoad, Model, RankView
 from aiocoll.top.viewer import Process, State
+
+from ..pages import ROOT
 
 Answer = dict[str, Any]
 
@@ -354,3 +356,10 @@ def test_text_of_a_job_that_has_ended_has_exit_code_cause_and_last_state() -> No
 def test_host_line_names_load_and_cores() -> None:
     assert formatting.format_host_load(HostLoad(0.5, 1)) == "host: load 0.5 on 1 core"
     assert formatting.format_host_load(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; ranks wait for a free core"
+
+
+def test_page_explains_every_state() -> None:
+    page = (ROOT / "docs" / "top.md").read_text()
+    table = page.split("| state | meaning | remedy |\n|---|---|---|\n")[1].split("\n\n")[0]
+    explained = {state for line in table.splitlines() for state in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert explained == set(re.findall(r'"(\w+)"', str(RankView.__doc__).split("state: ")[1].split("detail: ")[0]))
