@@ -192,6 +192,20 @@ def test_revoked_group_has_its_cause_and_closed_group_disappears() -> None:
     assert job.model.look(job.processes.values(), 1.1 + KEPT) == []
 
 
+@pytest.mark.parametrize("state", [State.STOPPED, State.SILENT])
+def test_verdict_names_a_stopped_rank_when_the_others_have_closed_the_group(state: State) -> None:
+    job = Job()
+    job.processes[1] = Process(101)
+    job.processes[1].state = state
+    job.views(1.0, answer_of(0, 1.0), answer_of(2, 1.0))
+    for rank in (0, 2):
+        job.processes[rank].state = State.CLOSED
+    (group,) = job.model.look(job.processes.values(), 2.0)
+    assert (group.state, group.culprits) == ("closed", (1,))
+    assert group.verdict.startswith(f"rank 1 is {group.ranks[0].state}: process 101 ")
+    assert group.verdict.endswith("; the other ranks have closed the group")
+
+
 def test_oldest_pending_operations_have_all_their_ranks() -> None:
     job = Job()
     entries = [flight("BARRIER (sequence 4)", 2.0 - rank / 10, 3) for rank in range(3)]

@@ -288,13 +288,15 @@ def _assess_group(
     same = tuple(sorted(each.rank for each in ranks if each.state == worst.state))
     waited = next((each for each in pending if set(each.missing) & set(same)), None)
     waits = "" if waited is None else f"; {_waiters(waited)}"
+    # The callers of a line that blocks the loop are in the notes below the table.
+    detail = f": {worst.detail.partition(', called from')[0]}" if worst.detail and len(same) == 1 else ""
     if not is_open:
+        if worst.state in ("stopped", "silent"):
+            return f"{_name(same)} {worst.state}{detail}; the other ranks have closed the group", same
         return "all ranks have closed the group", ()
     if cause is not None:
         return f"the group has failed: {cause}", same if _state_priority(worst) else ()
     if _state_priority(worst):
-        # The callers of a line that blocks the loop are in the notes below the table.
-        detail = f": {worst.detail.partition(', called from')[0]}" if worst.detail and len(same) == 1 else ""
         return f"{_name(same)} {worst.state}{detail}{waits}", same
     if worst.state == "late" and waited is not None:
         return f"{_name(same)} late{waits}", same
