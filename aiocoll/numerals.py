@@ -1,4 +1,4 @@
-"""Conversion of numbers that users pass as arguments, environment variables or command-line options.
+"""Conversion of numbers from arguments, environment variables and command-line options.
 
 Use the result of `to_int` and `to_float`, not the argument. A NumPy integer wraps around, a 0-d array is not hashable,
 and neither can be sent as data.

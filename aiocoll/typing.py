@@ -67,5 +67,5 @@ class Sparse(Protocol):
 
 #: A dense array.
 Array: TypeAlias = SupportsArrayInterface | SupportsBuffer | SupportsDLPack | SupportsCudaArrayInterface
-#: A number that a reduction accepts in place of an array, and then returns. NumPy scalars are arrays to type checkers.
+#: A Python number that a reduction accepts and returns instead of an array. Type checkers see NumPy scalars as arrays.
 Number: TypeAlias = int | float | complex

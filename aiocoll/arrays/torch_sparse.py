@@ -26,7 +26,7 @@ Array = NDArray[Any]
 
 
 def describe(torch: Any, tensor: Any, name: str) -> SparseArray:
-    """Return the description of a sparse tensor, in constant time.
+    """Return a `SparseArray` that describes a sparse tensor, in constant time.
 
     Raises:
         TypeError: its layout or dtype is not supported.
