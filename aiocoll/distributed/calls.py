@@ -1,4 +1,4 @@
-"""Collectives on arrays: each finds the group and the root's rank in it, and makes one call of the group.
+"""Collectives on arrays, with torch.distributed's arguments: each is one call of a `ProcessGroup`.
 
 Each call starts at once and returns a `Work`. The method of `ProcessGroup` that a function names documents its effect,
 cost and errors. On a rank outside the group a function warns, and returns a finished work with result None.
@@ -42,7 +42,7 @@ __all__ = [
 SUM = ReduceOp.SUM
 
 A = TypeVar("A", bound=Array)
-#: An array type other than that of the result.
+#: The array type of an argument, if it may differ from the array type of the result.
 B = TypeVar("B", bound=Array)
 #: The argument and result of a reduction.
 N = TypeVar("N", bound=Array | Number)
@@ -83,7 +83,7 @@ def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) 
 def reduce(
     tensor: N, dst: int | None = None, op: ReduceOp = SUM, group: Group = None, group_dst: int | None = None
 ) -> Work[N]:
-    """Reduce `tensor` over all ranks into the tensor of one rank; others stay unchanged; see `ProcessGroup.reduce`.
+    """Reduce `tensor` over all ranks into the tensor of rank `dst` alone; see `ProcessGroup.reduce`.
 
     Args:
         tensor: an array of the same count on every rank.
@@ -139,7 +139,7 @@ def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Wor
 
 
 def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
-    """Return whether `work` is an unkeyed collective that has started, or will start together with `barrier`."""
+    """Return whether `work` is a collective without a key that started before `barrier`, or starts together with it."""
     completion = completion_of(work)
     if isinstance(completion, DeferredCompletion) and work.seq is None:
         is_in_block = completion.progress is completion_of(barrier).progress
@@ -188,7 +188,7 @@ def all_gather_into_tensor(output_tensor: A, input_tensor: Array, group: Group =
 def all_gather_coalesced(
     output_tensor_lists: list[list[A]], input_tensor_list: list[B], group: Group = None
 ) -> Work[list[list[A]]]:
-    """Gather several tensors of every rank, by one `ProcessGroup.allgather` each, after checking all of them.
+    """Check several tensors, then gather each of them from all ranks by its own `ProcessGroup.allgather`.
 
     Args:
         output_tensor_lists: one list per rank, with room for the tensors of that rank; the result.
@@ -260,7 +260,7 @@ def scatter(
     group: Group = None,
     group_src: int | None = None,
 ) -> Work[A]:
-    """Send the r-th tensor of one rank's list to rank r; see `ProcessGroup.scatter`.
+    """Send the r-th tensor of rank `src`'s list to rank r; see `ProcessGroup.scatter`.
 
     Args:
         tensor: the array that receives this rank's part; the result.
@@ -352,7 +352,7 @@ def _check_list(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
 
 
 def _check_root_list(tensors: Any, name: str, root_name: str, pg: ProcessGroup, root: int) -> list[Any] | None:
-    """Return the list of the root; raise if it is missing there, or given on another rank."""
+    """Return the root's list of tensors; raise if the root has no list, or another rank has one."""
     here = pg.rank() == root
     if here:
         if tensors is None:
