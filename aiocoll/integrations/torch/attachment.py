@@ -1,4 +1,4 @@
-"""`attach`: a torch group over a group of the program's own event loop."""
+"""`attach`: a temporary torch group that wraps a `ProcessGroup` of the program's own event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["attach"]
 
 @contextlib.asynccontextmanager
 async def attach(pg: ProcessGroup) -> AsyncIterator[dist.ProcessGroup]:
-    """Make a torch group over `pg`, a group of the running event loop, for the time of a block.
+    """Wrap `pg`, a group of the running event loop, in a torch group until the end of the block.
 
         async with aiocoll.new_group() as pg, aiocoll.torch.attach(pg):
             await asyncio.to_thread(train)  # calls torch.distributed
@@ -49,7 +49,7 @@ async def attach(pg: ProcessGroup) -> AsyncIterator[dist.ProcessGroup]:
     parts.comm.raise_if_revoked()
     _check_default_group(pg)
     thread = RunningLoop()
-    store = GroupStore(pg.store, thread)  # C++ keeps no reference to the part in Python: this frame does
+    store = GroupStore(pg.store, thread)  # keep a reference here, because C++ keeps none to the Python object
     group = await asyncio.to_thread(_make_torch_group, pg, thread, store)
     try:
         yield group
@@ -85,7 +85,7 @@ def _make_torch_group(pg: ProcessGroup, thread: RunningLoop, store: GroupStore) 
 
 
 def _destroy(group: AioGroup) -> None:
-    """Destroy a torch group, unless the program has done so."""
+    """Destroy a torch group, unless the program has destroyed it."""
     if dist.distributed_c10d.GroupMember.WORLD is group:
         dist.destroy_process_group()
     else:
