@@ -229,7 +229,7 @@ def test_outcome_of_a_job_can_be_read_after_the_removal_of_its_folder(env: Mappi
 def test_job_is_chosen_by_number_if_there_are_several(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
     nothing = top(tmp_path, env, "--once")
     assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert nothing.stderr.startswith("aiocoll top: no job that this user has started with aiocoll run is running here")
+    assert nothing.stderr.startswith("aiocoll top: this user runs no job on this host that `aiocoll run` has started")
     script = "import os, sys\nprint('ready', flush=True)\nos.read(os.open(sys.argv[1], os.O_RDWR), 1)\n"
     os.mkfifo(tmp_path / "fifo")
     both = [launch("-n", 1, script=script, args=[tmp_path / "fifo"], env=env) for _ in range(2)]
