@@ -179,8 +179,8 @@ class _Rounds:
             found = msgpack.unpackb(await self._store.get(what, limit + _SLACK), strict_map_key=False)
         except StoreTimeoutError:
             raise RendezvousError(
-                f"host 0 serves a store, but has not completed this step of the check within {limit + _SLACK:g} s: check "
-                "that `aiocoll doctor` runs there, and not another job"
+                f"host 0 serves a store, but has not completed this step of the check within {limit + _SLACK:g} s: "
+                "check that `aiocoll doctor` runs there, and not another job"
             ) from None
         self._there = found.keys()
         return {host: msgpack.unpackb(data, strict_map_key=False) for host, data in found.items()}
