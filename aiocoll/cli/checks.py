@@ -148,12 +148,12 @@ def _started_by(env: Mapping[str, str]) -> CheckResult:
     value = f"{launcher.name} ({launcher.mark(env)})"
     try:
         where = find_parameters(None, None, None, None, env, "")
-        here = local_numbers(env)
+        local = local_numbers(env)
     except (ValueError, AiocollError) as error:
         return CheckResult(topic, name, value, str(error), fine=launcher is EXPLICIT)  # doctor itself is no rank
     value += f": {'a free rank' if where.rank is None else f'rank {where.rank}'} of {where.world_size}"
-    if None not in here:
-        value += f", {here[0]} of {here[1]} on this host"
+    if None not in local:
+        value += f", {local[0]} of {local[1]} on this host"
     place = "where rank 0 reports it to the launcher" if where.ask else where.url.partition("://")[2]
     value += f"; the store is {'' if where.ask else 'at '}{place}"
     keys = [key for key in ("AIOCOLL_JOB_KEY_FILE", "AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FD") if key in env]

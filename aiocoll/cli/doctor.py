@@ -79,8 +79,8 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     problems = sum(not finding.fine for finding in found)
     print_line(_sum(problems))
     if args.json:
-        told = {"fine": not problems, "findings": [asdict(each) for each in found], "pairs": pairs}
-        print(json.dumps(told | ({} if hosts is None else {"hosts": dialled}), indent=1))
+        result = {"fine": not problems, "findings": [asdict(each) for each in found], "pairs": pairs}
+        print(json.dumps(result | ({} if hosts is None else {"hosts": dialled}), indent=1))
     return 1 if problems else 0
 
 

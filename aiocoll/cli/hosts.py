@@ -104,11 +104,11 @@ async def serve(
         AiocollError: the store cannot listen on that address and port.
         ValueError: the files of the user's CA cannot be used.
     """
-    said: set[str] = set()
+    reported: set[str] = set()
 
     def warn(why: str) -> None:
-        if why not in said:
-            said.add(why)
+        if why not in reported:
+            reported.add(why)
             trouble(why)
 
     host, _ = await find_address(

@@ -194,16 +194,16 @@ class RankProcess:
         with open(self._reports, encoding="utf-8", errors="replace") as pipe:
             for line in pipe:
                 try:
-                    said = json.loads(line)
+                    fields = json.loads(line)
                 except ValueError:  # an empty line, or a line cut short by the end of the rank
                     continue
-                if said.pop("ended", False):
-                    self._notify(Exit(self.rank, **said, by_launcher=-said["code"] in self._sent))
+                if fields.pop("ended", False):
+                    self._notify(Exit(self.rank, **fields, by_launcher=-fields["code"] in self._sent))
                     break
-                if said.pop("elastic", False):
+                if fields.pop("elastic", False):
                     self._notify(ElasticReport(self.rank))
                     continue
-                report = Report(self.rank, **said)
+                report = Report(self.rank, **fields)
                 traceback = report.traceback
                 self._notify(report)
         if self._logs is not None and traceback:

@@ -93,8 +93,8 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
     if not ending.lines and ending.verdict.why:
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
     if program.record_end is not None:
-        said = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
-        program.record_end(JobOutcome(ending.code, tuple(said)))
+        messages = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
+        program.record_end(JobOutcome(ending.code, tuple(messages)))
     if readers_gone and ending.code == 0:  # the last output of the ranks found no reader
         return 128 + signal.SIGPIPE
     return ending.code

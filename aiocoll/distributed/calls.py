@@ -210,8 +210,8 @@ def all_gather_coalesced(
             )
     outputs = [[each[index] for each in lists] for index in range(count)]
     works = parts_of(pg).collectives.allgather_all(outputs, input_tensor_list, "input_tensor_list")
-    whole = parts_of(pg).messages.one_of("ALLGATHER_COALESCED", works)
-    return map_result(combine_works(whole, works), lambda _: output_tensor_lists)
+    combined = parts_of(pg).messages.one_of("ALLGATHER_COALESCED", works)
+    return map_result(combine_works(combined, works), lambda _: output_tensor_lists)
 
 
 @overload
@@ -353,8 +353,8 @@ def _check_list(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
 
 def _check_root_list(tensors: Any, name: str, root_name: str, pg: ProcessGroup, root: int) -> list[Any] | None:
     """Return the root's list of tensors; raise if the root has no list, or another rank has one."""
-    here = pg.rank() == root
-    if here:
+    is_root = pg.rank() == root
+    if is_root:
         if tensors is None:
             raise ValueError(f"{name} is missing; the rank that is {root_name} must give one tensor per rank")
         return _check_list(tensors, name, pg)

@@ -210,10 +210,10 @@ async def init_process_group(
         ValueError: this context has a default group already, or there is a `store` and no `rank`.
         Exception: see `aiocoll.new_group`.
     """
-    here = CURRENT.get()
-    if here is not None and find_default_group() is not None:
+    present = CURRENT.get()
+    if present is not None and find_default_group() is not None:
         raise ValueError(
-            f"a default group exists here already, {here.group_name!r}; call destroy_process_group() before "
+            f"a default group exists here already, {present.group_name!r}; call destroy_process_group() before "
             "another init_process_group()"
         )
     if store is not None and init_method is None and rank == -1:

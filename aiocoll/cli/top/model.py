@@ -202,9 +202,9 @@ class Model:
         for process in by_number.values():
             if self._answers.get(process.number) != process.answered:
                 self._answers[process.number] = process.answered
-                for said in process.groups:
-                    if "error" not in said:
-                        self._take(process, said)
+                for answer in process.groups:
+                    if "error" not in answer:
+                        self._take(process, answer)
         for key, group in list(self._groups.items()):
             if any(_is_shown(key, report) for report in group.reports.values()):
                 group.seen = now
@@ -212,14 +212,14 @@ class Model:
                 del self._groups[key]
         return [_group_view(key, group, by_number, now, load) for key, group in sorted(self._groups.items())]
 
-    def _take(self, process: Process, said: dict[str, Any]) -> None:
-        group = self._groups.setdefault((said["name"], said["id"]), _Group())
+    def _take(self, process: Process, answer: dict[str, Any]) -> None:
+        group = self._groups.setdefault((answer["name"], answer["id"]), _Group())
         group.has_news = True
-        known = group.reports.get(said["rank"])
-        is_same = known is not None and known.process is process and known.now["time"] < said["time"]
-        report = _Report(process, said, known.now if known is not None and is_same else None)
-        _measure_waits(report, group.ahead.setdefault(said["rank"], {}))
-        group.reports[said["rank"]] = report
+        known = group.reports.get(answer["rank"])
+        is_same = known is not None and known.process is process and known.now["time"] < answer["time"]
+        report = _Report(process, answer, known.now if known is not None and is_same else None)
+        _measure_waits(report, group.ahead.setdefault(answer["rank"], {}))
+        group.reports[answer["rank"]] = report
 
 
 def _is_shown(key: tuple[str, int], report: _Report) -> bool:
@@ -227,18 +227,18 @@ def _is_shown(key: tuple[str, int], report: _Report) -> bool:
     process = report.process
     if process.state in (State.GONE, State.CLOSED):
         return False
-    return any((said.get("name"), said.get("id")) == key for said in process.groups)
+    return any((answer.get("name"), answer.get("id")) == key for answer in process.groups)
 
 
 def _group_view(
     key: tuple[str, int], group: _Group, processes: Mapping[int, Process], now: float, load: HostLoad | None
 ) -> GroupView:
     reports = group.reports
-    any_said = next(iter(reports.values())).now
-    size = any_said["size"]
+    any_answer = next(iter(reports.values())).now
+    size = any_answer["size"]
     alive = [each for each in reports.values() if _is_shown(key, each)]
     waited_for, missing = _waiting_shares(alive)
-    states = _States(key, reports, alive, any_said["processes"], processes)
+    states = _States(key, reports, alive, any_answer["processes"], processes)
     ranks = [_rank_view(rank, reports.get(rank), states, now, waited_for, missing) for rank in range(size)]
     ranks.sort(
         key=lambda each: (
@@ -415,13 +415,13 @@ class _States:
             if process.state == State.SILENT:
                 return "silent", f"process {process.number} lives and does not answer: {silent}"
         if report is not None:
-            said = report.now
+            answer = report.now
             if not _is_shown(self._key, report):
                 return "closed", "it has closed the group"
-            if said["blocked"] is not None:
+            if answer["blocked"] is not None:
                 return (
                     "blocked",
-                    f"its event loop has been blocked for {said['blocked'][0]:.1f} s, at {said['blocked'][1]}",
+                    f"its event loop has been blocked for {answer['blocked'][0]:.1f} s, at {answer['blocked'][1]}",
                 )
         if rank in self._lost:
             how, text = self._lost[rank]
