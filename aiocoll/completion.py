@@ -1,4 +1,4 @@
-"""Completions, the engine's side of calls: one per started operation, behind the `Work` that users hold."""
+"""Completions: the engine's objects for the outcomes of operations, each behind the `Work` that the user holds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Progress(Protocol):
         """Poll for up to the spin time, because the operation may end soon."""
 
     def turn_is_due(self) -> bool:
-        """Return whether the loop has been held long enough that an await must yield."""
+        """Return whether tasks have kept the loop busy so long that an await must yield to other tasks."""
 
 
 class Owner(Protocol):

@@ -80,7 +80,7 @@ class GroupError(AiocollError):
 
 
 class CollectiveMismatchError(GroupError):
-    """A mismatch: ranks called different operations at the same place in the order of the group."""
+    """A mismatch: ranks made different calls at the same position in the group's sequence of calls."""
 
 
 class CollectiveTimeoutError(GroupError, TimeoutError):
@@ -140,7 +140,7 @@ class AuthenticationError(AiocollError, ConnectionError):
 
 
 class ProtocolError(AiocollError):
-    """Bytes from the other end that do not follow the protocol."""
+    """Received bytes that violate the protocol."""
 
 
 class PeerProtocolError(GroupError, ProtocolError):

@@ -65,7 +65,7 @@ class OperationInfo(NamedTuple):
 
 
 class HookHandle:
-    """A handle of an added hook, to remove it.
+    """A handle that removes a hook.
 
     Args:
         remove: function that removes the hook.

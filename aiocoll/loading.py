@@ -1,4 +1,4 @@
-"""Context manager of lazy imports, which the first call that needs a module makes."""
+"""`loading`: a context manager of imports inside functions, which load a module at its first use."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class LoopEnd:
         self._open.add(closable)
 
     def forget(self) -> None:
-        """Close nothing at the end of the loop."""
+        """Cancel the closing: close nothing at the end of the loop."""
         self._forgotten = True
         if not self._generator.ag_running:  # type: ignore[attr-defined]
             _step(self._generator.aclose().__await__())

@@ -220,15 +220,15 @@ def usable_cores() -> set[int]:
 
 
 def show_cores(value: float | None) -> str:
-    """Return a number of cores as text, or a text for None."""
+    """Return a number of cores as text, "unknown" for None."""
     return "unknown" if value is None else f"{value:.2f} cores"
 
 
 def show_share(value: float | None) -> str:
-    """Return a share of the time as text, or a text for None."""
+    """Return a share of the time as text in percent, "unknown" for None."""
     return "unknown" if value is None else f"{value:.0%}".replace("%", " %")
 
 
 def show_quota(value: float | None) -> str:
-    """Return a CPU quota in cores as text, or a text for no quota."""
+    """Return a CPU quota in cores as text, "none" for no quota."""
     return "none" if value == inf else show_cores(value)

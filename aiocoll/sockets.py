@@ -59,7 +59,7 @@ def is_between_hosts(sock: socket.socket) -> bool:
 
 
 def is_ready(fd: int, *, to_write: bool = False) -> bool:
-    """Return, without waiting, whether a socket has data or an end to read; with `to_write`, whether it is connected.
+    """Return, without waiting, whether a socket has data or was closed; with `to_write`, whether it has connected.
 
     Args:
         fd: its descriptor. A negative one is never ready.

@@ -62,7 +62,7 @@ def _call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: A
 
 
 def _check(work: Waitable, loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
-    """Raise an error if `work` can no longer end."""
+    """Raise RuntimeError if `work` can no longer end, as after a fork or after the end of its loop."""
     if runtime.thread == 0:
         raise RuntimeError(f"{work!r} belongs to the parent process: it cannot end in this forked child")
     # A loop sets the outcome before it stops, so check the outcome after the loop.

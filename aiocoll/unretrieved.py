@@ -189,7 +189,7 @@ class UnretrievedFailures:
         return Unawaited(self, CallSite(op, name, code, instruction))
 
     def expect(self, cause: BaseException) -> None:
-        """Do not log failures with the cause `cause`, because this rank's program has created it, by an abort."""
+        """Do not log failures with the cause `cause`, because this rank's program has caused it by an abort."""
         self._known = cause
 
     def retrieved(self, error: BaseException) -> None:

@@ -16,7 +16,7 @@ __all__ = ["UserCodeError", "contain", "describe", "original"]
 
 
 class UserCodeError(RuntimeError):
-    """A wrapper of an exception of user code that the engine cannot raise itself: no `Exception`, or `StopIteration`.
+    """A wrapper of an exception of user code that the engine must not raise: a `StopIteration`, or no `Exception`.
 
     Args:
         error: the exception.
@@ -61,12 +61,12 @@ def contain(error: BaseException) -> Exception:
 
 
 def original(error: BaseException) -> BaseException:
-    """Return the exception that user code has raised, from a `UserCodeError` or itself."""
+    """Return the exception that user code has raised: `error` itself, or the one that a `UserCodeError` wraps."""
     return error.error if isinstance(error, UserCodeError) else error
 
 
 def describe(error: BaseException) -> str:
-    """Return type and text of an exception that user code has raised."""
+    """Return a text with the type and the message of an exception that user code has raised."""
     error = original(error)
     name = type(error).__name__
     try:

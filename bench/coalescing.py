@@ -1,4 +1,4 @@
-"""Gain of coalescing: `python bench/coalescing.py`, in under a minute.
+"""Speedup by coalescing calls: `python bench/coalescing.py`, in under a minute.
 
 Two ranks, processes on this host, allreduce 1,000 float32 tensors of 4 KiB in three ways: each awaited before the next
 is called, all in flight together, and in one `coalescing()` block. The ways alternate in each round, and the time of a

@@ -225,7 +225,7 @@ def verdict(seconds: float, limit: float) -> str:
 
 
 def least(rounds: Sequence[Sequence[Times]], what: int) -> float:
-    """Return the smallest median of a round, which other work on the machine has disturbed least."""
+    """Return the smallest of the rounds' medians: other work on the machine has disturbed that round least."""
     return min(median(each[what] for each in times) for times in rounds)
 
 

@@ -20,7 +20,7 @@ from aiocoll.cli.workload import Workload
 
 @dataclass(frozen=True)
 class Library:
-    """The access to a library on one rank: rank and world size, a timer of calls, and a reduction of figures."""
+    """A library as one rank uses it: the rank, the world size, a timer of calls, and a reduction of figures."""
 
     rank: int
     world_size: int

@@ -49,7 +49,7 @@ class Counter:
                 print(f"continues with another group: {error}", flush=True)
 
     async def agree(self) -> None:
-        """Adopt the latest total counts from the rank that knows them: others may have missed rounds."""
+        """Adopt the latest total counts of any rank, because some ranks may have missed rounds."""
         *total, rounds = await self.pg.allreduce(np.append(self.total, self.rounds), aiocoll.ReduceOp.MAX)
         if rounds == self.rounds:  # the last round has failed on all ranks
             self.fresh += self.sent

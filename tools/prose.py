@@ -55,7 +55,7 @@ class Rules:
         self._retired = re.compile("|".join(rf"\b({word})\b" for word in table["retired"]), re.IGNORECASE)
 
     def find_retired(self, line: int, text: str) -> Iterator[Finding]:
-        """Yield the retired words in a text that starts on `line`."""
+        """Yield a finding for each retired word in a text that starts on `line`."""
         prose = _CODE_SPAN.sub(_mask, text)
         for found in self._retired.finditer(prose):
             at = line + prose.count("\n", 0, found.start())

@@ -24,7 +24,7 @@ class _InterfaceArrays(ArrayAdapter):
     """The adapter of objects with ``__cuda_array_interface__``."""
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
-        """Return a flat view of an object."""
+        """Return a flat view of an object's CUDA memory."""
         flat: Any = _view_interface(array, name, writable)
         return Buffer(flat, flat.dtype, tuple(array.__cuda_array_interface__["shape"]), array)
 

@@ -114,7 +114,7 @@ def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
 
 
 def _is_missing(group: GroupDumps, call: MergedCall, rank: int) -> bool:
-    """Return whether a rank without an entry for `call` has not entered it, unlike one whose entry is overwritten."""
+    """Return whether a rank has not entered `call`. Without an entry in its dump, the entry may also be overwritten."""
     dump = group.dumps[rank]
     if call.key is None:
         entered = call.seq <= dump["entered"]
@@ -130,7 +130,7 @@ def _is_missing(group: GroupDumps, call: MergedCall, rank: int) -> bool:
 
 
 def lateness(group: GroupDumps) -> Lateness | None:
-    """Return the rank that came last on average; None if there is nothing to compare."""
+    """Return the rank that entered collectives last on average; None if no collective can be compared."""
     shared = [call for call in group.calls if len(call.entered) == len(group.ranks)]
     if len(group.ranks) < 2 or not shared:
         return None

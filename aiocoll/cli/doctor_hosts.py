@@ -230,7 +230,7 @@ class _Visitor:
         await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def listen(self, came: Mapping[int, Any]) -> tuple[Card | None, str]:
-        """Start to listen; return the card for the other hosts and "", or None and why this failed."""
+        """Start to listen; return the card for the other hosts and "", or on failure None and the reason."""
         try:
             await self._open_stream.encrypt(self._options.encryption != "none")
             stores = {host: report["store"] for host, report in came.items()}
@@ -248,7 +248,7 @@ class _Visitor:
         }
 
     async def _reach(self, host: int, card: Card) -> ByteStream | str:
-        """Open a heartbeat connection, as two hosts may have one in each direction; return it, or why this failed."""
+        """Dial a host by a heartbeat connection, which both directions may have; return it, or why this failed."""
         try:
             stream = await self._transport.connect_heartbeat(host, card)
         except AiocollError as error:

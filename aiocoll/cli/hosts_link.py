@@ -112,16 +112,16 @@ class HostsLink:
         self._decided = monotonic()
 
     def begin(self, notify: Callable[[News], object]) -> None:
-        """See `Restarts`."""
+        """Start the thread that exchanges states with the other launchers; see `Restarts.begin`."""
         self._notify = notify
         self._thread.start()
 
     def take(self, rank: int) -> None:
-        """See `Restarts`."""
+        """Request a restart from the counter in the store; see `Restarts.take`."""
         self._change_in_thread(lambda: self._asked.append(rank))
 
     def report(self, state: HostState) -> None:
-        """See `Restarts`."""
+        """Record the state of this host for the next exchange; see `Restarts.report`."""
 
         def change() -> None:
             self._state = state
@@ -129,7 +129,7 @@ class HostsLink:
         self._change_in_thread(change)
 
     def close(self) -> None:
-        """See `Restarts`."""
+        """Leave the exchange, and wait until its thread has ended; see `Restarts.close`."""
 
         def leave() -> None:
             self._leaves = True

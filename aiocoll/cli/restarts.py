@@ -98,7 +98,7 @@ News = Verdict | RestartGrant | OtherHosts | Notice
 
 
 class Restarts(Protocol):
-    """The interface of the bookkeeping of a job's restarts.
+    """The interface that grants restarts of a job, and decides whether all ranks restart.
 
     Attributes:
         allowed: the largest number of restarts.
@@ -116,7 +116,7 @@ class Restarts(Protocol):
         """Record the state of this host. When no rank runs on any host, a `Verdict` follows."""
 
     def close(self) -> None:
-        """Leave the job."""
+        """Stop taking part in the restarts of the job."""
 
 
 class SingleHostRestarts:
@@ -133,16 +133,16 @@ class SingleHostRestarts:
         self._used = 0
 
     def begin(self, notify: Callable[[News], object]) -> None:
-        """See `Restarts`."""
+        """Let the ranks start at once; see `Restarts.begin`."""
         self._notify = notify
         notify(Verdict(0))
 
     def take(self, rank: int) -> None:
-        """See `Restarts`."""
+        """Grant a restart if one is left; see `Restarts.take`."""
         self._notify(RestartGrant(rank, self._next()))
 
     def report(self, state: HostState) -> None:
-        """See `Restarts`."""
+        """Decide on a restart of all ranks when no rank of this host runs; see `Restarts.report`."""
         if not state.over:
             return
         number = self._next() if state.phase == Phase.FAILED else 0
@@ -151,7 +151,7 @@ class SingleHostRestarts:
         self._notify(Verdict(number or None))
 
     def close(self) -> None:
-        """See `Restarts`."""
+        """Do nothing: there are no other hosts to leave."""
 
     def _next(self) -> int:
         if self._used == self.allowed:

@@ -52,7 +52,7 @@ class RankOutcome:
 
     @property
     def status(self) -> int:
-        """Return its exit status as a shell shows it."""
+        """Return the rank's exit status as a shell shows it: 128 plus n for signal n."""
         code = 0 if self.exit is None else self.exit.code
         if self.report is not None and code != -signal.SIGINT:
             # Another process may have killed the rank after it had sent its report.

@@ -97,7 +97,7 @@ def reduce(
 
 
 def broadcast(tensor: N, src: int | None = None, group: Group = None, group_src: int | None = None) -> Work[N]:
-    """Copy the tensor of one rank to all ranks; see `ProcessGroup.broadcast`.
+    """Copy the tensor of rank `src` to all ranks; see `ProcessGroup.broadcast`.
 
     Args:
         tensor: an array of the same count on every rank.
@@ -148,7 +148,7 @@ def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
-    """Wait until all ranks have called it; the error names missing ranks. See `ProcessGroup.monitored_barrier`.
+    """Wait until all ranks have made this call; the error names missing ranks. See `ProcessGroup.monitored_barrier`.
 
     Args:
         group: a group; None means the default group.
@@ -160,7 +160,7 @@ def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ran
 
 
 def all_gather(tensor_list: list[A], tensor: Array, group: Group = None) -> Work[list[A]]:
-    """Gather every rank's tensor, of any count, into a list on every rank; see `ProcessGroup.allgather`.
+    """Gather every rank's tensor, of any size, into a list on every rank; see `ProcessGroup.allgather`.
 
     Args:
         tensor_list: an array per rank, with as many elements as that rank's tensor; the result.
@@ -174,7 +174,7 @@ def all_gather(tensor_list: list[A], tensor: Array, group: Group = None) -> Work
 
 
 def all_gather_into_tensor(output_tensor: A, input_tensor: Array, group: Group = None) -> Work[A]:
-    """Gather tensors of one count into one tensor, in rank order; see `ProcessGroup.allgather_into_tensor`.
+    """Gather tensors of equal size into one tensor, in rank order; see `ProcessGroup.allgather_into_tensor`.
 
     Args:
         output_tensor: an array of as many elements as all inputs together; the result.
@@ -237,7 +237,7 @@ def gather(
     group: Group = None,
     group_dst: int | None = None,
 ) -> Work[Any]:
-    """Gather every rank's tensor, of any count, at one rank; see `ProcessGroup.gather`.
+    """Gather every rank's tensor, of any size, at rank `dst`; see `ProcessGroup.gather`.
 
     Args:
         tensor: this rank's array.
@@ -343,7 +343,7 @@ def all_to_all_single(
 
 
 def _check_list(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
-    """Return `tensors`, checked to be a list with one entry per rank."""
+    """Return `tensors` after a check that it is a list with one entry per rank."""
     if not isinstance(tensors, list):
         raise TypeError(f"{name} must be a list, not {type(tensors).__name__}")
     if len(tensors) != pg.size():

@@ -81,7 +81,7 @@ def get_default_backend_for_device(device: Any) -> str:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether the named backends can be used here; "nccl" loads CuPy.
+    """Return whether this process can use the named backends; "nccl" loads CuPy.
 
     Args:
         backend: a name, or pairs of device and name such as ``"cpu:aio"``.

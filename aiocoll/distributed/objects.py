@@ -87,7 +87,7 @@ def gather_object(
     group: Group = None,
     group_dst: int | None = None,
 ) -> Work[list[T] | None]:
-    """Gather every rank's object at one rank; see `ProcessGroup.gather_object`.
+    """Gather every rank's object into a list at rank `dst`; see `ProcessGroup.gather_object`.
 
     Args:
         obj: this rank's object.

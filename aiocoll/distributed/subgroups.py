@@ -252,7 +252,7 @@ def _split_into(
 
 
 def _check_ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
-    """Return `ranks`, checked to be ranks of `pg`, in ascending order."""
+    """Check that `ranks` are ranks of `pg`, and return them in ascending order."""
     if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
         raise TypeError(f"{name} must be a list of ranks, not {type(ranks).__name__}")
     numbers = []

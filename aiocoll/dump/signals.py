@@ -30,7 +30,7 @@ _STATUS = "/proc/self/status"
 
 
 class Listener(Protocol):
-    """An object whose `signalled` the handler of SIGUSR2 calls."""
+    """An object whose method `signalled` is called at each SIGUSR2."""
 
     def signalled(self) -> str:
         """Write a dump file, or return lines for standard error. Runs in the main thread, between two instructions."""

@@ -43,7 +43,7 @@ def offsets(dumps: Sequence[Dump]) -> list[float]:
 
 
 def lanes(entries: Sequence[Entry], until: float) -> list[int]:
-    """Return for each entry the lowest lane without overlap, in order of entry; pending operations last to `until`."""
+    """Return for each entry the lowest lane in which no other entry overlaps it; pending operations last to `until`."""
     free: list[float] = []
     found = []
     for entry in entries:

@@ -144,7 +144,7 @@ class RedisConnection:
         self._transport = self._connection._writer.transport  # the package has no public attribute for it
 
     async def send(self, *words: str | bytes | int) -> None:
-        """Send a command."""
+        """Send a Redis command."""
         await self._connection.send_command(*words)
 
     async def receive(self) -> Any:

@@ -106,7 +106,7 @@ class Launcher(NamedTuple):
         return rank, size
 
     def number(self, env: Mapping[str, str], name: str) -> int:
-        """Return the value of a variable as a number."""
+        """Return the value of an environment variable of this launcher as an int."""
         text = self.text(env, name)
         try:
             return parse_int(text)
@@ -114,7 +114,7 @@ class Launcher(NamedTuple):
             raise ValueError(f"{name}={text!r} in the environment must be a number ({self.name} sets it)") from None
 
     def text(self, env: Mapping[str, str], name: str) -> str:
-        """Return the value of a variable, which must not be empty."""
+        """Return the value of an environment variable of this launcher; raise if it is missing or empty."""
         if not env.get(name):
             raise ValueError(
                 f"{name} is missing in the environment, but {self.mark(env)} shows that {self.name} started this "

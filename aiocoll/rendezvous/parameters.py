@@ -268,7 +268,7 @@ def _read_numbers(
 
 
 def _read_number(name: str, value: int | None, env: Mapping[str, str], when: str) -> tuple[str, int]:
-    """Return the name and the value of a number: of the argument, or of the environment variable if it is None."""
+    """Return the name and the value of the argument, or of its environment variable if the argument is None."""
     variable = name.upper()
     if value is not None:
         return name, to_int(value, name)

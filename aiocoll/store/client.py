@@ -1,4 +1,4 @@
-"""`ClientLink`: the connection of a `TCPStore` to its server. `connect` makes one."""
+"""`ClientLink`: the connection of a `TCPStore` to its server, which `connect` makes."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _check(kinds: str | None, command: str, arguments: tuple[Any, ...]) -> None:
 
 
 def keys_of(arguments: tuple[Any, ...]) -> list[str]:
-    """Return the keys, or the queue, for which a command with these arguments waits."""
+    """Return the keys, or the queue, for which a waiting command with these arguments waits."""
     return arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
 
 

@@ -186,7 +186,7 @@ class StoreServer:
         self._changed.set()
 
     def joined(self) -> StoreCore:
-        """Count a client that opens its store, and return a core with one key per client: "1", "2", ..."""
+        """Count a client that opens its store; return a `StoreCore` with one key per client: "1", "2", ..."""
         self._members.apply("set", (str(self._members.apply("num_keys", ("",)) + 1), b""))
         return self._members
 

@@ -49,7 +49,7 @@ class SessionOwner(Protocol):
         """Remove a closed connection; `reason` is its error or None."""
 
     def joined(self) -> StoreCore:
-        """Count a client that opens its store, and return a core with one key per client: "1", "2", ..."""
+        """Count a client that opens its store; return a `StoreCore` with one key per client: "1", "2", ..."""
 
     def join_abandoned(self) -> None:
         """Subtract a client that stopped waiting for other clients, since it may try again."""

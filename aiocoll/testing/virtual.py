@@ -120,7 +120,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return lambda source, target: self.random.uniform(shortest, longest)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
-        """Raise an error: a virtual clock does not wait for threads."""
+        """Raise RuntimeError, because a virtual clock does not wait for threads."""
         raise RuntimeError(f"{func!r} cannot run in a thread on a virtual clock; use run_ranks instead")
 
     def jump(self, seconds: float | None) -> None:

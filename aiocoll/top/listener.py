@@ -35,7 +35,7 @@ JOIN_TIMEOUT: Final = 1.0
 
 
 class Source(Protocol):
-    """A group that `aiocoll top` shows."""
+    """A group whose state `aiocoll top` shows."""
 
     def to_data(self) -> dict[str, Any]:
         """Return the state of the group as plain data; runs in the listener's thread."""

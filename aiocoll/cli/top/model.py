@@ -169,7 +169,7 @@ class _Report:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds between the two reports."""
+        """Return the seconds between the two answers."""
         return 0.0 if self.before is None else self.now["time"] - self.before["time"]
 
 
@@ -327,7 +327,7 @@ def _waiters(waited: PendingView) -> str:
 
 
 def _waiting_shares(reports: Sequence[_Report]) -> tuple[dict[int, float] | None, dict[int, int]]:
-    """Return for each rank the share of time in which others waited for it, on average, and its number of missed calls.
+    """Return by rank the average share of time in which others waited for it, and by rank its number of missed calls.
 
     The shares are None before there are two answers.
     """

@@ -46,7 +46,7 @@ def watch(
     over: Callable[[], bool],
     interval: float,
 ) -> None:
-    """Show the groups that `sample` returns once per `interval`, until Ctrl-C or the end of the job."""
+    """Show the groups that `sample()` returns, updated every `interval` seconds, until Ctrl-C or the end of the job."""
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not over():

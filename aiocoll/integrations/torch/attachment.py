@@ -64,11 +64,11 @@ async def attach(pg: ProcessGroup) -> AsyncIterator[dist.ProcessGroup]:
 def _check_default_group(pg: ProcessGroup) -> None:
     if not dist.is_initialized():
         return
-    here, there = (pg.rank(), pg.size()), (dist.get_rank(), dist.get_world_size())
-    if here != there:
+    own, of_torch = (pg.rank(), pg.size()), (dist.get_rank(), dist.get_world_size())
+    if own != of_torch:
         raise ValueError(
-            f"group {pg.group_name!r} has rank {here[0]} of {here[1]} here, but torch's default group has rank "
-            f"{there[0]} of {there[1]}: attach a group of the same ranks, or call destroy_process_group first"
+            f"group {pg.group_name!r} has rank {own[0]} of {own[1]} here, but torch's default group has rank "
+            f"{of_torch[0]} of {of_torch[1]}: attach a group of the same ranks, or call destroy_process_group first"
         )
 
 

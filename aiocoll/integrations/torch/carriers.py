@@ -102,7 +102,7 @@ def routed(method: C, name: str = "") -> C:
 
 
 def alias(call: C, name: str) -> C:
-    """Return a method decorated by `routed` under its name in another version of torch."""
+    """Return the routed method `call` for a version of torch in which its name is `name`."""
     return routed(call.__wrapped__, name)  # type: ignore[attr-defined, no-any-return]
 
 
