@@ -33,8 +33,8 @@ _last_file = ""
 #: that may add a warning about a work that is never awaited.
 _watching = False
 
-#: A function, its argument, and the context to run it in. None stands for the context of the code that ends the
-#: operation.
+#: A callback: the function, its argument, and the context to run it in. None stands for the context of the code that
+#: ends the operation.
 Callback = tuple[Callable[[Any], object], Any, contextvars.Context | None]
 
 
@@ -182,7 +182,7 @@ class Completion:
             end = f" {what}={'any' if rank is None else rank} tag={tag}"
         return f"{self.op}{number}{key}{end} {state}"
 
-    # -- the end
+    # -- ending the operation
 
     def finish(self, result: Any, exception: BaseException | None = None) -> None:
         """End the operation with a result or an error. The engine calls this once."""

@@ -138,7 +138,7 @@ class Started(Generic[T]):
             self._begun = True
             self._finish(None, asyncio.CancelledError())
 
-    # -- on the thread of the loop
+    # -- run on the thread of the loop
 
     def begin(self, call: Callable[[], Any]) -> None:
         """Call `call()` on the thread of the loop; only `LoopThread` uses this method."""
@@ -374,7 +374,7 @@ class LoopThread:
 
 def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop]:
     try:
-        import uvloop  # takes 20 ms, and few programs have such a thread
+        import uvloop  # imported here: it takes 20 ms, and few programs have a loop thread
     except ImportError:
         return asyncio.new_event_loop
     return uvloop.new_event_loop

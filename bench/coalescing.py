@@ -26,7 +26,7 @@ TRANSPORTS = ("tcp", "unix", "shm")
 ROUNDS, WARM = 30, 5
 #: Number of launches of each system. A figure is the median over the rounds of all launches.
 LAUNCHES = 2
-#: Seconds until a rank is considered hung; normal runs take a tenth of that.
+#: Seconds until a rank counts as hung; a normal run takes a tenth of that.
 LIMIT = 60
 KEY = "00" * 16
 

@@ -31,7 +31,7 @@ from markdown import table
 WORLD_SIZES = (2, 4, 8, 16, 32)
 #: Number of calls of all ranks together in each turn, and number of turns. A figure is the median over the turns.
 CALLS, TURNS = 8_000, 3
-#: Seconds until a rank is considered hung; normal runs take a tenth of that.
+#: Seconds until a rank counts as hung; a normal run takes a tenth of that.
 LIMIT = 60
 
 

@@ -17,7 +17,7 @@ from markdown import ranks_of, size_of, table
 RANK = Path(__file__).with_name("loop_lag.py")
 #: Bytes of the arrays.
 NBYTES = 256 << 20
-#: Seconds until a rank is considered hung; normal runs take a tenth of that.
+#: Seconds until a rank counts as hung; a normal run takes a tenth of that.
 LIMIT = 120
 #: Measured settings: event loop and transport.
 SETTINGS = (("uvloop", "auto"), ("uvloop", "tcp"), ("asyncio", "auto"), ("asyncio", "tcp"))

@@ -13,7 +13,7 @@ from aiocoll.elements.dtypes import DType, from_numpy
 
 __all__ = ["KIND", "LABEL", "CudaArray", "cuda_dtype", "spare_buffer"]
 
-#: Name of the device kind, in programs and in error messages.
+#: Name of this kind of device, in programs and in error messages.
 KIND, LABEL = "cuda", "CUDA"
 
 

@@ -170,7 +170,7 @@ def _no_memory_error(tensor: Any, name: str, error: RuntimeError) -> TypeError:
 
 
 def _dense_tensor_error(tensor: Any, name: str, found: str) -> TypeError:
-    found = "a nested one; pass its parts" if tensor.is_nested else found
+    found = "a nested tensor; pass its component tensors" if tensor.is_nested else found
     return TypeError(f"{name} must be a dense tensor on the CPU or on CUDA, not {found}")
 
 

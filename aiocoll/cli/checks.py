@@ -292,7 +292,7 @@ def _addresses(master: str | None) -> Iterator[CheckResult]:
     except (ValueError, AiocollError) as error:
         yield CheckResult("network", "address for peers", "none", str(error), fine=False)
     else:
-        why = f"the way to MASTER_ADDR={master}" if master else "MASTER_ADDR is not set, so for ranks of this host"
+        why = f"the route to MASTER_ADDR={master}" if master else "MASTER_ADDR is not set, so for ranks of this host"
         why = f"bind={options.bind}" if options.bind else f"interface={options.interface}" if options.interface else why
         yield CheckResult("network", "address for peers", f"{chosen} ({why})")
         if options.port_range is not None:

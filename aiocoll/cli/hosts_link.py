@@ -256,7 +256,7 @@ class HostsLink:
         why = decision.why if decision.by != self._hosts.node_rank else ""
         self._notify(Verdict(None if decision.over else decision.restarts, why))
 
-    # -- decisions: host 0 makes them, the others read them
+    # -- decisions: host 0 makes them, the other hosts read them
 
     async def _decide(self, store: Store, server: StoreServer, reports: Mapping[int, _HostReport]) -> None:
         before = self._decision

@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     describe_command(
         parser,
         codes={
-            0: "all ranks have ended with 0",
+            0: "all ranks have exited with code 0",
             "N": "exit code of the rank that failed first by itself; 1 if it raised an exception",
             "128+N": "signal N ended that rank, or the launcher",
             1: "no rank could be started, the rank that failed is on another host, or output could not be written",

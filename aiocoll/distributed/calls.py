@@ -42,11 +42,11 @@ __all__ = [
 SUM = ReduceOp.SUM
 
 A = TypeVar("A", bound=Array)
-#: The array type of an argument, if it may differ from the array type of the result.
+#: Type of an array argument, if the result may have another array type.
 B = TypeVar("B", bound=Array)
-#: The argument and result of a reduction.
+#: Type of the argument and the result of a reduction.
 N = TypeVar("N", bound=Array | Number)
-#: The argument and result of `all_reduce`, which accepts sparse arrays, too.
+#: Type of the argument and the result of `all_reduce`, which accepts sparse arrays, too.
 S = TypeVar("S", bound=Array | Number | Sparse)
 
 

@@ -24,7 +24,7 @@ _PLAIN = frozenset(string.ascii_letters + string.digits + "_.-~")
 
 def file_name(group: str, rank: int) -> str:
     """Return the name of the dump file of one rank of a group, which no other group uses."""
-    # Escapes as `urllib.parse.quote` does, whose import takes milliseconds and fails without the rights to read it.
+    # Escape here instead of with `urllib.parse.quote`: its import takes milliseconds, and fails if it is not readable.
     octets = group.encode(errors="surrogatepass")
     safe = "".join(chr(each) if chr(each) in _PLAIN else f"%{each:02X}" for each in octets)
     if len(safe) > _LONGEST:

@@ -58,7 +58,7 @@ def listen(listener: Listener, *, asked: bool) -> None:
     if not _listeners:  # the last listener may have been garbage-collected without `unlisten`
         _installed = before is _handle
     _listeners.add(listener)
-    # Install only once: a handler that the program has installed since may call this one.
+    # Install only once: the program may have installed a handler since that calls aiocoll's handler.
     if _installed and not _would_end_process(before):
         return
     # None stands for a handler that Python did not install. Python can neither call nor restore it.

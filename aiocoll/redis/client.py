@@ -39,8 +39,8 @@ _CHANGES: Final = frozenset({"swap", "set", "add"})
 #: The script's reply if the server has lost the job's entries.
 _LOST: Final = b"lost"
 
-#: The hash is KEYS[1]. Arguments: its random number, the client, the number of the change, the last change whose result
-#: the client has received, milliseconds until the hash expires, the request, and the arguments of the request.
+#: The hash is KEYS[1]. Arguments: the hash's random number, the client, the number of the change, the last change whose
+#: result the client has received, milliseconds until the hash expires, the request, and the request's arguments.
 _SCRIPT: Final = """
 local hash = KEYS[1]
 local job, client, number, known, lifetime, request = unpack(ARGV, 1, 6)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 #: Seconds between the timeout of a request and its cancellation, if the store does not answer.
 GRACE = 0.7
-#: Loop iterations in these `GRACE` seconds, so that a reply that arrived while the loop was blocked is still read.
+#: Loop iterations that must pass before the cancellation, so that a reply that came while the loop blocked is read.
 _TURNS = 16
 
 #: Loop iterations needed to read and deliver a reply that has arrived.

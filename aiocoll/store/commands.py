@@ -69,7 +69,7 @@ COMMANDS: Final = MappingProxyType(
 #: Commands that return when the keys exist (`queue_pop`: when the queue has an item).
 WAITS: Final = MappingProxyType({"get": "k", "multi_get": "K", "wait": "K", "queue_pop": "k"})
 
-#: Commands for a server only: wait for a number of clients (c), and cancel a request.
+#: Commands that only a server carries out: wait for a number of clients (c), and cancel a request.
 SERVER_COMMANDS: Final = MappingProxyType({"join": "c", "cancel": ""})
 
 

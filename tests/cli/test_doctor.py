@@ -372,7 +372,7 @@ def test_missing_package_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch)
 
 def test_unresolvable_master_address_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert finding_of("address for peers").value == "127.0.0.1 (the way to MASTER_ADDR=127.0.0.1)"
+    assert finding_of("address for peers").value == "127.0.0.1 (the route to MASTER_ADDR=127.0.0.1)"
     monkeypatch.setattr(socket, "getaddrinfo", failing_call(errno.ENOENT))
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
     finding = finding_of("address for peers")

@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "The live table needs rich: pip install 'aiocoll[top]'.",
     )
     parser.add_argument(
-        "job", nargs="?", metavar="JOB", help="number of the launcher, or the folder of AIOCOLL_TOP_DIR"
+        "job", nargs="?", metavar="JOB", help="process id of the launcher, or the folder of AIOCOLL_TOP_DIR"
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print a line of JSON per second")
@@ -159,7 +159,7 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
         serve(title, watch.news, lambda address: print(address, flush=True))
         return 0
     if not sys.stdout.isatty():
-        write_stderr(["aiocoll top: standard output is no terminal; use --once for text, or --json for data"])
+        write_stderr(["aiocoll top: standard output is not a terminal; use --once for text, or --json for data"])
         return 2
     from aiocoll.cli.top import terminal
 
@@ -206,10 +206,10 @@ def _find(job: str | None) -> tuple[str, str]:
             "has started, set AIOCOLL_TOP_DIR to a folder in their environment, and pass that folder as JOB"
         )
     if job is None:
-        raise _JobNotFoundError(f"several jobs run here; give the number of one:{_list_jobs(running)}")
+        raise _JobNotFoundError(f"several jobs run here; pass the number of one of them as JOB:{_list_jobs(running)}")
     if found:
         lines = "".join(f"\n  {each.folder}  {each.command}" for each in found)
-        raise _JobNotFoundError(f"jobs in several containers have number {job}; give the folder of one:{lines}")
+        raise _JobNotFoundError(f"jobs in several containers have number {job}; pass the folder of one as JOB:{lines}")
     raise _JobNotFoundError(f"no job {job} of this user runs here; these do:{_list_jobs(running)}")
 
 

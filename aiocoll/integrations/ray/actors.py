@@ -173,7 +173,7 @@ class group:
             await self._mend()
         return results
 
-    # -- mending
+    # -- repairing the group
 
     async def _mend(self) -> None:
         """Wait until all actors are in one group; make actors outside the group join it."""

@@ -89,5 +89,5 @@ def _destroy(group: AioGroup) -> None:
     if dist.distributed_c10d.GroupMember.WORLD is group:
         dist.destroy_process_group()
     else:
-        with contextlib.suppress(ValueError):  # destroyed
+        with contextlib.suppress(ValueError):  # raised if the program has destroyed it
             dist.destroy_process_group(group)

@@ -307,7 +307,7 @@ class Calls:
             shown = self.pg.timeout if limit is None else limit
             raise dist.DistBackendError(_barrier_error_text(self._rank, cause, shown, wait_all_ranks)) from cause
 
-    # -- blocks
+    # -- blocks of tensors
 
     @routed
     def start_coalescing(self, device: Any = None) -> None:

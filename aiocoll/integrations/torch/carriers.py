@@ -53,7 +53,7 @@ class Carriers:
         """Destroy the torch group that carries out calls on other devices than the CPU."""
         others, self._others = self._others, None
         if others is not None:
-            with contextlib.suppress(ValueError):  # destroyed with torch's default group
+            with contextlib.suppress(ValueError):  # raised if it was destroyed with torch's default group
                 dist.destroy_process_group(others)
 
     def _make(self, group: dist.ProcessGroup, device: str) -> Any:
@@ -68,7 +68,7 @@ class Carriers:
             return None
         if device not in backends:
             raise ValueError(
-                f"a tensor is on {device}, and the backends of this group are {shown!r}: add one for "
+                f"a tensor is on {device}, and the backends of this group are {shown!r}: add a backend for "
                 f"{device}, such as 'cpu:aio,cuda:nccl', or use the group that aiocoll.torch.group(pg) returns"
             )
         if self._others is None:
