@@ -90,7 +90,7 @@ class Started(Generic[T]):
             try:
                 raise error
             finally:
-                del error  # a reference cycle otherwise
+                del error  # this breaks a reference cycle
         return cast("T", self._result)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -182,7 +182,7 @@ class Started(Generic[T]):
         self._call_back()
 
     def _call_back(self) -> None:
-        with contextlib.suppress(IndexError):  # two threads may run this loop at a time
+        with contextlib.suppress(IndexError):  # ends the loop: two threads may run it at a time, so test no length
             while True:
                 self._callbacks.pop(0)(self)
 
@@ -319,7 +319,7 @@ class LoopThread:
         if thread is None or self.is_current():
             return
         if self._ending is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # raised if the loop has ended
                 self._loop.call_soon_threadsafe(self._ending.set)
         thread.join()
 

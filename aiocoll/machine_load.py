@@ -130,7 +130,7 @@ class LoadMeter:
         times: dict[int, int] = {}
         for path in self._stat_files():
             with suppress(OSError, ValueError, IndexError):
-                # The name is in parentheses and may contain any characters, including parentheses.
+                # Split after the last parenthesis: the process name may contain any characters, including parentheses.
                 fields = path.read_text(errors="replace").rpartition(")")[2].split()
                 user, system, children_user, children_system = map(int, fields[_TIMES])
                 pid = int(path.parent.name)

@@ -254,5 +254,5 @@ def _is_own_proc() -> bool:
 
 def _fields(entry: str) -> list[str]:
     with open(f"/proc/{entry}/stat", "rb") as file:
-        # The name is in parentheses and may contain any characters, including parentheses.
+        # Split after the last parenthesis: the process name may contain any characters, including parentheses.
         return file.read().rpartition(b")")[2].decode().split()

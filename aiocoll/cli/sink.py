@@ -115,7 +115,7 @@ class Sink(io.RawIOBase):
             with self._lock:
                 os.close(self._fd)
                 super().close()
-        else:  # without the lock, which a thread that waits for a reader of standard output may hold
+        else:  # do not take the lock: a thread that waits for a reader of standard output may hold it
             super().close()
 
     def flush(self) -> None:

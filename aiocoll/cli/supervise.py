@@ -46,7 +46,7 @@ GRACE = 3.0
 #: Seconds from the loss of a rank to the start of its replacement, in which further ranks may be lost. If all ranks are
 #: lost, they restart together, which counts as one restart.
 SETTLE = 0.3
-#: Seconds after SIGTERM in which the reader of the launcher's output may stop reading; then the output is dropped.
+#: Seconds after SIGTERM for which the launcher waits for a blocked reader of its output. Then it drops the output.
 STUCK = 1.0
 
 

@@ -64,7 +64,7 @@ def listen(listener: Listener, *, asked: bool) -> None:
     # None stands for a handler that Python did not install. Python can neither call nor restore it.
     if before is None or not (asked or _would_end_process(before)):
         return
-    with suppress(ValueError):  # not in the main thread
+    with suppress(ValueError):  # raised outside of the main thread
         signal.signal(NUMBER, _handle)
         _before, _installed = before, True
 
@@ -74,7 +74,7 @@ def unlisten(listener: Listener) -> None:
     global _installed
     _listeners.discard(listener)
     if NUMBER is not None and _installed and not _listeners and signal.getsignal(NUMBER) is _handle:
-        with suppress(ValueError):  # not in the main thread: a later group restores it
+        with suppress(ValueError):  # raised outside of the main thread; then a later group restores it
             signal.signal(NUMBER, _before)
             _installed = False
 

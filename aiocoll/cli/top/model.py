@@ -163,7 +163,7 @@ class _Report:
     process: Process
     now: dict[str, Any]
     before: dict[str, Any] | None = None
-    #: Share of the time between the two answers in which it waited for each other rank, and for any. None: unknown.
+    #: Shares of the time between the two answers: waits of the rank for each other rank, and for any. None: unknown.
     waited: dict[int, float] | None = None
     waits: float | None = None
 
