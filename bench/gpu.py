@@ -195,10 +195,10 @@ def verdict(found: dict[int, Times]) -> str:
     added = whole - agreement
     met = "met" if added <= LIMIT else "**missed**"
     return (
-        f"An awaited allreduce of {size_of(nbytes)} takes {whole:.1f} µs more than the bare call. The agreement of "
-        f"one rank with itself takes {agreement:.1f} µs of them. It is the time of a call on no elements ('agreed'), "
-        "minus two other times. These are a call on a host array ('host, 4 B'), and viewing the array and marking the "
-        f"stream ('marked'). The rest, {added:.1f} µs, has a limit of {LIMIT} µs: {met}."
+        f"An awaited allreduce of {size_of(nbytes)} takes {whole:.1f} µs more than the bare call. Of these, "
+        f"{agreement:.1f} µs are the agreement of the only rank with itself. They are 'agreed' (a call on no elements) "
+        "minus 'host, 4 B' (a call on a host array) and minus 'marked'. The time 'marked' is that of viewing the array "
+        f"and marking the stream. The rest, {added:.1f} µs, must be at most {LIMIT} µs: {met}."
     )
 
 
