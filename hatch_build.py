@@ -1,4 +1,4 @@
-"""Builds the accelerator in C into a wheel, if `AIOCOLL_NATIVE` does not forbid it; see `docs/native.md`.
+"""Build hook of hatch: compiles the accelerator in C for the wheel, unless `AIOCOLL_NATIVE` is 0; see `docs/native.md`.
 
 Run as a program, it builds the accelerator in place; with the argument `layout` it prints `layout.h`.
 """
@@ -19,9 +19,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-#: Where the extension module goes, in the tree and in the wheel. Its name is good for all versions from 3.11 on.
+#: Path of the extension module in the source tree and in the wheel. The name fits all versions of Python from 3.11 on.
 MODULE = Path("aiocoll/native/_core.abi3.so")
-#: Without as-needed, auditwheel finds the C library of the module even where it uses little of it.
+#: Compiler flags. With --no-as-needed, auditwheel finds the module's C library even if the module uses little of it.
 FLAGS = shlex.split(
     "-std=c11 -O3 -fPIC -fvisibility=hidden -pthread -shared -Wl,--no-as-needed"
     " -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers"
@@ -31,16 +31,16 @@ FLAGS = shlex.split(
 
 
 class NativeWheel(BuildHookInterface[Any]):
-    """Adds the extension module to a wheel, which is then one for this platform and many versions of Python."""
+    """A build hook that adds the extension module to the wheel, which then fits this platform and many Pythons."""
 
     _folder: TemporaryDirectory[str] | None = None
 
     def dependencies(self) -> list[str]:
-        """Return what the build needs: the headers of NumPy, if there is a compiler that reads them."""
+        """Return the requirements of the build: NumPy, for its headers, if the accelerator can be compiled."""
         return ["numpy>=2.0"] if _wanted() != "0" and not obstacle() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile; an editable install gets the module in place."""
+        """Compile the extension module; for an editable install, into the source tree."""
         root, wanted = Path(self.root), _wanted()
         if version == "editable":
             target = root / MODULE
@@ -63,7 +63,7 @@ class NativeWheel(BuildHookInterface[Any]):
             build_data["pure_python"] = False
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove the temporary folder."""
+        """Remove the temporary folder with the compiled module."""
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -80,9 +80,9 @@ def _compiler() -> list[str]:
 
 
 def obstacle() -> str:
-    """Return why nothing can be compiled for this interpreter; empty if it can."""
+    """Return why the accelerator cannot be compiled for this interpreter; "" if it can."""
     if sys.platform != "linux" or sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return "it is for CPython on Linux that is not free-threaded"
+        return "it requires CPython on Linux, and not a free-threaded build"
     if shutil.which(_compiler()[0]) is None:
         return f"there is no C compiler {_compiler()[0]!r}; install one (gcc), or set CC"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -91,7 +91,7 @@ def obstacle() -> str:
 
 
 def layout_header(root: Path) -> str:
-    """Return `layout.h`: the numbers of `aiocoll/native/layout.py` for C."""
+    """Return the content of `layout.h`: the constants of `aiocoll/native/layout.py` as C macros."""
     names = runpy.run_path(str(root / MODULE.with_name("layout.py")))
     lines = [f"#define LAYOUT_{name} {names[name]}" for name in names["__all__"]]
     every = " ".join(f"X({name})" for name in names["__all__"])

@@ -101,7 +101,7 @@ __all__ = [
 __all__ += errors.__all__
 
 
-#: Modules of public names, and of public modules (None), that are loaded on first use.
+#: Public names that are imported on first use, each with the module that defines it; None for a public submodule.
 _LATER: dict[str, str | None] = {
     "BlockingGroup": "aiocoll.blocking",
     "RedisStore": "aiocoll.store",
@@ -112,7 +112,7 @@ _LATER: dict[str, str | None] = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name of `_LATER` on first use."""
+    """Import a public name or submodule of `_LATER` on its first use."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with loading(f"`aiocoll.{name}`"):
@@ -123,5 +123,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names of this module, with those that are not loaded yet."""
+    """Return all names of this module, including the names that are imported on first use."""
     return sorted({*globals(), *_LATER})

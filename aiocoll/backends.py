@@ -1,4 +1,4 @@
-"""Backends by name, the devices that each serves, and the syntax of the argument `backend`: ``"cpu:aio,cuda:nccl"``.
+"""Registry of backends, with the devices that each serves, and the syntax of the argument `backend`.
 
     name     devices         description
     aio      cpu, cuda       aiocoll; CUDA arrays by NCCL, or through the host if the ranks cannot use NCCL
@@ -29,9 +29,9 @@ __all__ = [
 _factories: dict[str, Callable[..., Any]] = {}
 
 
-#: The built-in backend that carries out the calls of a backend named after a device library, such as "aio" for "nccl".
+#: For a backend named after a device library, the built-in backend that carries out its calls: "aio" for "nccl".
 _libraries: dict[str, str] = {}
-#: Names of torch.distributed backends that aiocoll lacks. A program for torch.distributed can leave them out.
+#: Names of torch.distributed backends that aiocoll lacks. A program ported from torch.distributed can omit `backend`.
 _OTHERS = {"gloo", "mpi", "threaded", "ucc", "xccl"}
 
 
@@ -67,12 +67,12 @@ class Backend(str):
     backend_capability: ClassVar[dict[str, tuple[str, ...]]] = {AIO: ("cpu",), FAKE: ("cpu",)}
 
     def __new__(cls, name: str) -> Backend:
-        """Return the name in lower case."""
+        """Check that the backend exists, and return its name in lower case."""
         if not isinstance(name, str):
             raise TypeError(f"backend must be a str, not {type(name).__name__}")
         lower = name.lower()
         if lower != cls.UNDEFINED and lower not in cls.backend_list:
-            hint = ", or leave backend out: only torch has this one" if lower in _OTHERS else ", or register it"
+            hint = ", or leave out backend=: only torch has this backend" if lower in _OTHERS else ", or register it"
             raise ValueError(f"backend={name!r} is not known; use {', '.join(cls.backend_list)}{hint}")
         return super().__new__(cls, lower)
 
@@ -144,13 +144,13 @@ def serve_device(kind: str, library: str) -> None:
 
 
 def _format() -> str:
-    """Return the remedy for a malformed list of devices and backends, for error messages."""
+    """Return the remedy in error messages about a malformed argument `backend`."""
     own = {kind: name for kind, name in Backend.default_device_backend_map.items() if name not in _factories}
     return f"write pairs of device and backend, such as '{','.join(map(':'.join, own.items()))}'"
 
 
 class BackendConfig:
-    """The backend of each device, parsed from the argument `backend`.
+    """The backend of each kind of device, parsed from the argument `backend`.
 
     Args:
         backend: a name, for all devices that the backend serves; or pairs of device and name, separated by commas.
@@ -190,7 +190,7 @@ class BackendConfig:
         return ",".join(f"{device}:{backend}" for device, backend in self.device_backend_map.items())
 
     def get_device_backend_map(self) -> dict[str, Backend]:
-        """Return `device_backend_map`."""
+        """Return the attribute `device_backend_map`, as in torch.distributed."""
         return self.device_backend_map
 
 
@@ -200,7 +200,7 @@ def factory_of(backend: str) -> Callable[..., Any] | None:
 
 
 def kind_of(device: str, name: str) -> str:
-    """Return the kind of a device, such as "cuda" for "cuda:0". `name` is the argument's name in error messages.
+    """Return the kind of `device`, such as "cuda" for "cuda:0"; `name` is the argument's name in error messages.
 
     Raises:
         ValueError: its index is not a number from 0.
@@ -212,7 +212,7 @@ def kind_of(device: str, name: str) -> str:
 
 
 def refuse_device(device: str, devices: Mapping[str, str]) -> None:
-    """Check that a group with these backends serves a device, such as "cpu" or "cuda:0".
+    """Check that a group whose backends are `devices` serves a device, such as "cpu" or "cuda:0".
 
     Raises:
         ValueError: the device has no backend, or its index is not a number.
@@ -223,7 +223,7 @@ def refuse_device(device: str, devices: Mapping[str, str]) -> None:
 
 
 def sole_backend(devices: Mapping[str, str]) -> str:
-    """Return the one backend that makes a group for these devices.
+    """Return the name of the backend that makes a group for all of `devices`, which maps devices to backends.
 
     The backend of a device library, such as "nccl", is the built-in backend "aio", which then requires that library.
 

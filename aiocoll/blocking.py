@@ -1,4 +1,4 @@
-"""`BlockingGroup`: a group for programs that have no event loop. One runs in a thread, and every call waits for it."""
+"""`BlockingGroup`: a group for programs without an event loop. Its loop runs in a thread, and every call blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _blocking(method: Callable[Concatenate[ProcessGroup, P], Any]) -> Callable[C
 
 
 class BlockingGroup:
-    """A `ProcessGroup` whose calls wait: for synchronous actors, pools of processes, task queues and notebooks.
+    """A `ProcessGroup` whose calls block: for synchronous actors, process pools, task queues and notebooks.
 
         with aiocoll.BlockingGroup() as group:
             total = group.allreduce(x)
@@ -60,7 +60,7 @@ class BlockingGroup:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if self._pid == os.getpid():  # a forked child leaves the block of its parent, which has the group
+        if self._pid == os.getpid():  # not in a forked child: the group belongs to its parent
             self._end(functools.partial(self._group.__aexit__, *exc))
 
     def submit(
@@ -82,7 +82,7 @@ class BlockingGroup:
             GroupError: the group has failed, or is closed.
         """
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # cancelling it would not end what the other ranks take part in
+        future.set_running_or_notify_cancel()  # no cancellation: it would not end a collective of other ranks
 
         def begin() -> None:
             made = call(self._group, *args, **kwargs)
@@ -92,7 +92,7 @@ class BlockingGroup:
         return future
 
     def shutdown(self) -> None:
-        """See `ProcessGroup.shutdown`; the thread ends with the group that made it."""
+        """Close the group; see `ProcessGroup.shutdown`. This ends the thread of the loop if this group started it."""
         self._end(self._group.shutdown)
 
     def _end(self, end: Callable[[], Awaitable[None]]) -> None:
@@ -106,7 +106,7 @@ class BlockingGroup:
 
     def _start(self, call: Callable[[], Any]) -> Started[Any]:
         if self._pid != os.getpid():
-            raise RuntimeError("this group belongs to the process that this one was forked from")
+            raise RuntimeError("this group belongs to the parent process; make a new group after the fork")
         return self._loop.start(call)
 
     rank = _blocking(ProcessGroup.rank)
@@ -159,7 +159,7 @@ class BlockingGroup:
 
 
 def make_blocking_group(loop: LoopThread, group: ProcessGroup) -> BlockingGroup:
-    """Return a group that runs on a loop already; closing it does not end the loop's thread."""
+    """Wrap a group that already runs on the loop of a thread; closing the wrapper does not end that thread."""
     made = object.__new__(BlockingGroup)
     made._loop, made._group, made._owner, made._pid = loop, group, False, os.getpid()
     return made

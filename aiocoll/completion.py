@@ -1,4 +1,4 @@
-"""Completions, the engine's side of calls: one per started operation, behind the `Work` that users hold."""
+"""Completions: the engine's objects for the outcomes of operations, each behind the `Work` that the user holds."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ _INNERMOST: Final = 3
 _frame: Final = sys._getframe
 #: Sentinel context: run the callback synchronously when the operation ends.
 AT_ONCE: Final = contextvars.Context()
-#: Files of the package that calls have passed through. A lookup here is three times faster than a string comparison.
+#: Files of the package found in call stacks. A lookup in this set is three times faster than comparing the prefix.
 _own_files: set[str] = set()
 #: File of the user's last call, since most calls come from few files.
 _last_file = ""
-#: True if a group is on a loop in debug mode. `_last_file` then stays empty, so every completion takes the branch that
-#: may watch it.
+#: True if a group is on a loop in debug mode. `_last_file` then stays empty, so that every completion takes the branch
+#: that may add a warning about a work that is never awaited.
 _watching = False
 
-#: A function, its argument, and the context to run it in. None stands for the context of the code that ends the
-#: operation.
+#: A callback: the function, its argument, and the context to run it in. None stands for the context of the code that
+#: ends the operation.
 Callback = tuple[Callable[[Any], object], Any, contextvars.Context | None]
 
 
 class Progress(Protocol):
-    """The interface of the engine, or of a block of calls, for the completions of their operations."""
+    """The methods of the engine, or of a block of calls, that the completions of its operations use."""
 
     loop: asyncio.AbstractEventLoop
     runtime: Runtime
 
     def spin(self, completion: Completion) -> None:
-        """Poll for a moment, because the operation may end soon."""
+        """Poll for up to the spin time, because the operation may end soon."""
 
     def turn_is_due(self) -> bool:
-        """Return whether the loop has been held long enough that an await must yield."""
+        """Return whether tasks have kept the loop busy so long that an await must yield to other tasks."""
 
 
 class Owner(Protocol):
-    """The interface of a group for its completions.
+    """The attributes of a group that its completions use.
 
     Attributes:
         group: the `ProcessGroup`.
@@ -64,7 +64,7 @@ class Owner(Protocol):
 
 
 class Completion:
-    """The outcome of one started operation, and everything that waits for it.
+    """The outcome of one started operation, with the futures and callbacks that wait for it.
 
     Args:
         progress: the engine or block that carries out the operation.
@@ -120,7 +120,7 @@ class Completion:
         "withdraw",
     )
 
-    # Set by `expect`, or directly by the dispatcher.
+    # Assigned by `expect`, or directly by the dispatcher, and not by `__init__`.
     shape: tuple[int, ...]
     timeout: float
     value: Any
@@ -143,7 +143,7 @@ class Completion:
         self.waiters: list[asyncio.Future[None]] | None = None
         self.callbacks: list[Callback] | None = None
         self.unretrieved: Unretrieved | None = None
-        # This form of the call site takes the least time and keeps no frame alive. The line is looked up on demand.
+        # Record code object and instruction: this is fast and keeps no frame alive. The line is found on demand.
         frame = _frame(_INNERMOST)
         while (name := (code := frame.f_code).co_filename) is not _last_file:
             if name not in _own_files or (caller := frame.f_back) is None:
@@ -157,7 +157,7 @@ class Completion:
         self.instruction: int = frame.f_lasti
 
     def init_child(self, parent: Completion) -> None:
-        """Initialize the completion of a part of an operation, instead of `__init__`, with the parent's call site."""
+        """Initialize, instead of `__init__`, the completion of a part of `parent`, with the call site of `parent`."""
         self.op, self.seq, self.key, self.owner = parent.op, parent.seq, parent.key, None
         self.progress = parent.progress
         self.code, self.instruction = parent.code, parent.instruction
@@ -167,11 +167,11 @@ class Completion:
         self.source = self.waiters = self.callbacks = self.unretrieved = self.ends = self.order = None
 
     def expect(self, shape: tuple[int, ...], timeout: float, value: Any) -> None:
-        """Set the shape, the timeout and the result of the operation."""
+        """Set the shape and the timeout of the operation, and the result that it will have."""
         self.shape, self.timeout, self.value = shape, timeout, value
 
     def describe(self) -> str:
-        """Return the operation, its number and its state as text."""
+        """Return a text with the operation's name, its number and its state."""
         state = "pending" if not self.done else "done" if self.exception is None else "failed"
         number = "" if self.seq is None else f" seq={self.seq}"
         key = "" if self.key is None else f" key={self.key!r}"
@@ -182,12 +182,12 @@ class Completion:
             end = f" {what}={'any' if rank is None else rank} tag={tag}"
         return f"{self.op}{number}{key}{end} {state}"
 
-    # -- the end
+    # -- ending the operation
 
     def finish(self, result: Any, exception: BaseException | None = None) -> None:
         """End the operation with a result or an error. The engine calls this once."""
         if self.unwrap is not None:
-            # Restores staged data in the user's array, a scalar's Python type, or an object from its bytes.
+            # `unwrap` copies staged data to the user's array, restores a scalar's Python type, or decodes an object.
             unwrap, self.unwrap = self.unwrap, None
             if exception is None:
                 try:
@@ -216,8 +216,8 @@ class Completion:
                     self.progress.loop.call_soon(fn, argument, context=context)
 
     def report_failure(self, error: BaseException) -> None:
-        """Record a failure that must be retrieved, unless a callback retrieves it or a receive was withdrawn."""
-        self.note_await()  # from now on, only the failure must be reported
+        """Record that the program must retrieve `error`, unless a callback does or a receive was withdrawn."""
+        self.note_await()  # from now on, only an unretrieved failure is logged
         self.unretrieved = None
         calls = self.callbacks
         calls_back = calls is not None and any(context is not None and not is_wait(fn) for fn, _, context in calls)
@@ -228,7 +228,7 @@ class Completion:
             self.unretrieved.add(CallSite(self.op, self.key or self.seq, self.code, self.instruction))
 
     def note_await(self) -> None:
-        """Record that the program, or another operation, waits for this one."""
+        """Record that the program, or another operation, waits for this operation."""
         if self.unretrieved is not None:
             self.unretrieved.mark_awaited()
 
@@ -240,10 +240,10 @@ class Completion:
     # -- waiting
 
     def start_if_held(self) -> None:
-        """Start the operation if a block holds it back, because a caller waits for it without an await."""
+        """Start the operation if a coalescing block holds it back; called when the program waits without an await."""
 
     def add_waiter(self) -> asyncio.Future[None]:
-        """Return a future for a task that awaits the operation. Its result is set at the end."""
+        """Return a future for a task that awaits the operation; the future is done when the operation ends."""
         waiter: asyncio.Future[None] = self.progress.loop.create_future()
         if self.done:
             waiter.set_result(None)
@@ -261,7 +261,7 @@ class Completion:
                 self.withdraw()
 
     def add_callback(self, fn: Callable[[Any], object], argument: Any, context: contextvars.Context | None) -> Callback:
-        """Call `fn(argument)` at the end of an operation in flight.
+        """Call `fn(argument)` when this operation, which is in flight, ends.
 
         Args:
             fn: the callback.
@@ -291,7 +291,7 @@ class Completion:
         self.add_callback(fn, self, AT_ONCE)
 
     async def wait_end(self) -> None:
-        """Wait for the end without requesting the operation, and without retrieving a failure."""
+        """Wait for the end, without starting a held operation and without retrieving a failure."""
         if not self.done:
             self.progress.spin(self)
         if self.done:
@@ -316,7 +316,7 @@ def make_completion(
     handle: Any,
     completion: Completion | None = None,
 ) -> Completion:
-    """Return the completion of a call that the accelerator has begun.
+    """Return the completion of a call that the accelerator in C has started.
 
     Args:
         progress: the engine or block that carries out the operation.
@@ -342,12 +342,12 @@ def make_completion(
 
 
 def is_wait(fn: Any) -> bool:
-    """Return whether a callback belongs to `asyncio.wait`, whose caller retrieves the outcome itself."""
+    """Return whether the callback `fn` belongs to `asyncio.wait`, whose caller retrieves the outcome itself."""
     return getattr(fn, "__module__", None) == "asyncio.tasks"
 
 
 def _user_frame(frame: FrameType) -> FrameType:
-    """Return `frame`, or the first frame above it that does not belong to the package."""
+    """Return the first frame outside this package, from `frame` towards its callers."""
     global _last_file
     while (name := frame.f_code.co_filename).startswith(_HERE):
         _own_files.add(name)
@@ -359,6 +359,6 @@ def _user_frame(frame: FrameType) -> FrameType:
 
 
 def watch_works() -> None:
-    """Enable warnings about works that are never awaited, in groups that request them."""
+    """Let completions check for works that are never awaited, in groups on a loop in debug mode."""
     global _last_file, _watching
     _last_file, _watching = "", True

@@ -1,4 +1,4 @@
-"""Credential files: paths of TLS files, and reading of secret files."""
+"""Credential files: the paths of TLS files, and reading of files with secrets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TlsFiles(NamedTuple):
 
 
 def tls_files(ca: str | None, certificate: str | None, key: str | None) -> TlsFiles | None:
-    """Return the files of the options `tls_ca`, `tls_certificate` and `tls_key`; None if none is given.
+    """Return the paths in the options `tls_ca`, `tls_certificate` and `tls_key`; None if all three are missing.
 
     Raises:
         TypeError: an option is neither a str nor None.
@@ -34,10 +34,10 @@ def tls_files(ca: str | None, certificate: str | None, key: str | None) -> TlsFi
     if len(missing) == len(given):
         return None
     if missing:
-        there = next(name for name in given if name not in missing)
+        present = next(name for name in given if name not in missing)
         variables = ", ".join(f"AIOCOLL_{name.upper()}" for name in missing)
         raise ValueError(
-            f"{there}={given[there]!r} is given without {' and '.join(missing)} ({variables}): the certificates of "
+            f"{present}={given[present]!r} is given without {' and '.join(missing)} ({variables}): the certificates of "
             "the CA, the certificate of this process and its key belong together; give all three, or none"
         )
     assert ca is not None

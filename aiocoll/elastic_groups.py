@@ -1,4 +1,4 @@
-"""`elastic`: a sequence of groups, each made of the ranks that are alive."""
+"""`elastic`: an iterator over groups. After the loss of a rank, it yields a group of the living ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from aiocoll.runtime import Runtime, running_loop
 
 __all__ = ["elastic"]
 
-#: Seconds of a round: newcomers can arrive for this long, and then the ranks meet them for at most this long.
+#: Seconds of a round in which newcomers can arrive, and the time limit for meeting them afterwards.
 ROUND = 10.0
 #: Attributes that mark a value of the state as an array, which is received in place.
 _ARRAY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
@@ -114,7 +114,7 @@ async def elastic(
 
 
 async def _join_first_group(made: new_group) -> ProcessGroup:
-    """Join the first group. A newcomer retries if the group fails while it joins."""
+    """Join the first group. A newcomer retries if the group that it joins fails meanwhile."""
     clock = Runtime.of(running_loop()).time
     end = clock() + made.timeout
     while True:
@@ -126,7 +126,7 @@ async def _join_first_group(made: new_group) -> ProcessGroup:
 
 
 class _ElasticRank:
-    """The state of one rank that persists from group to group.
+    """The data of one rank that outlives a group, and the steps from one group to the next.
 
     Attributes:
         pg: the current group.
@@ -153,11 +153,11 @@ class _ElasticRank:
         return None if cause is None else failure_by(cause)
 
     async def begin(self) -> GroupError | None:
-        """Start with the current group, and return its failure, if any."""
+        """Agree on progress and share the state in the current group; return the group's failure, or None."""
         return await self._catch_failure(self._start())
 
     async def mend(self) -> GroupError | None:
-        """Make a group of the living ranks and newcomers, and return its failure, if any."""
+        """Replace the failed group by a group of the living ranks and newcomers; return its failure, or None."""
         self.end()
         self.mends += 1
         self.step = "waiting for all living ranks to call shrink()"
@@ -165,7 +165,7 @@ class _ElasticRank:
         return await self._catch_failure(self._grow())
 
     def abort_group(self, reason: str) -> CollectiveTimeoutError:
-        """Abort the group, so that the other ranks stop waiting, too, and return the error to raise."""
+        """Abort the group, so that the other ranks also stop waiting; return the error to raise."""
         pg = self.pg
         text = f"group {pg.group_name!r}, rank {pg.rank()} of {pg.size()}: {reason}, {self.step}"
         pg.abort(text)
@@ -181,7 +181,7 @@ class _ElasticRank:
         return None
 
     def end(self) -> None:
-        """Stop looking for newcomers."""
+        """Stop the task that waits for newcomers."""
         if self._newcomer_task is not None:
             self._newcomer_task.cancel()
             self._newcomer_task = None
@@ -195,7 +195,7 @@ class _ElasticRank:
         await self._share_state(await self._agree_on_progress())
 
     async def _grow(self) -> None:
-        """Admit newcomers in rounds, so that a newcomer that dies delays only one round, and start with the group."""
+        """Admit newcomers in rounds, so that a newcomer that dies delays only one round; then share the state."""
         root = await self._agree_on_progress()
         for number in count(1):
             missing = self._size - self.pg.size()
@@ -227,7 +227,7 @@ class _ElasticRank:
         await self._share_state(root)
 
     async def _agree_on_progress(self) -> int:
-        """Return the first rank that has been in an earlier group, and adopt its numbers."""
+        """Return the first rank that was in an earlier group, and adopt its group size and number of mends."""
         pg = self.pg
         self.step = "comparing progress with the other ranks"
         received = await pg.allgather_object((self._has_started, self._size, self.mends))
@@ -241,7 +241,7 @@ class _ElasticRank:
         )
 
     async def _share_state(self, root: int) -> None:
-        """Receive the state of a rank, and look for newcomers if some are missing."""
+        """Send or receive the state of rank `root`, and start to wait for newcomers if ranks are missing."""
         state, pg = self._state, self.pg
         self.step = f"receiving the state of rank {root}"
         arrays = None if state is None else sorted(name for name, value in state.items() if _is_array(value))
@@ -259,7 +259,7 @@ class _ElasticRank:
             self._newcomer_task = running_loop().create_task(self._await_newcomers(pg), name="aiocoll newcomers")
 
     async def _receive(self, state: MutableMapping[str, Any], names: list[str], root: int) -> dict[str, Any]:
-        """Return the state of rank `root`.
+        """Take part in the broadcast of the state of rank `root`, whose arrays are `names`, and return this state.
 
         If this rank's state may still be needed, it stays intact until all data has arrived.
         """

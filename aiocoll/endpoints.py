@@ -13,7 +13,7 @@ _MAX_PORT = 65535
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Split `"host:port"` or `"[::1]:port"`.
+    """Split `"host:port"` or `"[::1]:port"` into host and port.
 
     Raises:
         ValueError: `text` has another form, or the port is not in 0 to 65535.
@@ -31,7 +31,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """Split `"31000-31099"`. A single port is both the first and the last.
+    """Split a range like `"31000-31099"` into its first and last port. A single port is both.
 
     Raises:
         ValueError: `text` has another form, or the ports are out of range.
@@ -56,7 +56,7 @@ def check_ports(first: int, last: int) -> None:
 
 
 def parse_advertised(text: str) -> tuple[str, int | None]:
-    """Split a numeric address with an optional port, like `"10.0.0.1"`, `"10.0.0.1:31000"`, `"::1"` or `"[::1]:31000"`.
+    """Split a numeric address with an optional port: `"10.0.0.1"`, `"10.0.0.1:31000"`, `"::1"` or `"[::1]:31000"`.
 
     Raises:
         ValueError: `text` has another form, or is an address that other hosts cannot dial.

@@ -1,4 +1,4 @@
-"""Secrets in environment variables, which are read once, then erased.
+"""Reading of secrets from environment variables, which are erased afterwards.
 
 Linux shows the initial environment of a process in ``/proc/PID/environ`` as long as the process lives. Changes of
 `os.environ` have no effect there, because Linux reads the memory block that the kernel filled at the start.
@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 
 __all__ = ["take"]
 
-#: Indices of the block's start and end address in /proc/self/stat, counted from the field after the program name.
+#: Indices of the start and end address of the environment in /proc/self/stat, from the field after the program name.
 _FIELDS = slice(47, 49)
 
 
@@ -29,11 +29,11 @@ def take(environ: MutableMapping[str, str], name: str) -> str | None:
 
 
 def _overwrite(name: bytes) -> None:
-    """Overwrite the bytes of a variable in the initial memory block. Other variables keep their positions."""
+    """Overwrite the bytes of a variable in the process's initial environment block, without moving other variables."""
     try:
         with open("/proc/self/stat", "rb") as stat:
             begin, end = map(int, stat.read().rpartition(b")")[2].split()[_FIELDS])
-        # Written through /proc/self/mem, where an unmapped address causes an error instead of a crash.
+        # Write through /proc/self/mem, where an unmapped address causes an error instead of a crash.
         with open("/proc/self/mem", "r+b", buffering=0) as memory:
             memory.seek(begin)
             block = memory.read(end - begin)

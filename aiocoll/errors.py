@@ -49,7 +49,7 @@ class AiocollError(RuntimeError):
     """Base class of all errors of the library."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default result, written out for tools that pickle tracebacks, which fail for classes with several bases.
+        # The default, spelled out: without it, tools that pickle tracebacks fail for classes with several bases.
         return type(self), self.args, self.__dict__
 
 
@@ -80,11 +80,11 @@ class GroupError(AiocollError):
 
 
 class CollectiveMismatchError(GroupError):
-    """A mismatch: ranks called different operations at the same place in the order of the group."""
+    """A mismatch: ranks made different calls at the same position in the group's sequence of calls."""
 
 
 class CollectiveTimeoutError(GroupError, TimeoutError):
-    """A timeout: some ranks did not arrive, or did not finish, in time."""
+    """A timeout of a collective: some ranks did not enter it, or did not finish it, in time."""
 
 
 class PeerLostError(GroupError, ConnectionError):
@@ -112,11 +112,11 @@ class PeerLostError(GroupError, ConnectionError):
 
 
 class GroupRevokedError(GroupError):
-    """A call to a group that had failed before. The first failure is ``__cause__``."""
+    """A call on a group that has failed before. ``__cause__`` is the first failure."""
 
 
 class GroupClosedError(GroupError):
-    """A call to a group that this rank has closed."""
+    """A call on a group that this rank has closed."""
 
 
 class StoreError(AiocollError):
@@ -124,7 +124,7 @@ class StoreError(AiocollError):
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """Keys that did not appear in time. The message lists them."""
+    """A timeout of a store operation: keys did not appear in time. The message lists them."""
 
 
 class StoreUnavailableError(StoreError, ConnectionError):
@@ -140,7 +140,7 @@ class AuthenticationError(AiocollError, ConnectionError):
 
 
 class ProtocolError(AiocollError):
-    """Bytes from the other end that do not follow the protocol."""
+    """Received bytes that violate the protocol."""
 
 
 class PeerProtocolError(GroupError, ProtocolError):
@@ -152,4 +152,4 @@ class SerializationError(AiocollError, ValueError):
 
 
 class BackendUnavailableError(AiocollError, ImportError):
-    """A missing optional dependency. The message names the package to install."""
+    """A backend without its optional dependency. The message names the package to install."""

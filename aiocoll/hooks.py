@@ -1,4 +1,4 @@
-"""Hooks: functions of the program that are called when operations start and end, for counters or traces.
+"""Hooks: callbacks of the program for the start and end of operations, for counters or traces.
 
     class Slow:
         def on_end(self, info):
@@ -32,7 +32,7 @@ Hook = Any
 
 
 class OperationInfo(NamedTuple):
-    """An operation that a call has started on this rank.
+    """The description of an operation on this rank that hooks receive.
 
     Attributes:
         group: name of the group.
@@ -75,12 +75,12 @@ class HookHandle:
         self._remove = remove
 
     def remove(self) -> None:
-        """Stop calling the hook, even for the end of operations that have started. Idempotent."""
+        """Remove the hook; it is not called any more, even at the end of operations in flight. Idempotent."""
         self._remove()
 
 
 class Hooks:
-    """The hooks of one group: its own hooks, and those for all groups.
+    """The hooks that one group calls: the hooks added to it, and the hooks added for all groups.
 
     Args:
         group: name of the group.
@@ -104,7 +104,7 @@ class Hooks:
         _groups.add(self)
 
     def add(self, hook: Hook) -> HookHandle:
-        """Call `hook` for the operations of this group."""
+        """Add a hook for the operations of this group."""
         _check(hook)
         self._own[id(hook)] = hook
         self.refresh()
@@ -116,22 +116,22 @@ class Hooks:
         return HookHandle(remove)
 
     def refresh(self) -> None:
-        """Update the active hooks after hooks were added or removed."""
+        """Update the list of hooks to call, after hooks were added or removed."""
         self.active[:] = {**_global_hooks, **self._own}.values()
         self._on_change()
 
     def start(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
-        """Call `on_start` of all hooks, with the result of `info`."""
+        """Call `on_start(info())` of all hooks."""
         self.started[operation] = self._call("on_start", tuple(self.active), info)
 
     def end(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
-        """Call `on_end` of the hooks that received the start of an operation, with the result of `info`."""
+        """Call `on_end(info())` of the hooks that received the start of this operation."""
         active = set(map(id, self.active))
         hooks = tuple(hook for hook in self.started.pop(operation, ()) if id(hook) in active)
         self._call("on_end", hooks, info)
 
     def _call(self, name: str, hooks: tuple[Hook, ...], make: Callable[[], OperationInfo]) -> tuple[Hook, ...]:
-        """Call a method of the hooks that have it, and return the hooks that have not raised."""
+        """Call the method `name` of all hooks that have it; return the hooks that did not raise."""
         info = None
         kept = []
         for hook in hooks:
@@ -163,13 +163,13 @@ class Hooks:
         _refresh_all()
 
 
-#: Hooks for all groups, by identity.
+#: Hooks for all groups, by the hook's `id()`.
 _global_hooks: dict[int, Hook] = {}
 _groups: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
 def add_hook(hook: Hook) -> HookHandle:
-    """Call `hook` for the operations of all groups of this process, including groups made later.
+    """Add a hook for the operations of all groups of this process, including groups made later.
 
     Args:
         hook: an object with `on_start(info)`, `on_end(info)`, or both; see `OperationInfo`.

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 __all__ = ["is_newcomer", "report_elastic"]
 
-#: The start code of a rank registers itself under this name, so other programs inherit nothing.
+#: Name in `sys.modules` of a rank's start code. Programs that a rank starts do not inherit this entry.
 _START = "aiocoll.cli.start"
 
 
 def report_elastic() -> None:
-    """Notify the launcher, if there is one, that this rank is in an elastic group, which accepts newcomers.
+    """Notify the launcher, if any, that this rank is in an elastic group, which accepts newcomers.
 
     Call this whenever such a group exists, since a newcomer that starts earlier would wait in vain. Repeated calls are
     harmless.

@@ -1,4 +1,4 @@
-"""Lazy imports of modules, by the first call that needs them."""
+"""`loading`: a context manager of imports inside functions, which load a module at its first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["loading"]
 
 
 class loading:
-    """Context manager of an import inside a function, which names the feature in the error if the import fails.
+    """A context manager of an import inside a function; if the import fails, its error names the feature.
 
     The next call tries again. The usual cause is not the module itself: without a free file descriptor, a process
     cannot open the module's file.

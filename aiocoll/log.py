@@ -15,22 +15,22 @@ from aiocoll.user_code import contain
 
 __all__ = ["RepeatLimiter", "logger"]
 
-#: Seconds from the first warning of a kind to the next one that is logged. Later intervals are ten times as long each.
+#: Seconds between the first and the second logged warning of a kind. Each later interval is ten times longer.
 _AGAIN: Final = 10.0
-#: Number of kinds of warnings that are remembered. The oldest are forgotten.
+#: Maximum number of kinds of warnings that the limiter remembers. It forgets the oldest ones.
 _MAX_KINDS: Final = 256
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose records have the attributes `group` and `rank`, from `extra`; None for records without a group."""
+    """A logger whose records have the attributes `group` and `rank`, taken from `extra`; None if they are missing."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add missing attributes to the `extra` of a call."""
+        """Add `group` and `rank` to the `extra` of a log call that lacks them."""
         kwargs["extra"] = {"group": None, "rank": None, **(kwargs.get("extra") or {})}
         return msg, kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a record, and contain exceptions of handlers."""
+        """Log a record, and suppress the exceptions that log handlers raise."""
         # The record names the first frame outside of `logging`. This method adds one frame.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         try:
@@ -42,15 +42,15 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 class RepeatLimiter:
-    """Rate limit for repeated warnings: logs the first, then the next ones after 10 s, 100 s, 1000 s, ..."""
+    """A rate limit for repeated warnings: logs the first, then one each after 10 s, 100 s, 1000 s, ..."""
 
     def __init__(self) -> None:
-        #: By kind, the latest last: time of the next logged warning, the interval before it, and the number of warnings
-        #: that were not logged since the last one.
+        #: By kind of warning, the latest last: the time from which the next one is logged, the interval before that
+        #: time, and the number of warnings skipped since the last logged one.
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def admit(self, kind: Hashable, now: float) -> str | None:
-        """Return the suffix of a warning, with the number of skipped repetitions; None to skip the warning.
+        """Return the text to append to a warning, with the number of skipped repetitions; None to skip the warning.
 
         Args:
             kind: equal for warnings that repeat each other.
@@ -63,7 +63,7 @@ class RepeatLimiter:
             del self._kinds[next(iter(self._kinds))]
         if not is_due:
             return None
-        return f" ({left_out} more since the last such warning)" if left_out else ""
+        return f" ({left_out} repetitions were not logged)" if left_out else ""
 
 
 logger = _Logger(logging.getLogger("aiocoll"))

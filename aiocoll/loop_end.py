@@ -1,4 +1,4 @@
-"""End of an event loop: closing of objects while the loop can still run."""
+"""Closing of objects at the end of an event loop, while the loop can still run."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from weakref import WeakSet
 
 __all__ = ["Closable", "LoopEnd"]
 
-#: Number of iterations of an ending loop in which objects that are garbage-collected meanwhile are closed.
+#: Number of iterations of an ending loop in which it also closes objects that the garbage collector finds.
 TURNS = 3
 
 
 class Closable(Protocol):
-    """An object that its owner closes, or the end of the loop."""
+    """An object that is closed by its owner, or else at the end of the loop."""
 
     @property
     def is_ending(self) -> bool:
         """True if its owner is closing it, or has closed it."""
 
     def begin_abandon(self) -> asyncio.Task[None]:
-        """Start closing without waiting for works, and return the closing task, which may be the owner's."""
+        """Start to close without waiting for works; return the closing task, which the owner may have started."""
 
     def warn(self) -> None:
         """Warn that the owner has not closed the object."""
 
 
 class LoopEnd:
-    """Closes objects at the end of the running loop.
+    """A list of objects to close at the end of the running loop.
 
     `asyncio.run`, like all users of `asyncio.Runner`, closes the loop's asynchronous generators last, when every task
     has ended and the loop still runs. Loops have no other hook for this.
@@ -44,11 +44,11 @@ class LoopEnd:
         _step(anext(self._generator).__await__())
 
     def add(self, closable: Closable) -> None:
-        """Also close `closable` at the end of the loop. It is not kept alive."""
+        """Add an object to close at the end of the loop, without keeping it alive."""
         self._open.add(closable)
 
     def forget(self) -> None:
-        """Cancel the closing at the end of the loop."""
+        """Cancel the closing: close nothing at the end of the loop."""
         self._forgotten = True
         if not self._generator.ag_running:  # type: ignore[attr-defined]
             _step(self._generator.aclose().__await__())
@@ -73,6 +73,6 @@ class LoopEnd:
 
 
 def _step(steps: Generator[Any, None, None]) -> None:
-    """Run a generator that does not suspend."""
+    """Run a generator-based coroutine to its end; it must not suspend."""
     with suppress(StopIteration):
         steps.send(None)

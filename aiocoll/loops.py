@@ -1,4 +1,4 @@
-"""`LoopThread`: an event loop in a thread of its own, for programs that have none."""
+"""`LoopThread`: an event loop in a thread of its own, for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["LoopThread", "Started"]
 T = TypeVar("T")
 
 _ident = threading.get_ident
-#: The threads of this process: a forked child has none of them.
+#: All loop threads of this process, which do not exist in a forked child.
 _threads: WeakSet[LoopThread] = WeakSet()
 
 
 class Started(Generic[T]):
-    """A call that a `LoopThread` carries out, returned by `LoopThread.start`. Any thread can use it."""
+    """A handle of a call that a `LoopThread` carries out, from `LoopThread.start`. Any thread can use it."""
 
     __slots__ = ("__weakref__", "_begun", "_callbacks", "_done", "_error", "_locks", "_result", "_task", "_thread")
 
@@ -38,7 +38,7 @@ class Started(Generic[T]):
         self._result: Any = None
         self._error: BaseException | None = None
         self._task: asyncio.Task[Any] | None = None
-        # One for each waiting thread: released once, at the end.
+        # One lock for each waiting thread, released when the call ends.
         self._locks: list[Any] = []
         self._callbacks: list[Callable[[Started[T]], object]] = []
 
@@ -63,10 +63,10 @@ class Started(Generic[T]):
             lock = allocate_lock()
             lock.acquire()
             self._locks.append(lock)
-            # A signal that arrives just before the lock is waited for interrupts nothing: hence the interval. Seconds
-            # are counted down, since only a wait for the lock takes any.
+            # Wait in intervals, because a signal that arrives just before a wait does not interrupt it. The remaining
+            # seconds are counted down, since only the waits take time.
             left = inf if timeout is None else timeout
-            # The end comes before `append`, or it releases this lock.
+            # Either the call had ended before the lock was added, or the end of the call releases it.
             while not self._done and left >= 0.0 and not lock.acquire(timeout=min(left, CHECK_INTERVAL)):
                 left -= CHECK_INTERVAL
         return self._done
@@ -90,7 +90,7 @@ class Started(Generic[T]):
             try:
                 raise error
             finally:
-                del error  # a reference cycle otherwise
+                del error  # this breaks a reference cycle
         return cast("T", self._result)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -111,7 +111,7 @@ class Started(Generic[T]):
         return self._error
 
     async def ended(self) -> None:
-        """Wait for the end on the loop itself; errors are for `result`."""
+        """Await the end, on the loop that carries out the call; `result` then raises its error."""
         ended = asyncio.get_running_loop().create_future()
         self.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
         await ended
@@ -127,7 +127,7 @@ class Started(Generic[T]):
             self._call_back()
 
     def cancel(self) -> None:
-        """Cancel the coroutine that carries out the call; a started collective goes on."""
+        """Cancel the coroutine that carries out the call; a collective that it has started continues."""
         if not self._done and not self._thread.is_closed():
             self._thread.post(self._cancel)
 
@@ -138,10 +138,10 @@ class Started(Generic[T]):
             self._begun = True
             self._finish(None, asyncio.CancelledError())
 
-    # -- on the thread of the loop
+    # -- run on the thread of the loop
 
     def begin(self, call: Callable[[], Any]) -> None:
-        """Make the call; only `LoopThread` calls this."""
+        """Call `call()` on the thread of the loop; only `LoopThread` uses this method."""
         if self._begun:
             return
         self._begun = True
@@ -159,12 +159,12 @@ class Started(Generic[T]):
             self._finish(made, None)
 
     def fail(self, error: BaseException) -> None:
-        """End the call with an error, unless it has ended; only `LoopThread` calls this."""
+        """End the call with an error, unless it has ended; only `LoopThread` uses this method."""
         if not self._done:
             self._finish(None, error)
 
     def _take(self, ended: Any) -> None:
-        """Take the outcome of a work or a task."""
+        """Adopt the result or the error of an ended work or task."""
         self._task = None
         if ended.cancelled():
             self._finish(None, self._thread.closed_error() if self._thread.is_ending() else asyncio.CancelledError())
@@ -175,14 +175,14 @@ class Started(Generic[T]):
 
     def _finish(self, result: Any, error: BaseException | None) -> None:
         self._result, self._error = result, error
-        self._done = True  # after the outcome, since other threads look at it
+        self._done = True  # set after the outcome, which other threads read as soon as this is true
         self._thread.forget(self)
         while self._locks:
             self._locks.pop().release()
         self._call_back()
 
     def _call_back(self) -> None:
-        with contextlib.suppress(IndexError):  # two threads may come here
+        with contextlib.suppress(IndexError):  # ends the loop: two threads may run it at a time, so test no length
             while True:
                 self._callbacks.pop(0)(self)
 
@@ -192,7 +192,7 @@ async def _result(made: Awaitable[T]) -> T:
 
 
 class LoopThread:
-    """An event loop in a daemon thread of its own; the first call starts it.
+    """An event loop in a daemon thread of its own. The first call starts the thread.
 
         thread = LoopThread()
         pg = thread.run(make_group())  # a coroutine
@@ -217,7 +217,7 @@ class LoopThread:
         _threads.add(self)
 
     def reset(self) -> None:
-        """Forget the thread of the process that this one was forked from."""
+        """Forget the thread in a forked child: it exists only in the parent process."""
         self._guard = threading.Lock()
         self._begun = threading.Event()
         self._thread: threading.Thread | None = None
@@ -245,11 +245,11 @@ class LoopThread:
         return self._closed or (self._thread is not None and self._loop.is_closed())
 
     def is_ending(self) -> bool:
-        """Return whether the loop ends, or has ended."""
+        """Return whether the loop is ending, or has ended."""
         return self.is_closed() or (self._ending is not None and self._ending.is_set())
 
     def post(self, fn: Callable[..., object], *args: Any) -> None:
-        """Call a function on the thread of the loop, and wait for nothing.
+        """Call a function on the thread of the loop, and return without waiting for it.
 
         Args:
             fn: must not block.
@@ -270,7 +270,7 @@ class LoopThread:
     @overload
     def start(self, call: Callable[[], T]) -> Started[T]: ...
     def start(self, call: Callable[[], Any]) -> Started[Any]:
-        """Call a function on the thread of the loop, and wait for nothing.
+        """Call a function on the thread of the loop, and return without waiting for it.
 
         Args:
             call: starts an operation, or makes a coroutine; what it returns is awaited if it is awaitable.
@@ -313,31 +313,33 @@ class LoopThread:
                 coroutine.close()
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. Further calls raise `GroupClosedError`."""
+        """Cancel the calls that still run, and end the thread. Later calls raise `GroupClosedError`."""
         with self._guard:
             self._closed, thread = True, self._thread
         if thread is None or self.is_current():
             return
         if self._ending is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # raised if the loop has ended
                 self._loop.call_soon_threadsafe(self._ending.set)
         thread.join()
 
     def check_wait(self) -> None:
         """Raise `RuntimeError` if the caller runs on the thread of the loop."""
         if self.is_current():
-            raise RuntimeError("this would block the event loop that completes it: await the call of the ProcessGroup")
+            raise RuntimeError(
+                "this wait would block the event loop that completes the call; await the ProcessGroup method instead"
+            )
 
     def closed_error(self) -> GroupClosedError:
-        """Return the error of calls once the loop has ended."""
+        """Return the error that calls raise after the loop has ended."""
         return GroupClosedError("the group was closed: its event loop has ended")
 
     def forget(self, started: Started[Any]) -> None:
-        """Do not fail a call at the end of the loop: it has ended."""
+        """Remove an ended call from the calls that the end of the loop fails."""
         self._pending.discard(started)
 
     def _post_call(self, started: Started[T], call: Callable[[], Any]) -> None:
-        self._pending.add(started)  # before the post: the end of the loop fails what is here
+        self._pending.add(started)  # added before the post, because the end of the loop fails the calls in this set
         try:
             self.post(started.begin, call)
         except GroupClosedError:
@@ -360,7 +362,7 @@ class LoopThread:
                 self._loop, self._ident = runner.get_loop(), _ident()
                 runner.run(self._main())
         finally:
-            # Without this, a call that came while the loop ended would wait for ever.
+            # Without this, a call that was posted while the loop ended would wait for ever.
             for started in tuple(self._pending):
                 started.fail(self.closed_error())
 
@@ -372,7 +374,7 @@ class LoopThread:
 
 def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop]:
     try:
-        import uvloop  # takes 20 ms, and few programs have such a thread
+        import uvloop  # imported here: it takes 20 ms, and few programs have a loop thread
     except ImportError:
         return asyncio.new_event_loop
     return uvloop.new_event_loop

@@ -1,4 +1,4 @@
-"""CPU load of the machine: other processes, steal time, CPU pressure and the CPU quota of the control group.
+"""Meter of the machine's CPU load: other processes, steal time, CPU pressure and the cgroup's CPU quota.
 
 A benchmark reads a `LoadMeter` before its first launch and after each launch. CPU time of the benchmark's own process
 tree does not count as load. A value that the system does not report is None, and is shown as "unknown".
@@ -17,7 +17,7 @@ __all__ = [
     "MAX_LOAD", "LoadMeter", "MachineLoad", "load_average", "show_cores", "show_quota", "show_share", "usable_cores",
 ]  # fmt: skip
 
-#: Load in cores above which timings cannot be trusted.
+#: Number of cores lost to other work above which timings cannot be trusted.
 MAX_LOAD = 0.3
 
 #: Indices in a "cpu" line of /proc/stat, after the name: user, nice, system, irq, softirq; then steal.
@@ -47,7 +47,7 @@ class MachineLoad:
 
     @property
     def total(self) -> float | None:
-        """Number of cores lost to other processes and to steal; None if the first is unknown."""
+        """Number of cores lost to other processes and to steal time; None if other processes cannot be measured."""
         return None if self.others is None else self.others + (self.steal or 0.0)
 
     @property
@@ -68,7 +68,7 @@ class MachineLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Counters of the system at one moment, in seconds; None where the system does not report one."""
+    """The system's CPU time counters at one moment, in seconds; None for a counter that the system does not report."""
 
     uptime: float | None
     busy: float | None
@@ -78,7 +78,7 @@ class _Reading:
 
 
 class LoadMeter:
-    """A meter of the load between two calls of `lap`.
+    """A meter of the CPU load between two calls of `lap`.
 
     Args:
         root: the directory that contains `proc` and `sys`.
@@ -114,7 +114,7 @@ class LoadMeter:
         return None
 
     def _core_times(self) -> tuple[float | None, float | None]:
-        """Return the busy and the stolen seconds of the usable cores."""
+        """Return the seconds for which the usable cores were busy, and the seconds stolen by other virtual machines."""
         names = {f"cpu{core}" for core in usable_cores()}
         with suppress(OSError, ValueError, IndexError):
             lines = [line.split() for line in (self._proc / "stat").read_text().splitlines()]
@@ -130,7 +130,7 @@ class LoadMeter:
         times: dict[int, int] = {}
         for path in self._stat_files():
             with suppress(OSError, ValueError, IndexError):
-                # The name is in parentheses and may contain any characters, including parentheses.
+                # Split after the last parenthesis: the process name may contain any characters, including parentheses.
                 fields = path.read_text(errors="replace").rpartition(")")[2].split()
                 user, system, children_user, children_system = map(int, fields[_TIMES])
                 pid = int(path.parent.name)
@@ -158,7 +158,7 @@ class LoadMeter:
         return None
 
     def _quota(self) -> float | None:
-        """Return the smallest quota of the control group and its parents; `inf` without a limit."""
+        """Return the smallest CPU quota of the control group and its parents, in cores; `inf` without a quota."""
         found = []
         with suppress(OSError, ValueError):
             for line in (self._proc / "self/cgroup").read_text().splitlines():
@@ -178,7 +178,7 @@ class LoadMeter:
 
 
 def _quota_of(group: Path) -> float:
-    """Return the CPU quota of one control group, of version 2 or 1.
+    """Return the CPU quota of one control group in cores, from cgroup version 2 or 1.
 
     Raises:
         OSError: the group has no file for it.
@@ -220,15 +220,15 @@ def usable_cores() -> set[int]:
 
 
 def show_cores(value: float | None) -> str:
-    """Return a number of cores as text."""
+    """Return a number of cores as text, "unknown" for None."""
     return "unknown" if value is None else f"{value:.2f} cores"
 
 
 def show_share(value: float | None) -> str:
-    """Return a share of the time as text."""
+    """Return a share of the time as text in percent, "unknown" for None."""
     return "unknown" if value is None else f"{value:.0%}".replace("%", " %")
 
 
 def show_quota(value: float | None) -> str:
-    """Return a CPU quota as text."""
+    """Return a CPU quota in cores as text, "none" for no quota."""
     return "none" if value == inf else show_cores(value)

@@ -1,4 +1,4 @@
-"""Conversion of numbers that users pass as arguments, environment variables or command-line options.
+"""Conversion of numbers from arguments, environment variables and command-line options.
 
 Use the result of `to_int` and `to_float`, not the argument. A NumPy integer wraps around, a 0-d array is not hashable,
 and neither can be sent as data.
@@ -23,7 +23,7 @@ _DECIMAL = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|-?inf|n
 
 
 def parse_int(text: str) -> int:
-    """Return the integer in a text: ASCII digits, after a minus sign if it is negative.
+    """Parse an integer: ASCII digits, after a minus sign if it is negative.
 
     Raises:
         ValueError: the text has another form. The message names no variable.
@@ -34,7 +34,7 @@ def parse_int(text: str) -> int:
 
 
 def parse_float(text: str) -> float:
-    """Return the number in a text, like ``12``, ``1.5``, ``1e-3`` or ``inf``.
+    """Parse a number such as ``12``, ``1.5``, ``1e-3`` or ``inf``.
 
     Raises:
         ValueError: the text has another form. The message names no variable.
@@ -45,7 +45,7 @@ def parse_float(text: str) -> float:
 
 
 def to_int(value: Any, name: str, what: str = "an int") -> int:
-    """Return an argument as an int, given an int, a NumPy integer, or another object with ``__index__``.
+    """Convert an argument to an int; accept ints, NumPy integers, and other objects with ``__index__``.
 
     Raises:
         TypeError: the argument is not an integer, or is a bool. The message states that `name` must be `what`.
@@ -59,7 +59,7 @@ def to_int(value: Any, name: str, what: str = "an int") -> int:
 
 
 def to_float(value: Any, name: str, what: str = "a number") -> float:
-    """Return an argument as a float, given a real Python or NumPy number, or an array without dimensions.
+    """Convert an argument to a float; accept real Python or NumPy numbers, and arrays without dimensions.
 
     Raises:
         TypeError: the argument is not a real number, or is a bool. The message states that `name` must be `what`.

@@ -46,13 +46,13 @@ from aiocoll.transport.registry import AUTO, transports
 
 __all__ = ["GroupOptions", "job_key", "read_key_file", "seconds"]
 
-#: 128 bits: too many possible keys to guess.
+#: Minimum length of a job key: 128 bits cannot be guessed.
 _MIN_KEY_BYTES = 16
-#: Far above the length of any key, and small enough that reading a wrong file or descriptor is harmless.
+#: Maximum length of a job key: longer than any real key, but short enough that reading a wrong file does no harm.
 _MAX_KEY_BYTES = 4096
 
 _PREFIX = "AIOCOLL_"
-#: Variables that other modules read: rendezvous, the launcher, `job_key` and the test suite.
+#: AIOCOLL_ variables that are no options: the rendezvous, the launcher, `job_key` and the test suite read them.
 _ELSEWHERE = frozenset(
     f"{_PREFIX}{name}"
     for name in (
@@ -66,7 +66,7 @@ class _Unset(Enum):
     UNSET = "unset"
 
 
-# Typed as Any, so that the fields can have the types that they have after `resolve`.
+# Typed as Any, so that a field that defaults to it can be declared with its type after `resolve`.
 _UNSET: Final[Any] = _Unset.UNSET
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -94,8 +94,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "tls_key": None,
     "job_id": None,
     "job_key": None,
-    "spin_us": 50.0,  # the time of two wake-ups by the kernel: longer polling costs more than suspending
-    "warn_after": 30.0,  # longer than most checkpoints and first compilations
+    "spin_us": 50.0,  # two wake-ups by the kernel take as long, so longer polling costs more than suspending
+    "warn_after": 30.0,  # longer than most waits without a fault, such as for checkpoints and first compilations
     "debug": "off",
     "verify": "behind",
     "allow_pickle": False,
@@ -383,7 +383,7 @@ def _key(label: str, value: bytes | str) -> bytes:
 
 
 def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> bytes | None:
-    """Return the key of this job, or None if there is none. This module keeps no copy of it.
+    """Read and return the job key from the environment; None if there is none. This module keeps no copy.
 
     The sources are, in this order:
 
@@ -446,7 +446,7 @@ def read_key_file(path: str, label: str = "job key file") -> bytes:
 
 
 def seconds(value: float | timedelta | None, name: str, default: float = math.inf) -> float:
-    """Return a timeout in seconds; `default` if `value` is None. inf means never.
+    """Return the timeout `value` in seconds; `default` if it is None. inf means no timeout.
 
     Args:
         value: seconds, a timedelta or None.

@@ -1,4 +1,4 @@
-"""Registries for implementations from other distributions; see `docs/plugins.md`.
+"""Registries to which other distributions add implementations; see `docs/plugins.md`.
 
     registry       name                     implementation         entry points           version
     stores         scheme of the URL        `StoreOpener`          aiocoll.stores         `STORE_VERSION`

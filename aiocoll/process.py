@@ -1,4 +1,4 @@
-"""Observation of other processes on this host: running, stopped or ended. Linux only; elsewhere the state is unknown.
+"""State of other processes on this host: running, stopped or ended. Linux only; elsewhere the state is unknown.
 
 Three observations prove that a process has ended: its pidfd is readable; signal 0 finds no process with its number in
 this PID namespace; /proc/<pid>/stat shows another start time, or an exited process. Only `state` decides. Every other
@@ -34,7 +34,7 @@ STOPPED: Final = "stopped"
 GONE: Final = "gone"
 UNKNOWN: Final = "unknown"
 _ALIVE: Final = "alive"
-#: Used instead of a letter if the number belongs to another process now.
+#: Replaces the state letter if the pid has been reused for another process.
 _OTHER: Final = "other"
 
 #: State letters of /proc/<pid>/stat; see proc(5).
@@ -56,12 +56,12 @@ _CREDENTIALS = struct.Struct("3i")
 #: Indices of fields after the process name, which proc(5) numbers from 3.
 _THREADS = 20 - 3
 _START = 22 - 3
-#: The largest process number of 64-bit Linux (PID_MAX_LIMIT), to check numbers in peers' cards.
+#: The largest pid of 64-bit Linux (PID_MAX_LIMIT), to check pids in the cards of peers.
 _MAX_PID = 1 << 22
 
 
 class ProcessId(NamedTuple):
-    """The identity of one process among all that a kernel has run.
+    """The identity of a process, different from every other process that the kernel has run.
 
     Attributes:
         namespace: identifies the PID namespace of `pid` and the time namespace of `started`; 0 if /proc cannot be read.
@@ -75,7 +75,7 @@ class ProcessId(NamedTuple):
 
 
 class PidFd:
-    """A process identified by a pidfd, which never refers to another process later and works in any namespace.
+    """A process identified by a pidfd. Unlike a pid, a pidfd is never reused, and it works across PID namespaces.
 
     Args:
         fd: the pidfd, which `close` closes.
@@ -95,7 +95,7 @@ class PidFd:
             raise
 
     def has_ended(self) -> bool | None:
-        """Return whether the process has ended; None if that cannot be observed now. Any thread may call this."""
+        """Return whether the process has ended; None if its state cannot be read now. Any thread may call this."""
         try:
             poll = select.poll()
             poll.register(self._fd, select.POLLIN)
@@ -112,11 +112,11 @@ class PidFd:
             self._fd = -1
 
     def _is_intact(self) -> bool:
-        """Return whether the descriptor still refers to the same file, which a program may have closed."""
+        """Return whether the descriptor still refers to the same file: the program may have closed and reused it."""
         return os.path.samestat(os.fstat(self._fd), self._file)
 
     def _is_pidfd(self) -> bool:
-        """Return whether the file is a pidfd. Kernels before 6.9 use one inode for many kinds of files."""
+        """Return whether the descriptor is a pidfd. `_is_intact` is not enough: before Linux 6.9, inodes are shared."""
         try:
             signal.pidfd_send_signal(self._fd, 0)
         except AttributeError:  # Python was built with headers of an older kernel
@@ -144,7 +144,7 @@ def open_pidfd(process: ProcessId) -> PidFd | None:
         pidfd = PidFd(os.pidfd_open(process.pid))
     except (OSError, AttributeError):  # this Python was built for a kernel without pidfd_open
         return None
-    # Checked after the open: the number may have been assigned to another process before, but not back to this one.
+    # Check after opening: if the pid still belongs to `process` now, it did so when the pidfd was opened.
     if _read_state_letter(process) in (None, _OTHER):
         pidfd.close()
         return None
@@ -164,7 +164,7 @@ def peer_id(sock: socket.socket) -> ProcessId | None:
 
 
 def identify(pid: int) -> ProcessId:
-    """Return the identity of the process with this number; its namespace is 0 if it cannot be read."""
+    """Return the identity of the process `pid`; its namespace is 0 if it cannot be read."""
     return _identify(str(pid), pid)
 
 
@@ -176,7 +176,7 @@ def _identify(entry: str, pid: int) -> ProcessId:
 
 
 def state(process: ProcessId | None, pidfd: PidFd | None = None) -> str:
-    """Return the state of a process of this host.
+    """Return the state of a process on this host.
 
     `GONE` if its end is proven, `UNKNOWN` if no observation is possible.
 
@@ -200,7 +200,7 @@ def state(process: ProcessId | None, pidfd: PidFd | None = None) -> str:
 
 
 def _is_visible(process: ProcessId) -> bool:
-    """Return whether the number of `process` refers to the same process in this namespace."""
+    """Return whether the pid of `process` refers to it in the PID namespace of this process, too."""
     return 0 < process.pid <= _MAX_PID and process.namespace == _namespace() != 0
 
 
@@ -225,14 +225,14 @@ def _read_state_letter(process: ProcessId) -> str | None:
         fields = _fields(str(process.pid))
         if int(fields[_START]) != process.started:
             return _OTHER
-        # Only the main thread has ended, and others continue.
+        # "Z" with several threads: only the main thread has ended, and the process continues.
         return "S" if fields[0] == "Z" and int(fields[_THREADS]) > 1 else fields[0]
     except (OSError, ValueError, IndexError):
         return None
 
 
 def _has_no_process(pid: int) -> bool:
-    """Return whether the kernel finds no process with that number in this PID namespace."""
+    """Return whether no process has the number `pid` in this PID namespace."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -243,7 +243,7 @@ def _has_no_process(pid: int) -> bool:
 
 
 def _is_own_proc() -> bool:
-    """Return whether /proc shows the PID namespace of this process, since that of another one may be mounted there."""
+    """Return whether /proc shows this process's PID namespace; a container may have mounted that of another one."""
     try:
         with open("/proc/self/status", "rb") as file:
             numbers = next((line.split()[1:] for line in file if line.startswith(b"NSpid:")), [])
@@ -254,5 +254,5 @@ def _is_own_proc() -> bool:
 
 def _fields(entry: str) -> list[str]:
     with open(f"/proc/{entry}/stat", "rb") as file:
-        # The name is in parentheses and may contain any characters, including parentheses.
+        # Split after the last parenthesis: the process name may contain any characters, including parentheses.
         return file.read().rpartition(b")")[2].decode().split()

@@ -1,4 +1,4 @@
-"""Registries of implementations by name."""
+"""`Registry`: implementations of one interface by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Registry(Generic[T]):
         self._has_read: set[str] = set()
 
     def register(self, name: str, target: T | str, *, version: int) -> None:
-        """Register an implementation. A later one of the same name replaces an earlier one.
+        """Register an implementation by name. It replaces an earlier implementation with the same name.
 
         Args:
             name: the name that users write, in lower case.
@@ -76,7 +76,7 @@ class Registry(Generic[T]):
             self.register(name, target, version=version)
 
     def unregister(self, name: str) -> None:
-        """Remove an implementation. Its entry points are read again when the name is next used.
+        """Remove the implementation of a name. The next use of the name reads its entry points again.
 
         Args:
             name: name of the implementation; may be unknown.
@@ -89,11 +89,11 @@ class Registry(Generic[T]):
         return list(self._targets)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether an implementation exists. Entry points are read if the name is not registered."""
+        """Return whether the name has an implementation. An unregistered name is looked up in the entry points."""
         return name in self._targets or self._read_entry_point(name)
 
     def get(self, name: str) -> T:
-        """Return the implementation of a name.
+        """Import and return the implementation of a name.
 
         Raises:
             ValueError: there is no such implementation. The message lists the names, or the package to install.
@@ -112,7 +112,7 @@ class Registry(Generic[T]):
         return target
 
     def discover(self) -> list[AiocollError]:
-        """Register the implementations of all entry points.
+        """Register the implementations that installed packages declare as entry points.
 
         Returns:
             The errors of entry points that failed.
@@ -129,7 +129,7 @@ class Registry(Generic[T]):
         return errors
 
     def _read_entry_point(self, name: str) -> bool:
-        """Call the entry points for a name, and return whether the name is then registered."""
+        """Call the entry points for `name`, which should register it; return whether it is registered now."""
         if name in self._has_read:
             return False
         from importlib.metadata import entry_points  # imported here: it takes 20 ms, and few programs need it

@@ -17,11 +17,10 @@ from weakref import WeakSet
 
 __all__ = ["BUDGET", "Runtime", "random_bytes", "refuse_trio", "running_loop"]
 
-#: Longest time in seconds for which one callback moves or reduces data before it defers the rest. Including the last
-#: piece, no callback blocks the loop for a millisecond.
+#: Seconds after which a callback that moves or reduces data defers the rest to a later loop iteration. Even with the
+#: piece in progress at that time, the callback blocks the loop for less than a millisecond.
 BUDGET = 300e-6
-#: Maximum difference in seconds between two readings of one clock. A loop may return the time at which its iteration
-#: began.
+#: Seconds by which two readings of one clock may differ, since a loop may return the time when its iteration began.
 _SAME_CLOCK = 1.0
 
 
@@ -34,12 +33,12 @@ _TRIO = (
 
 
 def random_bytes(n: int) -> bytes:
-    """Return random bytes where no event loop, and so no `Runtime`, is available."""
+    """Return random bytes for code that runs without an event loop, and so without a `Runtime`."""
     return os.urandom(n)
 
 
 class Runtime:
-    """Time and randomness of one event loop.
+    """Clocks, timers and random bytes for one event loop.
 
     Args:
         loop: the event loop.
@@ -89,34 +88,34 @@ class Runtime:
 
     @property
     def is_real(self) -> bool:
-        """True if the clocks are those of the system, so that C code may read them, too."""
+        """True if this runtime uses the system's clocks, so that C code may read them as well."""
         return self.may_spin and self.stamp is time.monotonic and self.ticks is time.perf_counter
 
     @staticmethod
     def of(loop: asyncio.AbstractEventLoop) -> Runtime:
-        """Return the runtime of `loop`: a virtual one if the loop provides it, else the real one."""
+        """Return the runtime of `loop`: the virtual runtime that it provides, else one with the system's clocks."""
         made: Runtime = getattr(loop, "aiocoll_runtime", Runtime)(loop)
         return made
 
     def before_turn_ends(self, callback: Callable[[], object]) -> None:
-        """Call `callback` at the end of this loop iteration, or earlier, in `settle`."""
+        """Call `callback` when this loop iteration ends, or in an earlier call of `settle`."""
         if not self.due:
             self.call_soon(self.settle)
         self.due.append(callback)
 
     def settle(self) -> None:
-        """Call the callbacks that are due before this iteration ends."""
+        """Call the callbacks of `before_turn_ends` now."""
         due = self.due[:]
         self.due.clear()
         for callback in due:
             callback()
 
     def wall(self) -> float:
-        """Return the seconds since 1970, to align records of several hosts. Virtual time if the clock is virtual."""
+        """Return the wall-clock time in seconds since 1970, to align the records of several hosts."""
         return time.time() if self.stamp is time.monotonic else self.time()
 
     def random_bytes(self, n: int) -> bytes:
-        """Return `n` random bytes that are fit for keys and nonces."""
+        """Return `n` random bytes that are secure enough for keys and nonces."""
         return random_bytes(n)
 
     def yield_gil(self) -> None:
@@ -128,7 +127,7 @@ class Runtime:
         time.sleep(50e-6)
 
     async def sleep(self, seconds: float) -> None:
-        """Suspend for `seconds` of this runtime's time."""
+        """Suspend the task for `seconds` on this runtime's clock."""
         await asyncio.sleep(seconds)
 
     def create_task(self, coro: Any, name: str) -> asyncio.Task[Any]:
@@ -154,7 +153,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 def refuse_trio() -> None:
-    """Raise `RuntimeError` with a remedy if trio is running, before other checks fail with less helpful errors."""
+    """Raise `RuntimeError` with a remedy if trio runs this task; later checks would fail with less helpful errors."""
     if _in_trio():
         raise RuntimeError(_TRIO)
 
@@ -167,8 +166,8 @@ def _in_trio() -> bool:
         return False
 
 
-#: All runtimes of this process. Checking the process id at every call instead, a system call, took 6 % of a small
-#: collective.
+#: All runtimes of this process, to update them after a fork. Calling `os.getpid` at every use instead took 6 % of the
+#: time of a small collective.
 _runtimes: WeakSet[Runtime] = WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""Registration of the implementations in this package, by name, without importing them."""
+"""Registration, by name, of the implementations that this package contains, without importing them."""
 
 from __future__ import annotations
 

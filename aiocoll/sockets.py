@@ -26,15 +26,15 @@ __all__ = [
 #: second, so the fifth probe can still be answered. The rest of the 6 s in the contract is for detection and for
 #: notifying all ranks.
 UNREACHABLE_AFTER = 5.2
-#: Minimum number of unanswered probes at that time. Time alone is not enough: this host may have been paused, or an old
-#: kernel may probe the reader of a full connection at growing intervals.
+#: Minimum number of unanswered probes until the host counts as unreachable. Time alone is not enough: this host may
+#: have been paused, or an old kernel may probe the reader of a full connection at growing intervals.
 UNANSWERED = 3
 
 _LINUX = sys.platform.startswith("linux")
 #: Linux 6.15, <linux/tcp.h>: the longest time between two retransmissions, in milliseconds.
 _TCP_RTO_MAX_MS = 44
-#: The smallest value that the kernel accepts. Without it, after an outage, a connection stays idle for as long as the
-#: outage lasted.
+#: The smallest limit that the kernel accepts. Without a limit, a connection stays idle after an outage for as long as
+#: the outage lasted.
 _RTO_MAX_MS = 1000
 #: Seconds until an idle connection sends a keepalive probe, and between two probes: the smallest value of the kernel.
 _ASK_AFTER = _ASK_EVERY = 1
@@ -42,8 +42,8 @@ _ASK_AFTER = _ASK_EVERY = 1
 _ASK_TIMES = 10
 #: <asm-generic/socket.h>: maximum bytes per second. The kernel paces every socket with such a limit.
 _SO_MAX_PACING_RATE = 47
-#: A rate above that of any network, but not the number for "no limit". Its lower 32 bits, which are all that kernels
-#: before 4.20 read, are not that number either.
+#: A rate above that of any network, but different from the number for "no limit". Kernels before 4.20 read only the
+#: lower 32 bits, which also differ from that number.
 _ANY_RATE = struct.pack("=Q", (1 << 48) - 2)
 #: struct tcp_info: retransmissions, unanswered probes; milliseconds since the last data and the last acknowledgement.
 _INFO = struct.Struct("=2xBB48xII")
@@ -54,12 +54,12 @@ _ROUND_TRIP = struct.Struct("=148xI")
 
 
 def is_between_hosts(sock: socket.socket) -> bool:
-    """Return whether the other end of a connected socket may be on another host."""
+    """Return whether the peer of a connected socket may be on another host."""
     return sock.family != getattr(socket, "AF_UNIX", None) and sock.getpeername()[0] != sock.getsockname()[0]
 
 
 def is_ready(fd: int, *, to_write: bool = False) -> bool:
-    """Return whether a socket has bytes to read or has ended, or with `to_write`, whether it is connected. Never waits.
+    """Return, without waiting, whether a socket has data or was closed; with `to_write`, whether it has connected.
 
     Args:
         fd: its descriptor. A negative one is never ready.
@@ -76,7 +76,7 @@ def is_ready(fd: int, *, to_write: bool = False) -> bool:
 
 
 def retry_soon(sock: socket.socket, give_up_after: float | None = None) -> None:
-    """Disable delays of small sends, and limit the retransmission interval to a second (Linux 6.15). TCP only.
+    """Set TCP_NODELAY, and limit the retransmission interval to one second (Linux 6.15), on a TCP socket.
 
     With the limit, a connection resumes within a second after an outage.
 
@@ -95,7 +95,7 @@ def retry_soon(sock: socket.socket, give_up_after: float | None = None) -> None:
 
 
 def send_in_bursts(sock: socket.socket) -> None:
-    """Disable pacing over the round trip, as BBR does, so that the whole window is sent at once.
+    """Turn off packet pacing, which BBR uses, so that the kernel sends the whole window at once.
 
     Call before connecting.
     """
@@ -105,13 +105,13 @@ def send_in_bursts(sock: socket.socket) -> None:
 
 
 def send_evenly(sock: socket.socket) -> None:
-    """Pace the sent data over the round trip, so that no queue on the path overflows after a pause."""
+    """Turn on packet pacing, so that a full window sent after a pause does not overflow a queue on the path."""
     if _LINUX:
         sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _ANY_RATE)
 
 
 def enable_keepalive(sock: socket.socket) -> None:
-    """Enable keepalive probes to the other host while the connection is idle, as required by `silence`."""
+    """Enable TCP keepalive probes on an idle connection; `silence` requires them."""
     if _LINUX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER)
@@ -120,7 +120,7 @@ def enable_keepalive(sock: socket.socket) -> None:
 
 
 def silence(sock: socket.socket) -> float:
-    """Return the number of seconds for which the other host has answered no probe; 0 if it has answered.
+    """Return the seconds since the other host stopped answering keepalive probes; 0 if it answers.
 
     The kernel of the other host answers, so a process that is stopped, or does not read, is not silent. For that
     reason, `TCP_USER_TIMEOUT` is not used: it also ends a connection whose reader does not read.
@@ -149,7 +149,7 @@ def round_trip(sock: socket.socket) -> float:
 
 
 def window(sock: socket.socket) -> int:
-    """Return the number of bytes that may be in flight on a connection now; 0 if the kernel does not report it."""
+    """Return the TCP window: the bytes that may be in flight now; 0 if the kernel does not report it."""
     if not _LINUX or sock.family == socket.AF_UNIX:
         return 0
     nbytes, packets = _WINDOW.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WINDOW.size))

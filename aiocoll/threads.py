@@ -14,13 +14,13 @@ from aiocoll.runtime import Runtime
 
 __all__ = ["CHECK_INTERVAL", "Waitable", "wait_in_thread"]
 
-#: Seconds between two checks of a waiting thread. It checks whether a signal has come, and whether the loop still runs,
-#: because it is not notified when the loop ends.
+#: Seconds between two checks of a waiting thread: whether a signal has arrived, and whether the loop still runs. The
+#: end of a loop does not notify the thread.
 CHECK_INTERVAL = 0.1
 
 
 class Waitable(Protocol):
-    """The interface of an operation that a thread waits for. All methods except `done` are called in the loop."""
+    """The methods of an operation for which a thread waits. All methods except `done` are called in the loop."""
 
     def done(self) -> bool:
         """Return whether the operation has ended. If so, its outcome is already set."""
@@ -62,10 +62,10 @@ def _call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: A
 
 
 def _check(work: Waitable, loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
-    """Raise an error if `work` can no longer end."""
+    """Raise RuntimeError if `work` can no longer end, as after a fork or after the end of its loop."""
     if runtime.thread == 0:
         raise RuntimeError(f"{work!r} belongs to the parent process: it cannot end in this forked child")
-    # The outcome is set before a loop stops.
+    # A loop sets the outcome before it stops, so check the outcome after the loop.
     if not loop.is_running() and (loop.is_closed() or runtime.thread == threading.get_ident()) and not work.done():
         why = "was closed" if loop.is_closed() else "belongs to this thread and does not run"
         raise RuntimeError(f"{work!r} has not ended, and its event loop {why}: it cannot complete")

@@ -1,4 +1,4 @@
-"""Tuning file: measurements of `aiocoll bench --tune`, which rank 0 reads and sends to the other ranks.
+"""Tuning file with the measurements of `aiocoll bench --tune`. Rank 0 reads it, and publishes them to the other ranks.
 
     {"format": "aiocoll tuning", "version": 1, "machine": "its host name", "date": "when it was measured",
      "media": {"tcp": {"alpha": 3.1e-05, "overhead": 9e-06, "beta": 4.2e-10, "gamma": 5e-11}, "unix": ...},
@@ -25,22 +25,22 @@ __all__ = ["default_path", "dumps", "from_wire", "load", "to_wire"]
 FORMAT, VERSION = "aiocoll tuning", 1
 #: Maximum size of a tuning file in bytes, so that reading a wrong file does no harm.
 _MAX_BYTES = 65536
-#: Limits of each number, in seconds, so that ratios of two numbers stay far from 0 and infinity.
+#: Limits of each measured time in seconds, so that ratios of two times stay far from 0 and infinity.
 _LEAST, _MOST = 1e-15, 1e3
 _HINT = "write a new file with `aiocoll bench --tune`"
-#: Path of the processor's description on Linux.
+#: File with the processor's description on Linux.
 _PROCESSORS = "/proc/cpuinfo"
-#: Size limits of single copy for processors whose own copies are slow compared to the kernel's. There, single copy is
-#: faster from smaller sizes on than by default (`bench/RESULTS.md`).
+#: Size limits of single copy by processor vendor, where copies in user space are slow compared to the kernel's. There,
+#: single copy is faster from smaller sizes on than by default (`bench/RESULTS.md`).
 _SINGLE_COPY = {b"GenuineIntel": SingleCopy(reduced=2.0 * 1024 * 1024)}
 
 
 class _OtherVersionError(Exception):
-    """A tuning file of an unsupported version."""
+    """Raised for a tuning file of an unsupported version."""
 
 
 def default_path(environ: Mapping[str, str]) -> str:
-    """Return the path of this host's tuning. It contains the host name, since hosts may share a home directory."""
+    """Return the path of this host's tuning file. It contains the host name: hosts may share a home directory."""
     cache = environ.get("XDG_CACHE_HOME", "")
     folder = cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")
     return os.path.join(folder, "aiocoll", f"tuning-{socket.gethostname()}.json")
@@ -72,7 +72,7 @@ def load(path: str | None, environ: Mapping[str, str]) -> Tuning | None:
 
 
 def dumps(machines: Mapping[Medium, Machine], date: str, single_copy: SingleCopy | None = None) -> str:
-    """Return the text of the file for measurements on this host at `date`."""
+    """Return the content of a tuning file with measurements made on this host at `date`."""
     media = {medium: machine._asdict() for medium, machine in machines.items()}
     import json  # takes two milliseconds, and few programs have a tuning
 

@@ -44,7 +44,7 @@ class SupportsArrayInterface(Protocol):
 
 
 class SupportsCudaArrayInterface(Protocol):
-    """``__cuda_array_interface__``: memory of a CUDA device."""
+    """The CUDA array interface protocol, ``__cuda_array_interface__``: memory of a CUDA device."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class SupportsCudaArrayInterface(Protocol):
 
 
 class SupportsDLPack(Protocol):
-    """DLPack. At run time ``__dlpack_device__`` is also required; it is not here because JAX's type stubs lack it."""
+    """The DLPack protocol. ``__dlpack_device__``, also required at run time, is omitted: JAX's type stubs lack it."""
 
     def __dlpack__(self) -> Any:
         """Return a capsule with the memory."""
@@ -67,5 +67,5 @@ class Sparse(Protocol):
 
 #: A dense array.
 Array: TypeAlias = SupportsArrayInterface | SupportsBuffer | SupportsDLPack | SupportsCudaArrayInterface
-#: A number that a reduction accepts in place of an array, and then returns. NumPy scalars are arrays to type checkers.
+#: A Python number that a reduction accepts and returns instead of an array. Type checkers see NumPy scalars as arrays.
 Number: TypeAlias = int | float | complex

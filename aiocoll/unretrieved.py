@@ -1,4 +1,4 @@
-"""Failures that were never retrieved, and works that were never awaited.
+"""Detection of failures that the program never retrieves, and of works that it never awaits.
 
 Works that fail with the same cause, such as a revocation, share one `Unretrieved`. One log line counts them, and
 retrieving the failure of one counts for all. The line is logged when the failures can no longer be retrieved. A test on
@@ -29,7 +29,7 @@ NAMED = 3
 
 
 class CallSite(NamedTuple):
-    """A call in the user's program: the operation, and the instruction of `code` that made the call."""
+    """The place of a call in the user's program: the operation, the code object, and the calling instruction in it."""
 
     op: str
     name: str | int | None
@@ -42,16 +42,16 @@ class CallSite(NamedTuple):
 
 
 def line_of(code: CodeType, instruction: int) -> int | None:
-    """Return the line of an instruction; None if the code has no line for it."""
-    # An instruction has two bytes and one entry.
+    """Return the source line of an instruction; None if the code object has no line for it."""
+    # `co_positions` has one entry per instruction of two bytes.
     return next(islice(code.co_positions(), instruction // 2, None), (None,))[0]
 
 
 class Collector:
-    """The unretrieved failures of all groups that were created in its block."""
+    """A collector of the unretrieved failures of all groups that are created in its block."""
 
     def __init__(self) -> None:
-        # By identity of the cause, which is kept alive: a failure may be retrieved even after its group was closed.
+        # By `id()` of the cause, which is kept alive: a failure may be retrieved even after its group was closed.
         self._found: dict[int, tuple[BaseException, str]] = {}
         self._groups: WeakSet[UnretrievedFailures] = WeakSet()
 
@@ -60,15 +60,15 @@ class Collector:
         self._groups.add(failures)
 
     def add(self, cause: BaseException, text: str) -> None:
-        """Record logged failures with the same cause."""
+        """Record the text that was logged about failures with the cause `cause`."""
         self._found[id(cause)] = cause, text
 
     def retrieved(self, cause: BaseException) -> None:
-        """Remove failures with `cause`, because one of them was retrieved."""
+        """Remove the failures with the cause `cause`, because the program has retrieved one of them."""
         self._found.pop(id(cause), None)
 
     def finish(self) -> list[str]:
-        """Return one text per cause of unretrieved failures since the last call, formatted like a log line."""
+        """Return one log line per cause of the failures that stayed unretrieved since the last `finish`."""
         for failures in list(self._groups):
             failures.log()
         found, self._found = self._found, {}
@@ -90,7 +90,7 @@ def collecting() -> Iterator[Collector]:
 
 
 class Unretrieved:
-    """The calls that failed with the same cause.
+    """The calls of one group that failed with the same cause.
 
     It lives as long as one of their works. When the last work is collected, it logs the failures, unless one was
     retrieved.
@@ -106,7 +106,7 @@ class Unretrieved:
         self._cause = cause  # keeps the object alive, so that its id stays unique
         self._text = text
         self._collector = collector
-        # None after one of the failures was retrieved or logged.
+        # The failed calls; None after the program has retrieved one of the failures, or after they were logged.
         self._calls: list[CallSite] | None = []
 
     def add(self, call: CallSite) -> None:
@@ -115,16 +115,16 @@ class Unretrieved:
             self._calls.append(call)
 
     def mark_awaited(self) -> None:
-        """Ignore the start of an await, since only its end retrieves a failure."""
+        """Do nothing: the start of an await retrieves no failure, only its end does."""
 
     def retrieved(self) -> None:
-        """Record that one of the failures was retrieved."""
+        """Record that the program has retrieved one of the failures."""
         self._calls = None
         if self._collector is not None:
             self._collector.retrieved(self._cause)
 
     def log(self) -> None:
-        """Log the failures once, if none of them was retrieved."""
+        """Log the failures once, if the program has retrieved none of them."""
         calls, self._calls = self._calls, None
         if not calls:
             return
@@ -141,7 +141,7 @@ class Unretrieved:
 
 
 class Unawaited(Unretrieved):
-    """A work of a loop in debug mode that has not been awaited. It is collected together with the work."""
+    """A marker, in debug mode, of a work that was not awaited. It warns when the work is garbage-collected."""
 
     __slots__ = ("_call", "_failures")
 
@@ -150,7 +150,7 @@ class Unawaited(Unretrieved):
         self._failures: UnretrievedFailures | None = failures
 
     def mark_awaited(self) -> None:
-        """Record that the work has been awaited or has failed, so that no warning follows."""
+        """Suppress the warning, because the program has awaited the work or the work has failed."""
         self._failures = None
 
     retrieved = mark_awaited
@@ -161,7 +161,7 @@ class Unawaited(Unretrieved):
 
 
 class UnretrievedFailures:
-    """The failures of one group that can still be retrieved.
+    """The failures of one group that the program can still retrieve.
 
     Args:
         group: name of the group.
@@ -180,20 +180,20 @@ class UnretrievedFailures:
             self._collector.watch(self)
         self._dropped: dict[tuple[CodeType, int], _Dropped] = {}
         self._closed = False
-        # By identity of the cause, which an entry keeps alive.
+        # By `id()` of the cause, which an entry keeps alive.
         self._open: WeakValueDictionary[int, Unretrieved] = WeakValueDictionary()
         self._known: BaseException | None = None
 
     def guard(self, op: str, name: str | int, code: CodeType, instruction: int) -> Unawaited:
-        """Return a guard that warns if a work of this call is dropped before it was awaited."""
+        """Return a guard that warns if the work of a call is dropped before it was awaited."""
         return Unawaited(self, CallSite(op, name, code, instruction))
 
     def expect(self, cause: BaseException) -> None:
-        """Record that this rank's program has created `cause` itself, so that failures with it are not logged."""
+        """Do not log failures with the cause `cause`, because this rank's program has caused it by an abort."""
         self._known = cause
 
     def retrieved(self, error: BaseException) -> None:
-        """Record that another call raises an error with the same cause."""
+        """Record that a call raises `error`, so that other failures with the same cause count as retrieved."""
         cause = error.__cause__ or error
         if (found := self._open.get(id(cause))) is not None:
             found.retrieved()
@@ -201,7 +201,7 @@ class UnretrievedFailures:
             self._collector.retrieved(cause)
 
     def of(self, error: BaseException) -> Unretrieved | None:
-        """Return the `Unretrieved` of a failure with `error`; None if it need not be logged."""
+        """Return the `Unretrieved` that records failures with the cause of `error`; None if it need not be logged."""
         cause = error.__cause__ or error
         if cause is self._known:
             return None
@@ -213,7 +213,7 @@ class UnretrievedFailures:
         return found
 
     def log(self) -> None:
-        """Log all failures that were not retrieved."""
+        """Log all failures that the program has not retrieved."""
         for unretrieved in list(self._open.values()):
             unretrieved.log()
 
@@ -241,7 +241,7 @@ class UnretrievedFailures:
 
 
 class _Dropped:
-    """The works of one line that were dropped without being awaited. Deleting this object warns."""
+    """The number of works started at one line and dropped without an await. Deleting this object warns."""
 
     def __init__(self, group: str, rank: int, call: CallSite) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Exceptions of user code: reduce functions, hooks, pickled objects, log handlers, custom stores.
+"""Handling of exceptions from user code: reduce functions, hooks, pickled objects, log handlers, custom stores.
 
 User code may raise any exception. The engine handles an `Exception` by failing the operation on every rank, with the
 name of the function. Other exceptions control a task, a generator or the process, so they must not propagate through
@@ -16,7 +16,7 @@ __all__ = ["UserCodeError", "contain", "describe", "original"]
 
 
 class UserCodeError(RuntimeError):
-    """A wrapper of an exception of user code that is not an `Exception`, or that ends a generator.
+    """A wrapper of an exception of user code that the engine must not raise: a `StopIteration`, or no `Exception`.
 
     Args:
         error: the exception.
@@ -34,7 +34,7 @@ class UserCodeError(RuntimeError):
 
 
 def contain(error: BaseException) -> Exception:
-    """Return the exception that the engine handles instead of `error`, which user code has raised.
+    """Return an exception that the engine can handle in place of `error`, which user code has raised.
 
     `KeyboardInterrupt` and `SystemExit` are also meant for the program. The running loop raises them in its next
     iteration, as if one of its callbacks had raised them. Without a running loop, the main thread raises them here.
@@ -61,12 +61,12 @@ def contain(error: BaseException) -> Exception:
 
 
 def original(error: BaseException) -> BaseException:
-    """Return the exception that user code has raised."""
+    """Return the exception that user code has raised: `error` itself, or the one that a `UserCodeError` wraps."""
     return error.error if isinstance(error, UserCodeError) else error
 
 
 def describe(error: BaseException) -> str:
-    """Return type and text of an exception that user code has raised."""
+    """Return a text with the type and the message of an exception that user code has raised."""
     error = original(error)
     name = type(error).__name__
     try:

@@ -1,4 +1,4 @@
-"""Users of this host: checks whether a file, or the peer of a unix socket, belongs to this user.
+"""Checks of users on this host: whether a file, or the peer of a unix socket, belongs to this user.
 
 In a user namespace the kernel shows every user without a number there as the overflow user, 65534. A process may run as
 one of these users itself. Equal numbers then prove nothing. When the kernel checks a permission, it compares the users
@@ -18,16 +18,16 @@ __all__ = ["owner_trouble", "peer_trouble", "peer_uid"]
 
 _OVERFLOW_UID = "/proc/sys/kernel/overflowuid"
 _UID_MAP = "/proc/self/uid_map"
-#: The overflow user of a system without /proc.
+#: The default overflow user id, for a system without /proc.
 _NOBODY = 65534
-#: Number of users in the initial namespace.
+#: Number of user ids in the initial user namespace.
 _ALL = (1 << 32) - 1
 #: Linux 6.5: a pidfd of the process that connected, or that listens.
 _SO_PEERPIDFD = 77
 
 
 def peer_uid(sock: socket.socket) -> int | None:
-    """Return the user at the other end of a unix socket; None if the system does not report it."""
+    """Return the user id of the peer of a unix socket; None if the system does not report it."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     # struct ucred: pid, uid, gid
@@ -35,7 +35,7 @@ def peer_uid(sock: socket.socket) -> int | None:
 
 
 def peer_trouble(sock: socket.socket) -> str | None:
-    """Return the reason why the peer of a unix socket may be another user's process; None if it is this user's.
+    """Return why the peer of a unix socket may be another user's process; None if it belongs to this user.
 
     If the system does not report the peer, the permissions of the socket's directory have excluded other users.
     """
@@ -50,7 +50,7 @@ def peer_trouble(sock: socket.socket) -> str | None:
 
 
 def owner_trouble(fd: int) -> str | None:
-    """Return the reason why an open file may belong to another user; None if it belongs to this user."""
+    """Return why an open file may belong to another user; None if it belongs to this user."""
     uid, own = os.fstat(fd).st_uid, os.geteuid()
     if uid != own:
         return f"belongs to user {uid}, not to this user ({own})"
@@ -67,7 +67,7 @@ def _ambiguity(uid: int) -> str:
 
 
 def _is_ambiguous(uid: int) -> bool:
-    """Return whether several users may have this number here."""
+    """Return whether several users may have the id `uid` in this user namespace."""
     if sys.platform != "linux":
         return False
     overflow = _NOBODY
@@ -83,7 +83,7 @@ def _is_ambiguous(uid: int) -> bool:
 
 
 def _may_signal_peer(sock: socket.socket) -> bool:
-    """Return whether this process may signal the peer. Signalling another user's process requires privileges."""
+    """Return whether this process may signal the socket's peer, which without privileges must be its own user's."""
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:  # raised by older kernels, or if the process has ended
@@ -98,7 +98,7 @@ def _may_signal_peer(sock: socket.socket) -> bool:
 
 
 def _may_hide_access(fd: int) -> bool:
-    """Return whether this process may read a file without changing its access time, which only the owner may do."""
+    """Return whether this process may set O_NOATIME on a file, which only the file's owner may do."""
     import fcntl
 
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)

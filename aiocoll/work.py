@@ -23,7 +23,7 @@ _thread: Final = threading.get_ident
 
 
 class Handle:
-    """The base class of `Work` without the accelerator, which has its own base class."""
+    """The base class of `Work` in pure Python. The accelerator provides a base class of its own."""
 
     __slots__ = ("_completion",)
 
@@ -38,7 +38,7 @@ class Handle:
             completion.unretrieved.mark_awaited()
         if not completion.done:
             progress = completion.progress
-            # A running loop in this thread is the current one. Looking it up takes Python 3.11 a system call.
+            # If this loop runs in this thread, it is the current loop. Looking that up takes Python 3.11 a system call.
             if _thread() != progress.runtime.thread or not progress.loop.is_running():
                 _check_loop(self, progress)
             progress.spin(completion)
@@ -79,7 +79,7 @@ class Handle:
 
 
 def _check_loop(work: Any, progress: Progress) -> None:
-    """Raise an error if the event loop of a work is not the running one.
+    """Raise an error if the running event loop is not the loop of the work's group.
 
     Raises:
         RuntimeError: the work belongs to another event loop.
@@ -220,7 +220,7 @@ class Work(_Base, Generic[T_co]):
     def add_done_callback(
         self, fn: Callable[[Work[T_co]], object], *, context: contextvars.Context | None = None
     ) -> None:
-        """Call `fn(work)` from the event loop, by `call_soon`, after the end.
+        """Call `fn(work)` from the event loop, by `call_soon`, after the operation has ended.
 
         Args:
             fn: function of this work. Its result is ignored.
@@ -376,7 +376,7 @@ def completion_of(work: Work[Any]) -> Completion:
 
 
 def call_at_end(work: Work[Any], fn: Callable[[Work[Any]], object]) -> None:
-    """Poll for a moment, as an await does; then call `fn(work)` synchronously when the operation ends, or now."""
+    """Call `fn(work)` synchronously when the operation ends, or now; before that, poll briefly as an await does."""
     completion = work._completion
     completion.note_await()
     if not completion.done:
@@ -389,7 +389,7 @@ def call_at_end(work: Work[Any], fn: Callable[[Work[Any]], object]) -> None:
 
 
 def finished_work(progress: Progress, op: str, owner: Owner, result: Any) -> Work[Any]:
-    """Return the work of a call without any data to move, which has ended with `result`."""
+    """Return the work of a call that moves no data; the work has already ended with `result`."""
     completion = Completion(progress, op, None, None, owner)
     completion.finish(result)
     return Work(completion)

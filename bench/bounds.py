@@ -1,4 +1,4 @@
-"""Lower bounds for the time of each collective, for 2 and 4 ranks: `python bench/bounds.py`, in a minute.
+"""Measured lower bounds for the time of collectives with 2 and 4 ranks: `python bench/bounds.py`, in a minute.
 
 Each rank makes its call, copies its own block if the result has it, and reads every byte of other ranks that its result
 needs once. So a bound is the sum of
@@ -34,12 +34,12 @@ from aiocoll import GroupOptions, new_group
 
 SIZES = (8, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20)
 WORLD_SIZES = (2, 4)
-#: Nanoseconds of measurement per figure, and the smallest number of timed repetitions.
+#: Nanoseconds of measurement per figure, and minimum number of timed repetitions.
 ENOUGH, LEAST = 300_000_000, 15
 
 
 class Move(NamedTuple):
-    """Data movement of a collective.
+    """The data that ranks must move in a collective.
 
     Attributes:
         movers: the ranks that move data: "each", "root", or "others", which are all but the root.
@@ -82,7 +82,7 @@ async def measure_call() -> float:
 
 
 def measure_move(move: Move, nbytes: int, world_size: int) -> float:
-    """Return the microseconds of the slowest process."""
+    """Return the microseconds that the slowest process takes to move its data."""
     written = [np.frombuffer(mmap.mmap(-1, nbytes), np.float32) for _ in range(world_size)]
 
     def role(rank: int) -> Callable[[Callable[[], None]], float]:
@@ -103,7 +103,7 @@ def measure_move(move: Move, nbytes: int, world_size: int) -> float:
 
 
 def blocks_to_read(others: Sequence[Any], how: str) -> list[Any]:
-    """Return the blocks, or parts of blocks, to read from other ranks."""
+    """Return the blocks of other ranks, or the parts of their blocks, that a rank reads."""
     if how == "parts":
         return [each[: max(1, len(each) // (len(others) + 1))] for each in others]
     return list(others[: {"all": len(others), "one": 1, "none": 0}[how]])

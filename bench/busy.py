@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 __all__ = ["busy"]
 
-#: Program of a busy process. It ends with its parent, however the parent ends.
+#: Program of a busy process. It ends when its parent ends, in any way.
 WORK = """
 import os, sys
 while os.getppid() == int(sys.argv[1]):

@@ -28,9 +28,9 @@ from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_processes
 from aiocoll.work import Work
 
-#: Number of float32 elements of an array.
+#: Number of float32 elements, by the size of the array.
 SIZES = {"8 B": 2, "4 KiB": 1024}
-#: Number of calls per round, and before the first one.
+#: Number of calls per round, and of warm-up calls before the first round.
 CALLS = 1000
 PLAIN, HOOK, INTERCEPTOR, PURE = (
     "plain",
@@ -38,7 +38,7 @@ PLAIN, HOOK, INTERCEPTOR, PURE = (
     "an interceptor that starts each call as it is",
     "`AIOCOLL_NATIVE=0`",
 )
-#: Ways of calling that need other options.
+#: Ways of calling that need other group options.
 OPTIONS = {"`stats=False`": GroupOptions(stats=False), '`debug="detail"`': GroupOptions(debug="detail")}
 
 
@@ -70,7 +70,7 @@ async def block(pg: ProcessGroup, tensor: np.ndarray) -> None:
         pg.allreduce(tensor)
 
 
-#: Ways of calling that use another call.
+#: Ways of calling that need other arguments or a block, as functions that make the call.
 CALL: dict[str, Callable[[ProcessGroup, np.ndarray], Awaitable[Any]]] = {
     "`key=`": lambda pg, tensor: pg.allreduce(tensor, key="key"),
     "`timeout=50.0`": lambda pg, tensor: pg.allreduce(tensor, timeout=50.0),
@@ -85,7 +85,7 @@ def plain(pg: ProcessGroup, tensor: np.ndarray) -> Awaitable[Any]:
 
 
 async def job(pg: ProcessGroup, way: str, rounds: int) -> tuple[str, dict[str, float]]:
-    """Return the implementation, and the microseconds of a call by size."""
+    """Return the implementation ("pure Python" or the accelerator), and the microseconds of a call by size."""
     call, dispatcher = CALL.get(way, plain), parts_of(pg).dispatcher
     if way == HOOK:
         pg.add_hook(Hook())
@@ -105,7 +105,7 @@ async def job(pg: ProcessGroup, way: str, rounds: int) -> tuple[str, dict[str, f
 
 
 def launch(way: str, rounds: int) -> dict[str, float]:
-    """Run one launch; return the microseconds of a call by size."""
+    """Run one launch of the benchmark; return the microseconds of a call by array size."""
     if way == PURE:
         os.environ["AIOCOLL_NATIVE"] = "0"
     try:

@@ -1,4 +1,4 @@
-"""Gain of coalescing: `python bench/coalescing.py`, in under a minute.
+"""Speedup by coalescing calls: `python bench/coalescing.py`, in under a minute.
 
 Two ranks, processes on this host, allreduce 1,000 float32 tensors of 4 KiB in three ways: each awaited before the next
 is called, all in flight together, and in one `coalescing()` block. The ways alternate in each round, and the time of a
@@ -24,9 +24,9 @@ WORLD_SIZE, CALLS, NBYTES = 2, 1000, 4096
 TRANSPORTS = ("tcp", "unix", "shm")
 #: Measured rounds, and warm-up rounds before them.
 ROUNDS, WARM = 30, 5
-#: Launches of each system; a figure is the median over the rounds of all of them.
+#: Number of launches of each system. A figure is the median over the rounds of all launches.
 LAUNCHES = 2
-#: Seconds until a rank is considered hung; normal runs take a tenth of that.
+#: Seconds until a rank counts as hung; a normal run takes a tenth of that.
 LIMIT = 60
 KEY = "00" * 16
 
@@ -131,7 +131,7 @@ def run_rank(library: str, transport: str, rank: int) -> None:
 
 
 def launch(python: str, library: str, transport: str) -> dict[str, list[float]] | str:
-    """Return the times of one launch, of the slower rank in each round, or the reason of its failure."""
+    """Return the times of one launch, each that of the slower rank, or the reason why the launch failed."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
@@ -158,7 +158,7 @@ def launch(python: str, library: str, transport: str) -> dict[str, list[float]] 
 
 
 def row(name: str, launches: Sequence[dict[str, list[float]] | str]) -> Sequence[object]:
-    """Return one row of the table."""
+    """Return the table row of a system, from its launches."""
     failed = next((each for each in launches if isinstance(each, str)), None)
     if failed is not None:
         return (name, "failed", failed, *[""] * 4)

@@ -1,4 +1,4 @@
-"""Cost of counters per call: ``python bench/counting.py``.
+"""Cost of operation counters (the option `stats`) per call: ``python bench/counting.py``.
 
 Two ranks in one thread await allreduces of one number. Short rounds without counters and with counters alternate. In
 each call one of the ranks waits for the other. The figure is the CPU time of the thread, half of it per rank. The
@@ -25,7 +25,7 @@ OFF, ON = "not counted", "counted"
 
 
 async def rounds(pg: ProcessGroup, number: int) -> dict[str, list[float]]:
-    """Return the nanoseconds of a call in each round, by way."""
+    """Return the nanoseconds of a call in each round, by way of calling."""
     journal, tensor = parts_of(pg).comm.journal, np.ones(1)
     found: dict[str, list[float]] = {OFF: [], ON: []}
     for turn in range(number):

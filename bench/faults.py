@@ -1,4 +1,4 @@
-"""Time until every survivor of a fault has raised, compared with Gloo: python bench/faults.py [--runs 20] [-n 4].
+"""Time until all ranks raise after a rank is lost, compared with Gloo: python bench/faults.py [--runs 20] [-n 4].
 
 The ranks reduce a small and a large float32 array forever: with aiocoll over unix sockets and TCP, and with torch's
 Gloo, by default and with a timeout of 10 s. One rank is killed (SIGKILL) or stopped (SIGSTOP), a different one in each
@@ -42,17 +42,17 @@ PEERS: dict[str, dict[str, Any]] = {
     "gloo": {"library": "gloo", "timeout": None},
     "gloo, timeout 10 s": {"library": "gloo", "timeout": 10},
 }
-#: Bytes of the arrays, used in turn.
+#: Bytes of the reduced array, alternating from run to run.
 SIZES = (64 << 10, 16 << 20)
-#: Seconds within which the ranks must meet, and within which they must shrink.
+#: Timeout in seconds for the ranks to meet, and for the survivors to shrink the group.
 LIMIT = 60
-#: The fault happens at a random moment within this many seconds, which is long enough for many operations.
+#: The fault happens at a random moment within this many seconds, in which ranks make many calls.
 SPREAD = 0.05
 
 
 @dataclass
 class FaultRun:
-    """Result of one run of one fault.
+    """The result of one run, in which one rank was killed or stopped.
 
     Attributes:
         seconds: seconds until the last survivor raised; None if one had not raised within the patience.
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 async def measure(fault: str, world_size: int, runs: int, patience: float) -> dict[str, list[FaultRun]]:
-    """Return the runs of each system; they alternate, so that other work on the machine affects all of them equally."""
+    """Return the runs of each system. The systems alternate, so that other work on the machine affects all equally."""
     torch = importlib.util.find_spec("torch") is not None
     found: dict[str, list[FaultRun]] = {name: [] for name, peer in PEERS.items() if torch or peer["library"] != "gloo"}
     for number in range(runs):
@@ -111,7 +111,7 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
             for rank in range(world_size):
                 command = [sys.executable, str(HERE / "faulty.py"), json.dumps(config | {"rank": rank})]
                 pipe = asyncio.subprocess.PIPE
-                # The ranks meet in their working directory. Error output of failing libraries is discarded.
+                # The ranks meet through a file in their working directory. Discard error output of failing libraries.
                 process = await asyncio.create_subprocess_exec(
                     *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, cwd=folder
                 )
@@ -120,7 +120,7 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
             survivors = [process for rank, process in enumerate(ranks) if rank != victim]
             await asyncio.sleep(random.random() * SPREAD)
             began = time.monotonic()
-            # os.kill, since asyncio's send_signal may reap the process, and its watcher would miss the end.
+            # Use os.kill, because asyncio's send_signal may reap the process, so that its watcher misses the end.
             os.kill(ranks[victim].pid, fault)
             try:
                 raised = await read_lines(survivors, patience)
@@ -144,7 +144,7 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
 
 
 async def read_lines(ranks: list[asyncio.subprocess.Process], limit: float) -> list[dict[str, Any]]:
-    """Return the next line of each process, parsed."""
+    """Read the next line of each process, and return the lines parsed from JSON."""
     async with asyncio.timeout(limit):
         lines = await asyncio.gather(*(process.stdout.readline() for process in ranks))  # type: ignore[union-attr]
     if not all(lines):
@@ -153,7 +153,7 @@ async def read_lines(ranks: list[asyncio.subprocess.Process], limit: float) -> l
 
 
 def fault_table(fault: str, world_size: int, patience: float, found: Mapping[str, Sequence[FaultRun]]) -> str:
-    """Return one row per peer."""
+    """Return the table of a fault, with one row per system."""
     rows = []
     for peer, runs in found.items():
         taken = [patience if run.seconds is None else run.seconds for run in runs]

@@ -1,4 +1,4 @@
-"""A rank of one run of faults.py: reduces until a peer is lost, then reports the time and the error.
+"""A rank of faults.py: it reduces arrays until a peer is lost, then prints the time and the error.
 
 It prints lines of JSON, and ends when its standard input does: a rank that ended earlier would be a second fault.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-#: Operations that must succeed before a rank reports that it may be killed.
+#: Number of operations that must succeed before a rank reports that the fault may happen.
 WARM = 20
 
 

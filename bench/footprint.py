@@ -1,4 +1,4 @@
-"""Cost of a group before it does any work: python bench/footprint.py [-n 2 4 8 16 32 64] [--idle 20].
+"""Import time, start time and memory of an idle group: python bench/footprint.py [-n 2 4 8 16 32 64] [--idle 20].
 
 - Import: the time of `import aiocoll` in addition to NumPy's, in new interpreters with compiled files.
 - Start: all ranks, imported and ready, enter `new_group()` at the same time. The figure is the seconds from the last
@@ -32,11 +32,11 @@ from aiocoll.store.server import StoreServer
 
 HERE = Path(__file__).parent
 KIB, MIB = 1 << 10, 1 << 20
-#: The contract: milliseconds of the import, seconds of the start of 64 ranks, bytes of a link, share of a core.
+#: Promised limits: milliseconds of the import, seconds of the start of 64 ranks, bytes of a link, idle share.
 IMPORT, START, LINK, IDLE = 60, 2.0, 64 * KIB, 0.001
-#: Number of new interpreters whose imports are timed.
+#: Number of timed imports, each in a new interpreter.
 IMPORTS = 10
-#: Seconds until a rank is considered hung.
+#: Seconds until a rank counts as hung.
 HUNG = 60
 TIMED = """
 import numpy, time
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def imports() -> tuple[list[float], list[float]]:
-    """Return milliseconds of wall-clock and CPU time; the first interpreter compiles, and is not counted."""
+    """Return the wall-clock and the CPU milliseconds of each import; the first, which compiles, is not counted."""
     with tempfile.TemporaryDirectory() as compiled:
         env = {**os.environ, "PYTHONPYCACHEPREFIX": compiled, "PYTHONDONTWRITEBYTECODE": ""}
         command = [sys.executable, "-c", TIMED]
@@ -82,7 +82,7 @@ def imports() -> tuple[list[float], list[float]]:
 
 
 def start(world_size: int, transport: str, idle: float) -> list[list[dict[str, Any]]]:
-    """Return the reports of all ranks, by step."""
+    """Start a group, let it idle, and return for each step the reports of all ranks."""
     with ranks(world_size, {"transport": transport, "idle": idle}) as processes:
         steps = []
         for _ in range(4):
@@ -98,7 +98,7 @@ def start(world_size: int, transport: str, idle: float) -> list[list[dict[str, A
 
 @contextmanager
 def ranks(world_size: int, config: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the ranks as `aiocoll run` does, and a store for them."""
+    """Start a store, and the processes of the ranks with the environment that `aiocoll run` sets."""
     job, key = secrets.token_hex(8), secrets.token_hex(16)
     server = StoreServer(key=key.encode(), job=job, world_size=world_size)
     host, port = server.start()

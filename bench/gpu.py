@@ -49,13 +49,13 @@ from tests.gpu.on_device.worlds import World, world
 SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 #: Sizes of a quick run.
 QUICK = (4, 64 << 10, 4 << 20)
-#: Microseconds that aiocoll may add to an awaited NCCL call, without the agreement.
+#: Microseconds that aiocoll may add to an awaited NCCL call, not counting the ranks' agreement before the call.
 LIMIT = 60
-#: Calls in flight at a time, and the bytes that they may use together.
+#: Maximum number of calls in flight at a time, and maximum bytes of their arrays together.
 IN_FLIGHT, MOST = 16, 256 << 20
 #: NCCL's constants for float32 and sum.
 FLOAT32, SUM = 7, 0
-#: Columns of the table for NCCL.
+#: Column heads of the table for NCCL: the ways of calling.
 EACH = "in flight, each"
 HEADS = ("bare", "bare, in order", "awaited", "on_stream", EACH, "agreed", "marked", "host, 4 B")
 Way = Callable[[], Awaitable[None]]
@@ -64,7 +64,7 @@ Times = dict[str, list[float]]
 
 
 async def timed(ways: dict[str, Way], rounds: int) -> Times:
-    """Measure all ways in turn; the first tenth is warm-up."""
+    """Measure all ways of calling in turn; the first tenth of the iterations is warm-up."""
     times: Times = {name: [] for name in ways}
     for number in range(rounds + rounds // 10 + 1):
         for name, way in ways.items():
@@ -77,7 +77,7 @@ async def timed(ways: dict[str, Way], rounds: int) -> Times:
 
 @contextmanager
 def bare_ways(made: World, tensor: Any) -> Iterator[dict[str, Way]]:
-    """Yield the ways without aiocoll: a bare call, and the same call ordered after the caller's stream."""
+    """Yield the ways of calling without aiocoll: a bare NCCL call, and one ordered after the caller's stream."""
     cuda, nccl = runtime()
     assert nccl is not None
     array = buffers.view(tensor).array
@@ -99,8 +99,8 @@ def bare_ways(made: World, tensor: Any) -> Iterator[dict[str, Way]]:
     communicator.destroy()
 
 
-def our_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[str, Way]:
-    """Return the ways with aiocoll."""
+def aiocoll_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[str, Way]:
+    """Return the ways of calling with aiocoll."""
     empty, array = made.tensor(np.zeros(0, np.float32)), np.zeros(1, np.float32)
 
     async def awaited() -> None:
@@ -131,7 +131,7 @@ def our_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[str,
 
 
 async def native(made: World, nbytes: int, rounds: int) -> Times:
-    """Measure with NCCL, alone on the device."""
+    """Measure calls through NCCL, on one rank that is alone on its device."""
     tensors = [made.tensor(np.zeros(nbytes // 4, np.float32)) for _ in range(min(IN_FLIGHT, MOST // nbytes))]
     with bare_ways(made, tensors[0]) as ways:
         async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
@@ -140,13 +140,13 @@ async def native(made: World, nbytes: int, rounds: int) -> Times:
             assert state is not None
             assert state.decision is not None
             assert state.decision.native, state.decision.why
-            times = await timed({**ways, **our_ways(pg, made, tensors)}, rounds)
+            times = await timed({**ways, **aiocoll_ways(pg, made, tensors)}, rounds)
     times[EACH] = [each / len(tensors) for each in times[EACH]]
     return times
 
 
 async def staged(pg: ProcessGroup, kind: str, sizes: Sequence[int], most: int) -> dict[int, Times]:
-    """Measure on one of several ranks that share a device."""
+    """Measure staged calls on one of several ranks that share a device."""
     found = {}
     with world(kind) as made:
         for nbytes in sizes:
@@ -171,7 +171,7 @@ async def staged(pg: ProcessGroup, kind: str, sizes: Sequence[int], most: int) -
 
 
 def rounds_of(nbytes: int, most: int) -> int:
-    """Return the number of iterations for a size."""
+    """Return the number of iterations for an array size, at most `most`."""
     return max(5, min(most, (1 << 30) // max(nbytes, 1)))
 
 
@@ -182,12 +182,12 @@ def native_table(found: dict[int, Times]) -> str:
         least = {name: min(each) for name, each in times.items()}
         added, fewest = p50["awaited"] - p50["bare"], least["awaited"] - least["bare"]
         rows.append((size_of(nbytes), *(micros(each) for each in p50.values()), micros(added), micros(fewest)))
-    head = ("size", *HEADS, "awaited - bare", "of the least")
-    return f"### By NCCL, 1 rank, µs p50\n\n{table(head, rows)}"
+    head = ("size", *HEADS, "awaited - bare", "difference of minima")
+    return f"### Through NCCL, 1 rank, µs p50\n\n{table(head, rows)}"
 
 
 def verdict(found: dict[int, Times]) -> str:
-    """Return a sentence that compares the cost of aiocoll with its limit, at the smallest size."""
+    """Return a text that compares the time that aiocoll adds to a call with its limit, at the smallest size."""
     nbytes = min(found)
     p50 = {name: median(each) * 1e6 for name, each in found[nbytes].items()}
     whole = p50["awaited"] - p50["bare"]
@@ -195,10 +195,10 @@ def verdict(found: dict[int, Times]) -> str:
     added = whole - agreement
     met = "met" if added <= LIMIT else "**missed**"
     return (
-        f"An awaited allreduce of {size_of(nbytes)} takes {whole:.1f} µs more than the bare call. Of them, "
-        f"{agreement:.1f} are the agreement, of one rank with itself: what a call on no elements takes ('agreed') "
-        "above a call on an array of the host, and above finding the array and marking the stream ('marked'), which "
-        f"the agreement does not need. The rest, {added:.1f} µs, has a limit of {LIMIT} µs: {met}."
+        f"An awaited allreduce of {size_of(nbytes)} takes {whole:.1f} µs more than the bare call. Of these, "
+        f"{agreement:.1f} µs are the agreement of the only rank with itself. They are 'agreed' (a call on no elements) "
+        "minus 'host, 4 B' (a call on a host array) and minus 'marked'. The time 'marked' is that of viewing the array "
+        f"and marking the stream. The rest, {added:.1f} µs, must be at most {LIMIT} µs: {met}."
     )
 
 
@@ -217,7 +217,7 @@ def staged_table(world_size: int, transport: str, found: dict[int, Times]) -> st
 
 
 def draw(folder: Path, by_nccl: dict[int, Times], by_host: dict[int, Times], world_size: int) -> None:
-    """Draw one picture for NCCL and one for staging."""
+    """Draw one picture for NCCL, and one picture for staging."""
     from launch import Launch
     from plots import plot
     from results import Results
@@ -238,7 +238,7 @@ def draw(folder: Path, by_nccl: dict[int, Times], by_host: dict[int, Times], wor
 
 
 async def staged_of(kind: str, world_size: int, transport: str, sizes: Sequence[int], most: int) -> dict[int, Times]:
-    """Return the results of rank 0."""
+    """Measure staged calls on `world_size` processes, and return the results of rank 0."""
     options = GroupOptions(transport=transport)  # type: ignore[arg-type]
     found = await testing.run_processes(
         world_size, staged, kind, sizes, most, options=options, loop="uvloop", timeout=120.0
@@ -249,8 +249,10 @@ async def staged_of(kind: str, world_size: int, transport: str, sizes: Sequence[
 def main() -> None:
     parser = argparse.ArgumentParser(description="The time of calls on CUDA arrays.")
     add_arguments(parser)
-    parser.add_argument("--quick", action="store_true", help="only few sizes and iterations")
-    parser.add_argument("--pin", action="store_true", help="keep the process of NCCL on one core, on the fake device")
+    parser.add_argument("--quick", action="store_true", help="measure few sizes, with few iterations")
+    parser.add_argument(
+        "--pin", action="store_true", help="keep the process that uses NCCL on one core, for the fake device"
+    )
     parser.add_argument("--output", type=Path, help="also write the results to this file")
     parser.add_argument("--plots", type=Path, help="draw pictures into this folder")
     args = parser.parse_args()
@@ -265,12 +267,11 @@ def main() -> None:
     texts = ["# Calls on CUDA arrays", machine()]
     if args.fake:
         texts.append(
-            "**There was no GPU.** All of this was measured on the fake device, where host memory stands for device "
-            "memory and threads stand for streams. It shows the time of aiocoll's own code, but nothing of CUDA, NCCL "
-            "or copies."
+            "**There was no GPU.** All of this was measured on the fake device. Host memory simulates device memory, "
+            "and threads simulate streams. So the times are those of aiocoll's own code, without CUDA, NCCL or copies."
         )
     if args.pin:
-        texts.append("The process by NCCL was kept on one core.")
+        texts.append("The process that used NCCL was kept on one core.")
     texts += [native_table(by_nccl), verdict(by_nccl)]
     for world_size, transport in ((2, "shm"), (2, "tcp"), (4, "shm")):
         found = uvloop.run(staged_of(kind, world_size, transport, sizes, most))

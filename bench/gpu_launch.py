@@ -39,14 +39,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.gpu.on_device.clocked import Clocked, ClockedEnd
 from tests.gpu.on_device.worlds import World, world
 
-#: Measured calls per round in an idle loop, in a busy loop, and consecutive calls.
+#: Number of measured calls per round in an idle loop, and in a busy loop; number of consecutive calls in a row.
 CALLS, BUSY_CALLS, ROW = 200, 60, 20
-#: Rounds of bare calls and of aiocoll's, which alternate: on a real device, where each makes a communicator, and on the
-#: fake one.
+#: Number of rounds, in which bare calls and aiocoll's calls alternate: on a real device, where each round makes a
+#: communicator, and on the fake device.
 TURNS, FAKE_TURNS = 3, 7
 #: Seconds for which another task blocks the loop at a time.
 SLICE = 0.005
-#: Microseconds that a call may add to the bare one in an idle loop, and that a launch may take in a busy one.
+#: Microseconds that aiocoll may add to a bare call in an idle loop, and that a launch may take in a busy loop.
 ADDED, BUSY = 25.0, 1000.0
 #: NCCL's constants for float64 and sum.
 FLOAT64, SUM = 8, 0
@@ -55,7 +55,7 @@ Times = tuple[float, float, float, int]
 
 
 class Share:
-    """A counter of the CUDA and NCCL functions, or fake ones, that this thread calls, and of the seconds in them."""
+    """A counter of this thread's calls of CUDA and NCCL functions, or fake ones, and of the seconds spent in them."""
 
     def __init__(self) -> None:
         self.calls, self.seconds = 0, 0.0
@@ -64,7 +64,7 @@ class Share:
 
     @contextmanager
     def counting(self, made: World) -> Iterator[None]:
-        """Count in this block; counting itself takes time."""
+        """Count calls within the block; counting itself takes time."""
         before = [(owner, name, getattr(owner, name)) for owner, names in self._counted(made) for name in names]
         for owner, name, call in before:
             setattr(owner, name, self._counting(call))
@@ -102,7 +102,7 @@ class Share:
 
 @contextmanager
 def clocked(kind: str, devices: int) -> Iterator[tuple[World, Clocked]]:
-    """Provide devices, and NCCL with a clock."""
+    """Provide devices, and an NCCL wrapper that records the times of calls."""
     with world(kind, devices=devices) as made:
         cuda, nccl = runtime()
         clock = Clocked(nccl)
@@ -111,7 +111,7 @@ def clocked(kind: str, devices: int) -> Iterator[tuple[World, Clocked]]:
 
 
 async def bare(made: World, clock: Clocked, share: Share, calls: int, row: int) -> list[Times]:
-    """Return the times of bare calls on a communicator of one rank; each is launched and awaited afterwards."""
+    """Return the times of bare calls on a communicator of one rank. Rows of `row` calls are launched without a wait."""
     cuda, nccl = runtime()
     assert nccl is not None
     cuda.use(0)
@@ -139,7 +139,7 @@ async def bare(made: World, clock: Clocked, share: Share, calls: int, row: int) 
 
 
 async def idle(pg: ProcessGroup, made: World, clock: Clocked, share: Share, calls: int, row: int) -> list[Times]:
-    """Return the times of each call until it returns; it is then on its stream.
+    """Return the times of aiocoll's calls in an otherwise idle loop. When a call returns, it is on its stream.
 
     The device of a rank is the thread's current device, as in a process of its own.
     """
@@ -160,12 +160,12 @@ async def idle(pg: ProcessGroup, made: World, clock: Clocked, share: Share, call
         for work in works:
             await work
         await pg.barrier()
-        await asyncio.sleep(0.001)  # lets the launcher run out of work
+        await asyncio.sleep(0.001)  # lets the launcher thread become idle
     return times
 
 
 async def busy(pg: ProcessGroup, made: World, clock: Clocked, calls: int) -> list[float]:
-    """Return the seconds from each call to NCCL's function, while another task keeps the loop busy."""
+    """Return the seconds from each call until NCCL's function is called, while another task keeps the loop busy."""
     tensor = made.tensor(np.ones(1), pg.rank())
     for _ in range(5):
         await pg.allreduce(tensor)
@@ -194,15 +194,17 @@ def turns(made: World) -> int:
     return FAKE_TURNS if made.kind == "fake" else TURNS
 
 
-async def by_hand(made: World, clock: Clocked, row: int, count: bool = False) -> list[Times]:
-    """Return the times of bare calls, with the time in functions of the device if `count` is set."""
+async def time_bare_calls(made: World, clock: Clocked, row: int, count: bool = False) -> list[Times]:
+    """Return the times of bare calls; if `count`, also count the time in device functions."""
     share = Share()
     with share.counting(made) if count else nullcontext():
         return await bare(made, clock, share, CALLS, row)
 
 
-async def by_us(made: World, clock: Clocked, world_size: int, row: int, count: bool = False) -> list[Times]:
-    """Return the times of aiocoll's calls, with the time in functions of the device if `count` is set."""
+async def time_aiocoll_calls(
+    made: World, clock: Clocked, world_size: int, row: int, count: bool = False
+) -> list[Times]:
+    """Return the times of aiocoll's calls; if `count`, also count the time in device functions."""
     share = Share()
     with share.counting(made) if count else nullcontext():
         found = await testing.run_ranks(world_size, idle, made, clock, share, CALLS, row)
@@ -223,16 +225,22 @@ def verdict(seconds: float, limit: float) -> str:
 
 
 def least(rounds: Sequence[Sequence[Times]], what: int) -> float:
-    """Return the median of the round with the least disturbance."""
+    """Return the smallest of the rounds' medians: other work on the machine has disturbed that round least."""
     return min(median(each[what] for each in times) for times in rounds)
 
 
 def rows_of(made: World, clock: Clocked, sizes: Sequence[int], row: int, what: str) -> Iterator[tuple[str, ...]]:
-    """Yield the rows for bare calls and aiocoll's calls, with the added time."""
+    """Yield table rows for bare calls and for aiocoll's calls, with the time that aiocoll adds."""
     rounds: dict[int, list[list[Times]]] = {size: [] for size in (0, *sizes)}
     for _ in range(turns(made)):
         for world_size, found in rounds.items():
-            found.append(uvloop.run(by_us(made, clock, world_size, row) if world_size else by_hand(made, clock, row)))
+            found.append(
+                uvloop.run(
+                    time_aiocoll_calls(made, clock, world_size, row)
+                    if world_size
+                    else time_bare_calls(made, clock, row)
+                )
+            )
     bare_early, bare_whole = (least(rounds[0], each) for each in (0, 1))
     for world_size, found in rounds.items():
         early, whole = (least(found, each) for each in (0, 1))
@@ -245,8 +253,11 @@ def rows_of(made: World, clock: Clocked, sizes: Sequence[int], row: int, what: s
 
 
 def shares_of(made: World, clock: Clocked, row: int, what: str) -> Iterator[tuple[str, ...]]:
-    """Yield the share of a call in functions of the device, in the round with the least disturbance."""
-    for name, run in (("bare", partial(by_hand, made, clock)), ("ours", partial(by_us, made, clock, 1))):
+    """Yield table rows with the share of a call's time in device functions, in the least disturbed round."""
+    for name, run in (
+        ("bare", partial(time_bare_calls, made, clock)),
+        ("aiocoll", partial(time_aiocoll_calls, made, clock, 1)),
+    ):
         rounds = [uvloop.run(run(row, True)) for _ in range(turns(made))]
         times = min(rounds, key=lambda times: median(each[1] for each in times))
         inside, calls = median(each[2] for each in times), median(each[3] for each in times)
@@ -260,7 +271,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     kind = choose_kind(parser, args)
-    sizes = (1, 2) if args.fake else (1,)  # the ranks of one process need a device each
+    sizes = (1, 2) if args.fake else (1,)  # each rank of a process needs its own device
     rows: list[Any] = []
     shares: list[Any] = []
     with clocked(kind, len(sizes)) as (made, clock):
@@ -277,7 +288,7 @@ def main() -> None:
         "until it returns",
         "p99",
         "above bare, to NCCL",
-        "until it returns",
+        "above bare, until it returns",
     )
     texts = ["# Launching calls on CUDA arrays", machine(), table((*head, f"{ADDED:g} / {BUSY:g} µs"), rows)]
     if args.fake:

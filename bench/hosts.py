@@ -1,4 +1,4 @@
-"""Allreduce between hosts over emulated links, compared with Gloo and MPICH: python bench/hosts.py [--quick].
+"""Allreduce over emulated links between hosts, compared with Gloo and MPICH: python bench/hosts.py [--quick].
 
 Hosts are network namespaces of this machine, so the benchmark needs root. Their cables have a rate, a delay and losses
 (tests/hosts/network.py). TCP uses cubic. The systems are aiocoll, encrypted (its default) and with encryption="none",
@@ -35,18 +35,18 @@ sys.path.insert(0, str(ROOT))
 from tests.hosts.network import Network
 
 KIB, MIB = 1 << 10, 1 << 20
-#: Share of payload on the wire: 1448 of 1538 bytes of a full frame.
+#: Share of payload in the bytes on the wire: 1448 of the 1538 bytes of a full Ethernet frame.
 PAYLOAD = 1448 / 1538
-#: Address of the store, and of Gloo's; every network is new.
+#: Address of the store of aiocoll or Gloo. It is free, because each row has a new network.
 METHOD = "tcp://10.77.0.1:29500"
-#: Long enough for TCP to find its windows early in the time; iperf3 also skips its first two seconds.
+#: Effort per case, long enough that TCP adapts its windows early. iperf3 skips its first two seconds for this reason.
 EFFORT = Effort(3.0, 3, 100)
 #: Seconds for one launch: more than the slowest system takes over the slowest link.
 LIMIT = 240
 
 
 class Link(NamedTuple):
-    """Link between the hosts of one row: bits per second, seconds of round trip, and share of losses."""
+    """The emulated link between hosts: bits per second, seconds of a round trip, and share of lost packets."""
 
     rate: float
     rtt: float
@@ -58,7 +58,7 @@ class Link(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A link, the number of hosts that it joins, and the sizes of the arrays in bytes."""
+    """A row of the table: a link, the number of hosts, and the sizes of the arrays in bytes."""
 
     link: Link
     hosts: int
@@ -84,7 +84,7 @@ SYSTEMS = {
 
 
 class Loopback(OneHost):
-    """The loopback interface of this host, with or without encryption."""
+    """A launch over the loopback interface of this host, with or without encryption."""
 
     def __init__(self, encryption: str) -> None:
         self._encryption = encryption
@@ -94,7 +94,7 @@ class Loopback(OneHost):
 
 
 class Hosts:
-    """Hosts of a network, where the ranks of a launch run."""
+    """A launch on the emulated hosts of a network, one rank per host."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -107,7 +107,7 @@ class Hosts:
         hosts = self._network.hosts[:world_size]
         if system.mpiexec is None:
             return [host.command(python, RANK, folder, str(host.number)) for host in hosts]
-        # mpiexec reaches other hosts through a program that it calls like ssh, with the host and a command.
+        # mpiexec starts ranks on other hosts by a program that it calls like ssh, with the host and a command.
         reach = Path(folder) / "reach"
         names = "".join(f"{host.ipv4}) name={host.name};; " for host in hosts)
         reach.write_text(
@@ -115,7 +115,7 @@ class Hosts:
             f'case $1 in {names}esac\nshift\nexec ip netns exec "$name" sh -c "$*"\n'
         )
         reach.chmod(0o700)
-        # Without these, MPICH treats ranks on one kernel as one host with shared memory.
+        # Without these settings, MPICH treats all ranks on one kernel as one host with shared memory.
         separate = ("-genv", "UCX_TLS", "tcp,self", "-genv", "MPIR_CVAR_NOLOCAL", "1")
         how = ("-launcher", "ssh", "-launcher-exec", str(reach), "-iface", "eth0", "-ppn", "1", *separate)
         where = ("-hosts", ",".join(host.ipv4 for host in hosts), "-n", str(world_size))
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def measure_row(row: Row, systems: Sequence[System], pythons: dict[str, Path], launches: int) -> tuple[Results, float]:
-    """Return the results over one link, and the share of it that iperf3 fills both ways; 0 without iperf3."""
+    """Measure one row; return the results, and the share of the link that iperf3 fills (0 without iperf3)."""
     results = Results(row.hosts, [system.name for system in systems])
     cases = [Case("allreduce", nbytes) for nbytes in row.sizes]
     with Network(row.hosts) as network:
@@ -177,7 +177,7 @@ def measure_row(row: Row, systems: Sequence[System], pythons: dict[str, Path], l
 
 
 def both_ways(network: Network, link: Link) -> float:
-    """Return the share of the link that iperf3 fills in the slower direction, with both directions in use."""
+    """Return the share of the link that iperf3 fills with both directions in use, in the slower direction."""
     if shutil.which("iperf3") is None:
         return 0.0
     one, two = network.hosts
@@ -192,7 +192,7 @@ def both_ways(network: Network, link: Link) -> float:
 
 
 def loopback(launches: int) -> str:
-    """Return the cost of encryption on the loopback, and the speed of the encryption library alone."""
+    """Return a text about the cost of encryption on the loopback, and the speed of the encryption library alone."""
     case, effort = Case("allreduce", 64 * MIB), Effort(2.0, 5, 100)
     rows: list[Sequence[object]] = []
     for encryption in ("none", "tls"):
@@ -216,7 +216,7 @@ def loopback(launches: int) -> str:
 
 
 def report(systems: Sequence[System], found: Sequence[tuple[Row, Results, float]]) -> str:
-    """Return the tables: shares of the link, then milliseconds."""
+    """Return the tables of the report: shares of the link, then milliseconds."""
     names = [system.name for system in systems]
     shares, times = [], []
     for row, results, both in found:

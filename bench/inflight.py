@@ -1,4 +1,4 @@
-"""Cases with many calls in flight at a time, and the arrays of all these calls."""
+"""Benchmark cases with many calls in flight at a time, and their arrays."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from aiocoll.cli.workload import Workload
 
 
 class Case(NamedTuple):
-    """A measured case: `inflight` calls of a collective at a time, each on `nbytes` bytes of an array or block."""
+    """A benchmark case: `inflight` calls of a collective at a time, each on an array or block of `nbytes` bytes."""
 
     kind: str
     nbytes: int
     inflight: int = 1
 
     def each(self, world_size: int) -> workload.Case:
-        """Return the workload case of one call."""
+        """Return the case of one of the calls, for `aiocoll.cli.workload`."""
         blocks = world_size if spec_of(self.kind).in_blocks else 1
         return workload.Case(self.kind, self.nbytes * blocks)
 
@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 class Workloads:
-    """Arrays of one rank for all calls of a case, with the interface that `aiocoll.cli.measure` needs.
+    """The arrays of one rank for all calls of a case, with the methods that `aiocoll.cli.measure` uses.
 
     Attributes:
         all: the arrays of each call.
@@ -54,7 +54,7 @@ class Workloads:
 
 
 def calls_of(starts: Sequence[Callable[[], Awaitable[object]]]) -> Callable[[], Awaitable[object]]:
-    """Return a function that starts all calls, then awaits all of them."""
+    """Return an async function that starts all calls by `starts`, then awaits all of them."""
     if len(starts) == 1:
         return starts[0]
 

@@ -1,4 +1,4 @@
-"""Speed at which a rank reduces received arrays, compared with plain additions: ``python bench/kernels.py``.
+"""Speed of reducing arrays in aiocoll, compared with NumPy's plain additions: ``python bench/kernels.py``.
 
 The plain way is a chain of ``np.add``: NumPy's own on float16, that of ml_dtypes on bfloat16 and float8. It rounds
 after each addition, where aiocoll rounds once. Both are timed in turn. The best of many rounds counts, so that other
@@ -23,7 +23,7 @@ SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB]
 
 
 def seconds(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Return the least time of each call, measured in turn."""
+    """Return the minimum seconds of each function, measured in turn."""
     repeats = []
     for call in calls:
         call()
@@ -47,7 +47,7 @@ def plain(inputs: Sequence[np.ndarray], out: np.ndarray) -> None:
 
 
 def row(name: str, op: str, inputs: int, nbytes: int, rounds: int) -> str:
-    """Return the row of one case; nanoseconds are per element of the result."""
+    """Return the table row of one case, with nanoseconds per element of the result."""
     dtype = by_name(name)
     shown, count = array_dtype(dtype), nbytes // dtype.itemsize
     rng = np.random.default_rng(1)
@@ -61,7 +61,7 @@ def row(name: str, op: str, inputs: int, nbytes: int, rounds: int) -> str:
 
 
 def small(name: str, op: str, inputs: int, count: int, rounds: int) -> str:
-    """Return the row that compares a call on few elements with one bare addition, in nanoseconds."""
+    """Return the table row that compares reducing few elements with one bare addition, in nanoseconds."""
     dtype = by_name(name)
     data, out = [np.ones(count, dtype.storage) for _ in range(inputs)], np.empty(count, dtype.storage)
     made = kernel(getattr(ReduceOp, op), dtype, inputs)

@@ -1,4 +1,4 @@
-"""Time for which one callback holds the event loop during large allreduces; the ranks run loop_lag.py."""
+"""Time for which callbacks block the event loop during large allreduces, on ranks that run loop_lag.py."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from markdown import ranks_of, size_of, table
 RANK = Path(__file__).with_name("loop_lag.py")
 #: Bytes of the arrays.
 NBYTES = 256 << 20
-#: Seconds until a rank is considered hung; normal runs take a tenth of that.
+#: Seconds until a rank counts as hung; a normal run takes a tenth of that.
 LIMIT = 120
 #: Measured settings: event loop and transport.
 SETTINGS = (("uvloop", "auto"), ("uvloop", "tcp"), ("asyncio", "auto"), ("asyncio", "tcp"))
 
-#: Results of each rank, or the reason of a failure, by loop and transport.
+#: By loop and transport: the results of each rank, or the reason why the launch failed.
 Found = Mapping[tuple[str, str], Sequence[Mapping[str, Any]] | str]
 
 
 def lag(world_size: int, loop: str, transport: str, iterations: int) -> list[dict[str, Any]] | str:
-    """Return the results of each rank, or the reason of the failure."""
+    """Start ranks that run loop_lag.py; return the results of each rank, or why the launch failed."""
     config = {
         "loop": loop,
         "transport": transport,
@@ -62,12 +62,12 @@ def lag(world_size: int, loop: str, transport: str, iterations: int) -> list[dic
 
 
 def longest(ranks: Sequence[Mapping[str, Any]]) -> float:
-    """Return the p99 of all callbacks, in milliseconds of thread CPU."""
+    """Return the p99 of the durations of all callbacks, in milliseconds of thread CPU time."""
     return float(np.percentile(np.concatenate([rank["cpu"] for rank in ranks]), 99) * 1e3)
 
 
 def lag_table(world_size: int, found: Found) -> str:
-    """Return one row per loop, transport and clock, over the callbacks of all ranks."""
+    """Return a table of callback durations, with one row per loop, transport and clock."""
     rows: list[Sequence[object]] = []
     for (loop, transport), ranks in found.items():
         if isinstance(ranks, str):

@@ -1,4 +1,4 @@
-"""Processes of one launch: their start, the wait for them, and the clean-up."""
+"""Launches of a benchmark: start of the processes, waiting for them, clean-up, and repetition under load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from inflight import Case
 from systems import System
@@ -32,19 +32,24 @@ POLL = 0.05
 MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
+T = TypeVar("T")
+#: The timings of the measured cases.
+CaseTimings = Mapping[Case, Timing]
+
+
 @dataclass(frozen=True)
-class Launch:
-    """Result of a launch.
+class Launch(Generic[T]):
+    """The result of a launch.
 
     Attributes:
-        timings: timings of the measured cases, up to a failure.
+        timings: what the launch has measured, up to a failure; `CaseTimings` for `launch`.
         failure: reason of the failure, or None.
         seconds: its duration.
         load: load of the machine during the launch; None if it was not measured.
         repeats: earlier launches that this one replaces, since the load was high.
     """
 
-    timings: Mapping[Case, Timing]
+    timings: T
     failure: str | None
     seconds: float
     load: MachineLoad | None = None
@@ -52,17 +57,17 @@ class Launch:
 
 
 class Place(Protocol):
-    """Hosts of the ranks of a launch, and their rendezvous."""
+    """The interface of a place where ranks are launched, with their hosts and their rendezvous."""
 
     def config(self, system: System) -> dict[str, Any]:
-        """Return the entries of the configuration of the ranks."""
+        """Return entries for the configuration that the ranks read."""
 
     def commands(self, system: System, python: str, folder: str, world_size: int) -> list[list[str]]:
-        """Return the commands that start the ranks, each in `folder`."""
+        """Return the commands that start the ranks, whose files are in `folder`."""
 
 
 class OneHost:
-    """A launch on this host; the ranks meet through a file."""
+    """A launch on this host, whose ranks meet through a file."""
 
     def config(self, system: System) -> dict[str, Any]:
         return {"method": None, "interface": "lo", "encryption": "auto"}
@@ -82,8 +87,8 @@ def launch(
     effort: Effort,
     limit: int,
     place: Place | None = None,
-) -> Launch:
-    """Measure `cases` with `system` on `world_size` new processes.
+) -> Launch[CaseTimings]:
+    """Start `world_size` processes that measure `cases` with `system`; return their results.
 
     Args:
         system: the system to run.
@@ -110,7 +115,7 @@ def launch(
         } | place.config(system)
         (folder / "config.json").write_text(json.dumps(config))
         stack.callback(_end_strangers, folder)
-        # asyncio's debug mode would make aiocoll slower.
+        # Do not pass on asyncio's debug mode, which would make aiocoll slower.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
         environment |= MPI_ENVIRONMENT | system.variables
         processes = []
@@ -139,15 +144,15 @@ def launch(
     return Launch(timings, failure, time.monotonic() - start)
 
 
-def launch_until_quiet(start: Callable[[], Launch], meter: LoadMeter, repeats: int) -> Launch:
-    """Launch until the load is not high, and return the launch with the least load.
+def launch_until_quiet(start: Callable[[], Launch[T]], meter: LoadMeter, repeats: int) -> Launch[T]:
+    """Repeat a launch while the load of the machine is high; return the launch with the least load.
 
     Args:
         start: launches once.
         meter: measures the load during each launch.
         repeats: the number of further launches, at most.
     """
-    launches: list[Launch] = []
+    launches: list[Launch[T]] = []
     while len(launches) <= repeats:
         meter.lap()
         launches.append(replace(start(), load=(load := meter.lap())))
@@ -158,7 +163,7 @@ def launch_until_quiet(start: Callable[[], Launch], meter: LoadMeter, repeats: i
 
 
 def _failure(processes: Sequence[subprocess.Popen[bytes]], deadline: float, limit: int) -> str | None:
-    """Wait until all processes have ended; return the first failure."""
+    """Wait until all processes have ended; return the first failure as text, or None."""
     failed: str | None = None
     while any(process.poll() is None for process in processes):
         codes = [process.returncode for process in processes]
@@ -178,9 +183,9 @@ def _ending(codes: Sequence[int | None]) -> str | None:
 
 
 def _reason(failure: str, output: str) -> str:
-    """Return the failure in one line: with the end of the first traceback, else with the first line of the output."""
+    """Return the failure in one line, with the first exception in the output, else with its first line."""
     lines = [line.strip().replace("|", "/") for line in output.splitlines() if re.search("[A-Za-z]", line)]
-    lines = [re.sub(r"^\[rank\d+\]: *", "", line) for line in lines]  # torch puts it before each line
+    lines = [re.sub(r"^\[rank\d+\]: *", "", line) for line in lines]  # torch's prefix of each line
     reason = next((line for line in lines if re.match(r"[\w.]*Error\b", line)), lines[0] if lines else "")
     return f"{failure}: {reason}" if reason else failure
 
@@ -204,7 +209,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_strangers(folder: Path) -> None:
-    """Kill the ranks that mpiexec has left running, which are not children of this process."""
+    """Kill ranks that mpiexec has started and left running; they are not children of this process."""
     for file in folder.glob("*.pid"):
         with suppress(OSError):
             command = Path(f"/proc/{file.stem}/cmdline").read_bytes().split(b"\0")

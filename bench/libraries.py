@@ -1,4 +1,4 @@
-"""Calls of each library on one rank: aiocoll and its peers, on the same arrays."""
+"""Benchmark calls of aiocoll, Gloo and MPI on one rank, with the same arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiocoll.cli.workload import Workload
 
 @dataclass(frozen=True)
 class Library:
-    """A rank of a library: its place, a timer of calls, and a reduction for figures."""
+    """A library as one rank uses it: the rank, the world size, a timer of calls, and a reduction of figures."""
 
     rank: int
     world_size: int
@@ -30,12 +30,12 @@ class Library:
 
 #: Seconds for which mode "spin" tests a request before it yields to the event loop.
 SPIN = 50e-6
-#: Called with a library after its initialization.
+#: A function that is called with a library on this rank, after the library's initialization.
 Run = Callable[[Library], Awaitable[None]]
 
 
 def _method(config: dict[str, Any]) -> str:
-    """Return the address where ranks meet; the working directory of all of them is the same."""
+    """Return the init method: the configured one, or a file in the working directory, which all ranks share."""
     return config["method"] or f"file://{os.getcwd()}/store"
 
 
@@ -88,7 +88,7 @@ def gloo(config: dict[str, Any], rank: int, run: Run) -> None:
 
 
 class Thread:
-    """A thread that makes one blocking call after the other for the running event loop."""
+    """A thread that makes blocking calls, one after another, for the running event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -99,7 +99,7 @@ class Thread:
 
 
 def _future_of(work: Any) -> asyncio.Future[None]:
-    """Return a future of the running loop that a work of torch.distributed ends."""
+    """Return an asyncio future that is done when a work of torch.distributed has ended."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
     work.get_future().add_done_callback(lambda _: loop.call_soon_threadsafe(future.set_result, None))
@@ -107,7 +107,7 @@ def _future_of(work: Any) -> asyncio.Future[None]:
 
 
 def _gloo_call(load: Workload) -> Callable[[bool], Any]:
-    """Return a function that makes the call; its argument is `async_op`."""
+    """Return a function that makes Gloo's call for a workload; its argument is `async_op`."""
     import torch
     import torch.distributed as dist
 
@@ -169,7 +169,7 @@ async def _poll_request(request: Any, spin: float) -> None:
 
 
 class MpiCall(NamedTuple):
-    """Two forms of an MPI call: `block` returns when it has ended, `start` returns its request."""
+    """The two forms of an MPI call: `block` returns when the call has ended, `start` returns its request."""
 
     block: Callable[[], object]
     start: Callable[[], Any]
@@ -194,7 +194,7 @@ def _mpi_call(comm: Any, MPI: Any, load: Workload) -> MpiCall:
 
 
 def _run_on_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` on uvloop where the environment has it, else on the loop of asyncio."""
+    """Run `main` on uvloop if it is installed, else on asyncio's loop."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""Promised speeds of aiocoll, and the verdicts whether a run has met them, per cell."""
+"""Promised speeds of aiocoll, and verdicts whether a benchmark run has met them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from systems import AWAITED, MPI_BLOCKING
 from aiocoll.cli.workload import KINDS
 
 KIB, MIB = 1 << 10, 1 << 20
-#: No upper bound on the size.
+#: Upper bound of a size range without a bound.
 INF = 1 << 62
 GLOO = ("gloo blocking",)
 
 
 class Limit(NamedTuple):
-    """A promise: `system` is so many times faster than the fastest of `others`, for one collective and some sizes.
+    """A promise: for a collective and a range of sizes, `system` is `times` times faster than the fastest of `others`.
 
     Attributes:
         system: one of aiocoll.
@@ -45,7 +45,7 @@ class Limit(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A cell: a limit and the measured value; `met` is None if it was not measured."""
+    """The verdict for one case: the limit and the measured value; `met` is None if the case was not measured."""
 
     what: str
     limit: str
@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
     met: bool | None
 
 
-#: Steps of a promise: smallest size, largest size, and the least ratio of the speed to that of the others.
+#: Steps of a promise: minimum size, maximum size, and how many times faster than the others aiocoll must be.
 Steps = tuple[tuple[int, int, float], ...]
 _AWAITED: Steps = (
     (0, 4 * KIB - 1, 5),
@@ -79,7 +79,7 @@ _GLOO_TCP: Steps = ((0, MIB, 1.5), (MIB + 1, 16 * MIB, 1.3), (16 * MIB + 1, INF,
 
 
 def _mpi(kind: str, world_size: int) -> Steps:
-    """Return how many times faster than the faster MPI a collective has to be."""
+    """Return how many times faster than the faster MPI library a collective must be, by size."""
     if world_size == 4:
         return _MPI_ALLREDUCE_OF_FOUR if kind == "allreduce" else _MPI_OF_FOUR
     if kind == "allreduce":
@@ -115,14 +115,14 @@ LIMITS = (
         for world_size in (2, 4)
     ),
 )
-#: Largest ratio of the time of a large allreduce to its bound, and the least bytes of a large allreduce.
+#: Maximum ratio of the time of a large allreduce to its lower bound, and minimum bytes of a large allreduce.
 OF_BOUND, LARGE = 2.0, 16 * MIB
-#: Milliseconds of thread CPU that a callback may take at p99.
+#: Maximum milliseconds of thread CPU time of a callback, at p99.
 CALLBACK = 1.0
 
 
 def verdicts(all_results: Sequence[Results]) -> Iterator[Verdict]:
-    """Yield a verdict for each limit and each measured size within it."""
+    """Yield a verdict for each limit and each measured case within it."""
     for results in all_results:
         for limit in LIMITS:
             if results.world_size == limit.world_size and limit.system in results.systems:

@@ -1,4 +1,4 @@
-"""A rank that measures how long each callback holds the event loop during allreduces. Started by lag.py.
+"""A rank of lag.py, which measures how long each callback blocks the event loop during allreduces.
 
 First every callback of the loop is timed, on the CPU clock of this thread and on the wall clock. Further allreduces run
 next to a task that repeatedly sleeps for a millisecond and records how late it wakes: the delay that other tasks of a
@@ -20,17 +20,17 @@ import uvloop
 
 from aiocoll import GroupOptions, new_group
 
-#: Seconds of a sleep; the granularity of the timers of both loops.
+#: Seconds of a sleep: the timer granularity of both loops.
 NAP = 0.001
 
 
 class Timed:
-    """A loop whose callbacks are timed while `samples` is a list."""
+    """An event loop mixin that times callbacks while `samples` is a list."""
 
     samples: list[tuple[float, float]] | None = None
 
     def _timed(self, callback: Callable[..., Any]) -> Callable[..., Any]:
-        if getattr(callback, "timed", False):  # call_later of asyncio calls call_at
+        if getattr(callback, "timed", False):  # wrapped already: asyncio's call_later calls call_at
             return callback
 
         def run(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Machine, versions and load, on which the figures of a benchmark depend."""
+"""Description of the machine, versions and load, on which the figures of a benchmark depend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERVAL = 1.0
 
 
 def measured_load() -> MachineLoad:
-    """Measure the load of the machine before the benchmark."""
+    """Measure the CPU load of the machine for a second before the benchmark."""
     meter = LoadMeter()
     time.sleep(INTERVAL)
     return meter.lap()

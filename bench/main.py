@@ -1,4 +1,4 @@
-"""Benchmark against other libraries: `make bench`, or `make bench ARGS="--quick"`.
+"""Benchmark of aiocoll and other libraries: `make bench`, or `make bench ARGS="--quick"`.
 
 It compares all collectives of float32, and many calls in flight: aiocoll over its transports with torch's Gloo, MPICH
 and Open MPI (through mpi4py). *On the same work* are the modes of these that leave the event loop free, *against the
@@ -44,22 +44,22 @@ SIZES = (8, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 *
 OTHER_SIZES = (8, 4 * KIB, 64 * KIB, MIB, 4 * MIB)
 QUICK_SIZES = (8, 64 * KIB, MIB)
 QUICK_OTHER_SIZES = (4 * KIB,)
-#: Calls in flight together, and the bytes of each.
+#: Number of calls in flight together, and bytes of each call.
 INFLIGHT, INFLIGHT_SIZE = 64, 4 * KIB
 PARTS = ("allreduce", "collectives", "inflight", "lag", "roofline")
 
-#: Launches of each system.
+#: Number of launches of each system.
 LAUNCHES, QUICK_LAUNCHES = 15, 1
-#: Largest number of repetitions of a launch while the load is high. A quick run only marks its figures.
+#: Maximum number of repetitions of a launch while the load is high. A quick run only marks such launches.
 REPEATS, QUICK_REPEATS = 5, 0
-#: Effort for a case in one launch. The seconds limit slow calls: MPICH in mode "test" takes 16 ms per call with 4 ranks
-#: on 2 cores.
+#: Effort for a case in one launch. The seconds limit slow calls: in mode "test" with 4 ranks on 2 cores, a call of
+#: MPICH takes 16 ms.
 EFFORT, QUICK_EFFORT = Effort(0.05, 3, 1000), Effort(0.01, 2, 200)
-#: Iterations of loop lag at one setting, which fill a few thousand callbacks.
+#: Number of allreduces in a measurement of loop lag, which run a few thousand callbacks.
 LAG_ITERATIONS, QUICK_LAG_ITERATIONS = 8, 2
-#: Seconds for each figure of the roofline.
+#: Seconds of measurement for each figure of the roofline.
 ROOFLINE, QUICK_ROOFLINE = 0.5, 0.1
-#: Seconds after which a launch has hung: to start, and for each case. The slowest takes a quarter of it.
+#: Seconds after which a launch counts as hung: to start, and for each case. The slowest case takes a quarter of it.
 START, EACH = 30, 5
 
 
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def _environments(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the Pythons of the environments, and why peers are skipped."""
+    """Return the Python of each peer's environment, and why peers without one are skipped."""
     pythons: dict[str, Path] = {}
     failed: dict[str, str] = {}
     skipped = {}

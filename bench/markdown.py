@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from inflight import Case
 
-#: Heads of columns with words. Other columns have numbers, which are aligned to the right.
+#: Heads of columns with words, aligned to the left. Other columns have numbers, aligned to the right.
 WORDS = frozenset(
     ("system", "collective", "what", "range", "error", "target", "limit", "loop", "transport", "what, in ms", "why")
 )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table; a column is aligned by its name in `head`."""
+    """Return a Markdown table; the names in `head` determine how columns are aligned."""
     rule = "|".join("---" if name.strip("* ") in WORDS else "--:" for name in head)
     return "\n".join([_row(head), f"|{rule}|", *map(_row, rows)])
 

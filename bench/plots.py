@@ -1,4 +1,4 @@
-"""Pictures of allreduce by size: time, bus bandwidth, and the speed relative to peers if there are any."""
+"""Pictures of allreduce by array size: time, bus bandwidth, and the speed relative to peers, if any."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE, DPI = (18, 5.5), 110
 
 
 def plot(results: Results, compared_system: str, folder: Path) -> Path | None:
-    """Write one picture and return its path; return None if there is nothing to show."""
+    """Write the picture of a world size and return its path; return None if no allreduce was measured."""
     cases = results.cases(lambda case: case.kind == "allreduce" and case.inflight == 1)
     if not cases:
         return None
@@ -32,7 +32,7 @@ def plot(results: Results, compared_system: str, folder: Path) -> Path | None:
         style: dict[str, Any] = {"label": system, "marker": "s" if system in _PEERS else "o", "markersize": 4}
         style |= {"linestyle": "--" if system in _PEERS else "-", "color": f"C{number}"}
         times.plot(sizes, [each.figures.p50 * 1e6 for _, each in found], **style)
-        # A single rank has no bus bandwidth.
+        # Show the algorithm bandwidth for a single rank, whose bus bandwidth is 0.
         speeds = [(each.figures.busbw if results.world_size > 1 else each.figures.algbw) / 1e9 for _, each in found]
         bandwidths.plot(sizes, speeds, **style)
         if system in _PEERS:

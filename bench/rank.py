@@ -32,7 +32,7 @@ async def measure_all(cases: list[Case], effort: Effort, results: IO[str], libra
 def main() -> None:
     os.chdir(sys.argv[1])
     config = json.loads(Path("config.json").read_text())
-    # The parent may have ended, or may be unable to end this process: mpiexec starts ranks on behalf of others.
+    # End by an alarm, because the parent may have ended, or cannot end a rank that mpiexec has started.
     signal.alarm(config["limit"])
     Path(f"{os.getpid()}.pid").touch()
     cases, effort = [Case(*case) for case in config["cases"]], Effort(*config["effort"])

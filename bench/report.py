@@ -1,4 +1,4 @@
-"""Report of a run: one text in Markdown, and the figures as CSV."""
+"""Report of a benchmark run: a text in Markdown, and the figures as CSV."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ COLUMNS = (
 
 @dataclass
 class Report:
-    """Results of a run; each part may be empty.
+    """The results of a benchmark run, from which the report is written. Each part may be empty.
 
     Attributes:
         systems: the compared systems, the one of aiocoll that tables compare first.
@@ -118,7 +118,7 @@ class Report:
         return "\n\n".join(part for part in parts if part is not None)
 
     def _end(self) -> str:
-        """Return the duration, and the load during the launches."""
+        """Return the report's last line: the duration of the run, and the load during the launches."""
         launches = [each for results in self.results for done in results.rounds for each in done.values()]
         loads = [each.load for each in launches if each.load is not None]
         totals = [load.total for load in loads if load.total is not None]
@@ -168,7 +168,7 @@ class Report:
 
 
 def write_csv(path: Path, all_results: Sequence[Results]) -> None:
-    """Write one row for each case of each system."""
+    """Write a CSV file with one row for each case of each system."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)

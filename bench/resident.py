@@ -1,4 +1,4 @@
-"""A rank of footprint.py: meets the others, opens a link with each of them, then idles for a while.
+"""A rank of footprint.py: it meets the other ranks, opens a link with each of them, then idles for a while.
 
 Before each step it waits for a line on its standard input. It prints its measurements, one line of JSON per step.
 """
@@ -42,14 +42,14 @@ async def rank(transport: str, job_key: str, idle: float) -> None:
 
 
 async def step(**seen: Any) -> None:
-    """Print measurements, then wait for the next step."""
+    """Print measurements, then wait until the parent starts the next step."""
     print(json.dumps(seen), flush=True)
     if not await asyncio.to_thread(sys.stdin.readline):
         sys.exit("the benchmark has ended early")
 
 
 def resident() -> int:
-    """Return the bytes of memory that this rank costs the host: private memory, its outbox, and half of each region.
+    """Return the bytes of memory that this rank costs: private memory, its outbox, and half of each link region.
 
     Shared memory counts as far as it is reserved, even if only the peer uses it. A peer's outbox counts at the peer.
     From Python 3.13 on, a mapping keeps no descriptor, so the reserved bytes are unknown.
@@ -58,7 +58,7 @@ def resident() -> int:
     mappings = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:aiocoll" in line]
     written = {int(inode) for _, mode, _, _, inode, *_ in mappings if mode.startswith("rw")}
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the descriptor that listed the others
+        with suppress(OSError):  # the descriptor of the listing itself is closed already
             status = os.fstat(fd)
             if status.st_ino in written:
                 written.remove(status.st_ino)
@@ -68,7 +68,7 @@ def resident() -> int:
 
 
 async def link(pg: ProcessGroup) -> None:
-    """Send a byte to every other rank, over a link with each."""
+    """Open a link with every other rank, by sending a byte to each."""
     peers = [rank for rank in range(pg.size()) if rank != pg.rank()]
     byte = np.zeros(1, np.uint8)
     await pg.batch([*(Send(byte, peer) for peer in peers), *(Recv(np.empty(1, np.uint8), peer) for peer in peers)])

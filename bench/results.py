@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 from inflight import Case
-from launch import Launch
+from launch import CaseTimings, Launch
 
 from aiocoll.cli.measure import Figures, Timing
 
 
 class Ratio(NamedTuple):
-    """A speed relative to another system: the median of the rounds, the minimum and the maximum."""
+    """A speed relative to another system: the median, the minimum and the maximum over the rounds."""
 
     median: float
     least: float
@@ -28,7 +28,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """A case on one system: medians over the launches, and sums.
+    """The statistics of a case on one system: medians over the launches, and sums.
 
     Attributes:
         launches: number of launches.
@@ -49,7 +49,7 @@ class Summary:
 
 @dataclass
 class Results:
-    """Rounds of one world size.
+    """The launches of one world size, in rounds.
 
     Attributes:
         world_size: number of ranks.
@@ -59,14 +59,14 @@ class Results:
 
     world_size: int
     systems: list[str]
-    rounds: list[dict[str, Launch]] = field(default_factory=list)
+    rounds: list[dict[str, Launch[CaseTimings]]] = field(default_factory=list)
 
     def failure(self, system: str) -> str | None:
-        """Return the failure of `system`; None without one."""
+        """Return the text of the first failure of `system`; None if it has not failed."""
         return next((done[system].failure for done in self.rounds if system in done and done[system].failure), None)
 
     def summary(self, system: str, case: Case) -> Summary | None:
-        """Return the statistics of a case; None if it was never measured."""
+        """Return the statistics of a case on `system`; None if it was never measured."""
         timings = [timing for timing in self._timings(system, case) if timing is not None]
         if not timings:
             return None
@@ -113,7 +113,7 @@ class Results:
         return None if timing is None else self._figures(case, timing).p50
 
     def _figures(self, case: Case, timing: Timing) -> Figures:
-        """Return the figures of one of the calls in flight."""
+        """Compute the figures of one call, from the times of all calls in flight together."""
         return Figures.of(
             case.each(self.world_size), self.world_size, [each / case.inflight for each in timing.nanoseconds]
         )

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 MIB = 1 << 20
-#: Much larger than a last-level cache.
+#: Bytes of the copied arrays, much larger than a last-level cache.
 NBYTES = 64 * MIB
 #: Bytes of one send: the amount that a socket buffer takes at once.
 PIECE = 256 << 10
@@ -33,7 +33,7 @@ LIMIT = 120
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes per second that all processes read plus write, or that pass a socket, and seconds of round trips.
+    """The machine's speed: bytes per second of memory and sockets, and seconds of round trips.
 
     Attributes:
         world_size: number of processes that read and write.
@@ -61,7 +61,7 @@ class Roofline:
 
 
 def roofline(world_size: int, seconds: float) -> Roofline:
-    """Measure in a separate process, which can fork since it has no threads."""
+    """Measure the machine's speed in a new process, which may fork because it has no threads."""
     command = [sys.executable, str(Path(__file__)), str(world_size), str(seconds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT, check=True)
     return Roofline(**json.loads(done.stdout))
@@ -78,12 +78,12 @@ def measure(world_size: int, seconds: float) -> Roofline:
 
 
 def run_together(roles: Sequence[Callable[[Callable[[], None]], float]]) -> list[float]:
-    """Run each role in a forked process and return their results. Each role receives a function to start together."""
+    """Run each role in a forked process, and return their results. A role gets a function that waits for all roles."""
     ready, gate, results = os.pipe(), os.pipe(), [os.pipe() for _ in roles]
 
     def meet() -> None:
         os.write(ready[1], b".")
-        os.read(gate[0], 1)  # ends when the parent has closed it
+        os.read(gate[0], 1)  # returns when the parent closes the pipe
 
     children = []
     for role, (_, result) in zip(roles, results, strict=True):
@@ -185,7 +185,7 @@ def _trip(pair: tuple[socket.socket, socket.socket], seconds: float) -> float:
 
 
 def _alone(pair: tuple[socket.socket, socket.socket], *roles: Callable[[Callable[[], None]], float]) -> float:
-    """Run both sides of a connection; return the result of the side that has one."""
+    """Run both sides of a connection in separate processes; return the result of the side that has one."""
     found = run_together(roles)
     for each in pair:
         each.close()
@@ -193,7 +193,7 @@ def _alone(pair: tuple[socket.socket, socket.socket], *roles: Callable[[Callable
 
 
 def _flag(seconds: float) -> float:
-    """Return the round trip of a flag: two processes write a counter each, and poll the counter of the other."""
+    """Return the round-trip seconds of a flag: two processes write a counter each, and poll each other's counter."""
     flags = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
     outgoing, incoming, stop = 0, 8, 16
 

@@ -1,4 +1,4 @@
-"""Cost of many ranks in one process: python bench/scale.py [-n 16 64 256 1024] [--groups 100].
+"""Time and memory of many ranks in one process: python bench/scale.py [-n 16 64 256 1024] [--groups 100].
 
 Each world runs in a separate process, over memory. Each figure is for all ranks together, from the first start to the
 last end. The peak is that of the whole process, including the interpreter and NumPy. The second table is for subgroups
@@ -23,9 +23,9 @@ from markdown import table
 from aiocoll import ProcessGroup
 from aiocoll.testing import run_ranks
 
-#: Ranks of the world that is split.
+#: Number of ranks of the world that is split into groups.
 SPLIT = 16
-#: Seconds until a world is considered hung.
+#: Seconds until a world counts as hung.
 HUNG = 600.0
 
 
@@ -58,12 +58,12 @@ def measure(what: str, size: int, count: int) -> list[str]:
 
 
 async def world(size: int) -> list[float]:
-    """Return the seconds of each step, and the peak in MiB."""
+    """Form a world in this process; return the seconds of each step, and the peak memory in MiB."""
     ended = [0.0] * 5
 
     async def rank(pg: ProcessGroup) -> None:
         ended[0] = perf_counter()
-        # The first call opens the links that it needs; the second one finds them open.
+        # The first call opens the links that it needs. The second call uses the open links.
         for step in (1, 2):
             x = np.full(4, 1.0)
             await pg.allreduce(x)
@@ -80,7 +80,7 @@ async def world(size: int) -> list[float]:
 
 
 async def groups(count: int) -> list[float]:
-    """Return the seconds for all ranks to make `count` groups each and to use them, and the number of opened files."""
+    """Let each rank make and use `count` groups; return the seconds of both, and the number of opened files."""
     split, used, opened = 0.0, [0.0, 0.0], 0
 
     async def rank(pg: ProcessGroup) -> None:
@@ -89,7 +89,7 @@ async def groups(count: int) -> list[float]:
         await pg.barrier()
         files = len(os.listdir("/proc/self/fd"))
         began = perf_counter()
-        # No await in between: each rank makes its groups alone, and the times add up.
+        # Do not await in between, so that each rank makes its groups without interruption, and the times add up.
         works = [pg.split_group(range(SPLIT)) for _ in range(count)]
         split += perf_counter() - began
         await pg.barrier()

@@ -1,4 +1,4 @@
-"""Compared systems: aiocoll over each transport, and the modes of Gloo and of two MPI libraries."""
+"""Compared systems: aiocoll over each transport, and Gloo and two MPI libraries in each way of waiting."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from inflight import Case
 
 from aiocoll.cli.workload import KINDS
 
-#: Transports of aiocoll, in the order of the tables; `pure` is `auto` without the native accelerator.
+#: Transports of aiocoll, in the order of the tables. `pure` is `auto` without the accelerator in C.
 TRANSPORTS = ("auto", "pure", "shm", "unix", "tcp")
-#: The default: `shm` is what `auto` chooses on one host.
+#: Transports that are measured by default. `shm` is omitted, because `auto` uses it on one host.
 DEFAULT_TRANSPORTS = ("auto", "pure", "unix", "tcp")
 #: Transports that are measured with all collectives; the others only with allreduce.
 AT_ALL_COLLECTIVES = ("auto", "pure")
@@ -23,7 +23,7 @@ Mode = Literal["await", "future", "test", "spin", "thread", "blocking"]
 
 @dataclass(frozen=True)
 class System:
-    """A column of the comparison.
+    """A compared system: a library, its transport, and the way in which a rank waits for a call.
 
     Attributes:
         name: the name in tables.
@@ -49,18 +49,18 @@ class System:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether other tasks of the event loop run during a call."""
+        """Return whether other tasks of the event loop can run during a call."""
         return self.mode != "blocking"
 
     def can_run(self, case: Case) -> bool:
-        """Return whether the system is measured at `case`."""
+        """Return whether `case` is measured with this system."""
         if case.inflight > 1:
             return self.is_awaited
         return case.kind == "allreduce" or case.kind in self.kinds
 
 
 def make_aiocoll(transport: str) -> System:
-    """Return aiocoll over one of `TRANSPORTS`."""
+    """Return the system of aiocoll over one of `TRANSPORTS`."""
     kinds: Collection[str] = KINDS if transport in AT_ALL_COLLECTIVES else ()
     return System(
         f"aiocoll {transport}",
@@ -86,17 +86,17 @@ _MPI = {
     "thread": "a thread calls `Allreduce`, awaited on uvloop by `run_in_executor`",
     "blocking": "`Allreduce(MPI.IN_PLACE, x)` blocks the thread and spins, so that waiting takes a core",
 }
-#: Open MPI yields the core while it waits only if the ranks are allowed to be more than the cores. No rank of any
+#: Options of `mpiexec`. Waiting ranks of Open MPI yield the core only if oversubscription is allowed. No rank of any
 #: system is bound to a core.
 _MPIEXEC = {"mpich": (), "openmpi": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none")}
 _NAMES = {"gloo": "gloo", "mpich": "mpich", "openmpi": "open mpi"}
 
 
 def _peers() -> dict[str, System]:
-    """Return the peers by the names that the command line takes."""
+    """Return the systems of other libraries, by their names on the command line."""
     peers = {}
     for mode, waits in _GLOO.items():
-        # Gloo has no scan, and its work of a reduce_scatter has no future.
+        # Gloo has no scan, and its reduce_scatter returns a work without a future.
         kinds = frozenset(KINDS) - {"scan"} - ({"reduce_scatter"} if mode == "future" else set())
         peers[f"gloo-{mode}"] = System(f"gloo {mode}", "gloo", mode, "torch", waits, kinds)
     for library, options in _MPIEXEC.items():
@@ -112,10 +112,10 @@ def choose_peers(names: Iterable[str]) -> list[str]:
 
 
 PEERS = _peers()
-#: Names of peers on the command line: a library means all its modes.
+#: Names of peers on the command line. The name of a library stands for all its modes.
 PEER_CHOICES = (*_NAMES, *PEERS)
 
-#: Names in tables. The awaited peers are what a program on an event loop can use.
+#: Names of peers in tables. A program on an event loop can use the awaited peers only.
 AWAITED = tuple(system.name for system in PEERS.values() if system.is_awaited)
 BLOCKING = tuple(system.name for system in PEERS.values() if not system.is_awaited)
 MPI_BLOCKING = tuple(system.name for system in PEERS.values() if system.library == "mpi" and not system.is_awaited)

@@ -30,7 +30,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def failure_table(skipped: dict[str, str], all_results: Iterable[Results]) -> str | None:
-    """Return the systems that are missing and why; None if all were measured."""
+    """Return a table of the systems that were not measured, with the reasons; None if all were measured."""
     rows = [(name, "all", f"skipped: {reason}") for name, reason in skipped.items()]
     for results in all_results:
         rows += [
@@ -42,17 +42,17 @@ def failure_table(skipped: dict[str, str], all_results: Iterable[Results]) -> st
 
 
 def awaited_table(results: Results, system: str) -> str | None:
-    """Return the comparison with peers that leave the event loop free; None without any."""
+    """Return the table that compares `system` with awaited peers; None if no such peer was measured."""
     return _comparison(results, system, ("aiocoll pure", *AWAITED), AWAITED, "× fastest awaited peer")
 
 
 def blocking_table(results: Results, system: str) -> str | None:
-    """Return the comparison with peers that block the event loop; None without any."""
+    """Return the table that compares `system` with blocking peers; None if no such peer was measured."""
     return _comparison(results, system, BLOCKING, MPI_BLOCKING, "× faster MPI")
 
 
 def _comparison(results: Results, system: str, columns: Sequence[str], rivals: Sequence[str], ratio: str) -> str | None:
-    """Return a row for each case: the times of all systems, and the speed relative to the fastest rival.
+    """Return a table row for each case: the times of all systems, and the speed relative to the fastest rival.
 
     Args:
         results: results of one world size.
@@ -79,13 +79,13 @@ def _comparison(results: Results, system: str, columns: Sequence[str], rivals: S
 
 
 def describe_marks(rows: Sequence[Sequence[object]]) -> str:
-    """Return the line above a table that counts its marked rows."""
+    """Return a line about the number of marked rows, to print above their table."""
     count = sum(str(row[0]).endswith(MARK) for row in rows)
     return f"{count} of {len(rows)} rows are marked{MARK}: others took more than {MAX_LOAD:g} cores during a launch."
 
 
 def allreduce_details(results: Results) -> str | None:
-    """Return one row for each size and system, with the columns of nccl-tests; None without any."""
+    """Return a table with one row per size and system, and the columns of nccl-tests; None without measurements."""
     cases = results.cases(_is_allreduce)
     if not cases:
         return None
@@ -108,7 +108,7 @@ def allreduce_details(results: Results) -> str | None:
 
 
 def inflight_table(all_results: Iterable[Results]) -> str | None:
-    """Return the time of one call with many in flight; None if it was not measured."""
+    """Return a table with the time per call with many calls in flight; None if this was not measured."""
     rows = []
     for results in all_results:
         for case in results.cases(lambda case: case.inflight > 1):
@@ -139,7 +139,7 @@ def roofline_table(rooflines: Sequence[Roofline]) -> str:
 
 
 def bound_rows(results: Results, roofline: Roofline) -> list[tuple[str, str, str, str, float]]:
-    """Return large allreduces and their bound: size, system, time, bound, ratio."""
+    """Return table rows about large allreduces and their lower bound: size, system, time, bound, ratio."""
     rows = []
     for case in results.cases(lambda case: _is_allreduce(case) and case.nbytes >= LARGE):
         bound = roofline.bound(case.nbytes)

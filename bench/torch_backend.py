@@ -1,4 +1,4 @@
-"""Backend "aio" of torch.distributed next to Gloo: ``python bench/torch_backend.py``, with torch installed.
+"""Backend "aio" of torch.distributed, compared with Gloo: ``python bench/torch_backend.py``, with torch installed.
 
 Two ranks measure `dist.all_reduce` of several sizes, one of them next to a main thread busy in Python, and a step of
 DDP with 34 MB of gradients. A round launches both backends once, and every other round begins with the other one. The
@@ -16,12 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from busy import busy
+from launch import Launch, launch_until_quiet
 from machine import machine
 from markdown import micros, ranks_of, size_of, table
 from torch.nn.parallel import DistributedDataParallel
@@ -31,31 +33,28 @@ from aiocoll.machine_load import LoadMeter, usable_cores
 BACKENDS = ("aio", "gloo")
 RANKS = 2
 KIB, MIB = 1 << 10, 1 << 20
-#: Iterations of `all_reduce` by size in bytes.
+#: Number of iterations of `all_reduce`, by array size in bytes.
 ITERATIONS = {8: 1000, 64 * KIB: 500, MIB: 200, 16 * MIB: 20, 256 * MIB: 5}
-#: Bytes of the tensor that is reduced while the main thread is busy, and the iterations.
+#: Bytes of the tensor that is reduced while the main thread is busy, and number of iterations.
 OVERLAPPED, OVERLAPPED_ITERATIONS = 16 * MIB, 20
 #: Layers, width and batch of the trained model: 33.6 MB of float32 gradients. DDP reduces buckets of 4 MiB.
 LAYERS, WIDTH, BATCH, BUCKET_MIB = 8, 1024, 32, 4
 STEPS = 10
-#: Iterations before the measured ones.
+#: Number of warm-up iterations before the measured ones.
 WARM_UP = 3
-#: Repetitions of a launch while the load is high, and the limit of a launch in seconds.
+#: Maximum number of repetitions of a launch while the load is high, and time limit of a launch in seconds.
 REPEATS, LIMIT = 5, 300
 
 
-class Launch(NamedTuple):
-    """The result of a launch: seconds of each iteration by case, and whether the load was high."""
-
-    seconds: dict[str, list[float]]
-    is_disturbed: bool
+#: Seconds of each iteration, by case.
+Times = dict[str, list[float]]
 
 
 # -- a rank
 
 
 def rank(backend: str, folder: str, rank: int) -> None:
-    """Measure all cases; rank 0 prints the seconds of each iteration as JSON."""
+    """Measure all cases on one rank; rank 0 prints the seconds of each iteration as JSON."""
     if backend == "aio":
         import aiocoll.torch  # noqa: F401
     torch.set_num_threads(1)
@@ -78,7 +77,7 @@ def rank(backend: str, folder: str, rank: int) -> None:
 
 
 def seconds(iterations: int, call: Callable[[], object]) -> list[float]:
-    """Return the seconds of each iteration on its slowest rank."""
+    """Return for each iteration the seconds on the slowest rank."""
     taken = []
     for _ in range(WARM_UP + iterations):
         began = time.perf_counter()
@@ -90,7 +89,7 @@ def seconds(iterations: int, call: Callable[[], object]) -> list[float]:
 
 
 def compute_during(work: Any) -> None:
-    """Compute in Python until the work has ended."""
+    """Keep the main thread busy in Python until the work has ended."""
     total = 0
     while not work.is_completed():
         for number in range(100):
@@ -99,7 +98,7 @@ def compute_during(work: Any) -> None:
 
 
 def training_step(rank: int) -> Callable[[], None]:
-    """Return a function that trains a model for one step."""
+    """Return a function that trains a DDP model for one step."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=BUCKET_MIB)
@@ -117,8 +116,9 @@ def training_step(rank: int) -> Callable[[], None]:
 # -- the launches
 
 
-def launch(backend: str) -> dict[str, list[float]]:
-    """Start the ranks of one launch; return what rank 0 has printed."""
+def launch(backend: str) -> Launch[Times]:
+    """Start the ranks of one launch, and return what rank 0 has printed."""
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--rank", backend, folder]
         ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(RANKS)]
@@ -130,44 +130,36 @@ def launch(backend: str) -> dict[str, list[float]]:
                 each.wait()
     if any(each.returncode for each in ranks):
         raise RuntimeError(f"{backend}: exit codes {[each.returncode for each in ranks]}")
-    return dict(json.loads(outputs[0]))
+    return Launch(dict(json.loads(outputs[0])), None, time.monotonic() - start)
 
 
-def launch_until_quiet(backend: str, meter: LoadMeter) -> Launch:
-    """Repeat a launch while the load is high, at most `REPEATS` times."""
-    for _ in range(1 + REPEATS):
-        meter.lap()
-        found = launch(backend)
-        if not meter.lap().is_high:
-            return Launch(found, is_disturbed=False)
-    return Launch(found, is_disturbed=True)
-
-
-def rounds(number: int) -> Iterator[dict[str, Launch]]:
-    """Yield the launches of each round by backend."""
+def rounds(number: int) -> Iterator[dict[str, Launch[Times]]]:
+    """Yield for each round one launch of each backend."""
     meter = LoadMeter()
     for turn in range(number):
-        yield {backend: launch_until_quiet(backend, meter) for backend in BACKENDS[:: 1 if turn % 2 else -1]}
+        backends = BACKENDS[:: 1 if turn % 2 else -1]
+        yield {backend: launch_until_quiet(partial(launch, backend), meter, REPEATS) for backend in backends}
 
 
-def report(done: list[dict[str, Launch]]) -> str:
-    """Return the table of some rounds, and the number of launches under a high load."""
+def report(done: list[dict[str, Launch[Times]]]) -> str:
+    """Return a table of the times in some rounds, and a line about launches under a high load."""
     rows = []
-    for case in done[0]["aio"].seconds:
+    for case in done[0]["aio"].timings:
         middles, tenths = (
-            {each: [how(launches[each].seconds[case]) for launches in done] for each in BACKENDS}
+            {each: [how(launches[each].timings[case]) for launches in done] for each in BACKENDS}
             for how in (median, lambda taken: quantiles(taken, n=10)[0])
         )
         ratios = [aio / gloo for aio, gloo in zip(middles["aio"], middles["gloo"], strict=True)]
         cells = [f"{micros(median(middles[each]))} ({micros(median(tenths[each]))})" for each in BACKENDS]
         rows.append([case, *cells, f"{median(ratios):.2f}", f"{min(ratios):.2f}–{max(ratios):.2f}"])
-    disturbed = sum(each.is_disturbed for launches in done for each in launches.values())
+    loads = [each.load for launches in done for each in launches.values()]
+    disturbed = sum(load is not None and load.is_high for load in loads)
     head = table(["what", "aio, µs", "gloo, µs", "aio ÷ gloo", "least–most"], rows)
     return f"{head}\n\n{disturbed} of {len(BACKENDS) * len(done)} launches under a high load."
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Backend aio of torch.distributed next to Gloo.")
+    parser = argparse.ArgumentParser(description="Compare backend aio of torch.distributed with Gloo.")
     parser.add_argument("--rounds", type=int, default=10, help="launches of each backend (default: 10)")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Cost of watching a job: ``python bench/watching.py``.
+"""Cost of watching a job with `aiocoll top`: ``python bench/watching.py``.
 
 Eight ranks, processes of this host, call allreduces of 8 B and of 1 MiB without a pause. The job runs unwatched, with
 ``aiocoll top --json``, or with ``aiocoll top --web`` and a client that sends a request once a second, as its page does.
@@ -31,13 +31,13 @@ from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_processes
 
 UNWATCHED, TERMINAL, WEB = "unwatched", "`aiocoll top --json`", "`aiocoll top --web`"
-#: Number of float32 elements of an array.
+#: Number of float32 elements, by the size of the array.
 SIZES = {"8 B": 2, "1 MiB": 1 << 18}
 
 
 @contextlib.contextmanager
 def viewer(way: str, folder: str) -> Iterator[None]:
-    """Watch the job, from the first answer on."""
+    """Run a viewer of the job within the block, which begins with the viewer's first answer."""
     if way == UNWATCHED:
         yield
         return
@@ -78,7 +78,7 @@ def _poll(process: subprocess.Popen[str], first: threading.Event, over: threadin
 
 
 async def job(pg: ProcessGroup, folder: str, turns: int, seconds: float) -> dict[str, dict[str, list[float]]]:
-    """Return the microseconds of a call on this rank, by size, way and turn."""
+    """Return the microseconds of a call on this rank, by array size, way of watching, and turn."""
     found: dict[str, dict[str, list[float]]] = {}
     for size, count in SIZES.items():
         tensor = np.zeros(count, np.float32)
@@ -100,7 +100,7 @@ async def job(pg: ProcessGroup, folder: str, turns: int, seconds: float) -> dict
 
 
 async def _calls(pg: ProcessGroup, tensor: np.ndarray, seconds: float) -> int:
-    """Return the number of calls that take `seconds`, the same on all ranks."""
+    """Return how many calls take `seconds` together, the same number on all ranks."""
     for _ in range(20):
         await pg.allreduce(tensor)
     began = time.perf_counter()

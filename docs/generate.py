@@ -1,4 +1,4 @@
-"""Write the generated tables of the docs: `python docs/generate.py`, in an environment that has pytest.
+"""Generator of tables in the docs: `python docs/generate.py`, in an environment that has pytest.
 
 The names of torch.distributed and aiocoll go into porting.md. The tests of other libraries that aiocoll's tests follow,
 with their outcomes, go into reference-tests.md. The docstrings of examples/, and the places of other programs in the
@@ -29,7 +29,7 @@ ROOT = DOCS.parent
 PORTING = DOCS / "porting.md"
 REFERENCE_TESTS = DOCS / "reference-tests.md"
 EXAMPLES = DOCS / "examples.md"
-BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end of what is written -->"
+BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end of the generated part -->"
 
 
 # -- names
@@ -48,13 +48,13 @@ class Name(NamedTuple):
 
     @property
     def counterpart(self) -> str | None:
-        """The full name of the counterpart; None if it is left out."""
+        """The full name of the counterpart in aiocoll; None if aiocoll leaves it out."""
         return None if self.left_out is not None else self.renamed or f"aiocoll.distributed.{self.name}"
 
 
 @cache
 def names() -> list[Name]:
-    """Return the names of names.toml."""
+    """Return the entries of names.toml."""
     data = tomllib.loads((DOCS / "names.toml").read_text())
     dropped = data.pop("dropped")
     return [
@@ -73,7 +73,7 @@ def names() -> list[Name]:
 
 
 def resolve(dotted: str) -> Any:
-    """Return the object `aiocoll.….name`; raise AttributeError if it does not exist.
+    """Import and return the object with the dotted name `aiocoll.….name`; raise AttributeError if it does not exist.
 
     For an attribute that exists in instances only, return its entry in the docstring.
     """
@@ -89,25 +89,25 @@ def resolve(dotted: str) -> Any:
 
 
 def wrong_names() -> Iterator[str]:
-    """Yield the entries of names.toml that differ from the code."""
+    """Yield a message about each entry of names.toml that contradicts the code."""
     import aiocoll.distributed
 
     for each in names():
         if each.counterpart is None:
             if hasattr(aiocoll.distributed, each.name):
-                yield f"{each.name} exists, but is listed as left out"
+                yield f"names.toml: {each.name} is listed as left out, but exists; remove left_out"
             continue
         try:
             found = resolve(each.counterpart)
         except AttributeError:
-            yield f"{each.counterpart} is listed, but does not exist"
+            yield f"names.toml: {each.counterpart} is listed, but does not exist; correct its name"
             continue
         if each.arguments is not None and _positional(found) != each.arguments:
-            yield f"{each.counterpart}{inspect.signature(found)} should take {each.arguments}"
+            yield f"names.toml: {each.counterpart}{inspect.signature(found)} should take {each.arguments}"
     listed = {each.counterpart for each in names()}
     for name in aiocoll.distributed.__all__:
         if f"aiocoll.distributed.{name}" not in listed:
-            yield f"{name} is not listed"
+            yield f"names.toml: {name} is not listed; add it"
 
 
 def _positional(call: Any) -> list[str]:
@@ -116,11 +116,11 @@ def _positional(call: Any) -> list[str]:
 
 
 def names_table() -> str:
-    """Return the table of porting.md."""
+    """Return the tables of names for porting.md."""
     lines = []
     for section in dict.fromkeys(each.section for each in names()):
-        lines += [f"**{section}**", "", "| torch.distributed | here | notes |", "|---|---|---|"]
-        rows: dict[str, list[str]] = {}  # names with the same verdict and note share a row
+        lines += [f"**{section}**", "", "| torch.distributed | aiocoll | notes |", "|---|---|---|"]
+        rows: dict[str, list[str]] = {}  # names with the same counterpart and note share a row
         for each in names():
             if each.section == section:
                 rows.setdefault(f"{_verdict(each)} | {each.note}", []).append(f"`{each.name}`")
@@ -140,7 +140,7 @@ def _verdict(each: Name) -> str:
 
 
 class Row(NamedTuple):
-    """A test of another library: its file, its counterpart in aiocoll, or the reason for leaving it out."""
+    """A test of PyTorch: its file, and its counterpart in aiocoll or the reason for leaving it out."""
 
     file: str
     reference: str
@@ -150,19 +150,19 @@ class Row(NamedTuple):
 
 
 def modules() -> dict[str, dict[str, Any]]:
-    """Return the modules of reference_tests.toml."""
+    """Return the entries of reference_tests.toml, by module of tests/reference."""
     return tomllib.loads((DOCS / "reference_tests.toml").read_text())
 
 
 def unlisted() -> Iterator[str]:
-    """Yield the tests that a module covers or leaves out, but that reference_tests.toml does not list."""
+    """Yield PyTorch tests that a module covers or leaves out, but that reference_tests.toml does not list."""
     for module, entry in modules().items():
         covers, left_out = _coverage(module)
         yield from (f"{module}: {reference}" for reference in [*covers, *left_out] if reference not in entry["tests"])
 
 
 def rows() -> list[Row]:
-    """Return a row for each test of the other libraries."""
+    """Return a row for each PyTorch test in reference_tests.toml."""
     found = []
     for module, entry in modules().items():
         covers, left_out = _coverage(module)
@@ -181,7 +181,7 @@ def _coverage(module: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 
 def results() -> dict[tuple[str, str], Counter[str]]:
-    """Run the tests of tests/reference; return the number of each outcome, by module and function."""
+    """Run tests/reference; return how often each outcome occurred, by module and function."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not matrix and not soak", f"--junitxml={report}"]
@@ -203,16 +203,16 @@ def _outcome(case: ElementTree.Element) -> str:
 
 
 def function_of(counterpart: str) -> str:
-    """Return the name of the function in `function`, `Class.function` or `Class::function`."""
+    """Return the function's name from `function`, `Class.function` or `Class::function`."""
     return counterpart.replace("::", ".").rpartition(".")[2]
 
 
 def tests_table(outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
-    """Return the tables of reference-tests.md."""
+    """Return the tables of tests for reference-tests.md."""
     lines = []
     for module, entry in modules().items():
-        lines += [f"## `{entry['file']}`", "", f"Ours: `tests/reference/{module}.py`.", ""]
-        lines += ["| there | here | result |", "|---|---|---|"]
+        lines += [f"## `{entry['file']}`", "", f"In aiocoll: `tests/reference/{module}.py`.", ""]
+        lines += ["| test in PyTorch | test in aiocoll | result |", "|---|---|---|"]
         for row in rows():
             if row.module == module:
                 lines.append(f"| `{row.reference}` | {first_column(row)} | {_result(row, outcomes)} |")
@@ -221,7 +221,7 @@ def tests_table(outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
 
 
 def first_column(row: Row) -> str:
-    """Return the table's entry for the counterpart."""
+    """Return the table cell with the counterpart in aiocoll; "" if the test has none."""
     return "" if row.counterpart is None else f"`{function_of(row.counterpart)}`"
 
 
@@ -229,7 +229,7 @@ def _result(row: Row, outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
     if row.left_out is not None:
         return f"left out: {row.left_out}"
     if row.counterpart is None:
-        return "not here yet"
+        return "not yet in aiocoll"
     found = outcomes.get((row.module, function_of(row.counterpart)), Counter(["not run"]))
     if len(found) == 1:
         return next(iter(found))
@@ -240,21 +240,21 @@ def _result(row: Row, outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
 
 
 def examples() -> str:
-    """Return the index: a section for each program and notebook, and the programs of the pages."""
+    """Return the text for examples.md: a section per program and notebook, and a table of programs on pages."""
     sections = [_program(path) for path in sorted((ROOT / "examples").glob("*.py"))]
     sections += [_notebook(path) for path in sorted((ROOT / "examples").glob("*.ipynb"))]
     return "\n\n".join([*sections, "## On pages", "| program | page |\n|---|---|\n" + "\n".join(_on_pages())])
 
 
 def _program(path: Path) -> str:
-    """Return the page text of a program, whose docstring begins with a title and the start command."""
+    """Return the section about an example program, whose docstring begins with a title and the start command."""
     first, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
     title, _, command = first.partition(": ")
     return f"## {title}\n\n[examples/{path.name}](../examples/{path.name}): `{command}`\n\n{rest}"
 
 
 def _notebook(path: Path) -> str:
-    """Return the page text of a notebook, from its first cell."""
+    """Return the section about a notebook, from its first cell."""
     title, _, rest = "".join(json.loads(path.read_text())["cells"][0]["source"]).partition("\n\n")
     return f"## {title.removeprefix('# ')}\n\n[examples/{path.name}](../examples/{path.name})\n\n{rest}"
 
@@ -272,13 +272,13 @@ def _on_pages() -> Iterator[str]:
 
 
 def replaced(text: str, table: str) -> str:
-    """Return `text` with `table` between the marks."""
+    """Replace the generated part of `text`, between the marks `BEGIN` and `END`, by `table`."""
     head, _, rest = text.partition(BEGIN)
     return f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:
-    """Write the files, unless an entry of names.toml is wrong."""
+    """Write the generated parts of the pages; write nothing if an entry of names.toml is wrong."""
     sys.path.insert(0, str(ROOT))
     if wrong := list(wrong_names()):
         sys.exit("\n".join(wrong))

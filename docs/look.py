@@ -1,4 +1,4 @@
-"""Pictures of pages of the site, at two widths, light and dark: `python -m docs.look build/docs FOLDER PAGE ...`.
+"""Screenshots of the site's pages, at two widths, light and dark: `python -m docs.look build/docs FOLDER PAGE ...`.
 
 Needs Chromium. Without a page, it only prints elements that reach beyond the window, of all pages. Code and tables
 may be wider in a box that scrolls. `tests/test_site.py` checks this too.
@@ -14,7 +14,7 @@ from tests.browser import SCHEMES, WIDTHS, browser
 
 
 def main(site: Path, folder: Path, pages: list[str]) -> None:
-    """Save pictures of `pages`, and print the elements that reach beyond the window; without `pages`, of all pages."""
+    """Save screenshots of `pages`, and print elements wider than the window; without `pages`, only print, for all."""
     folder.mkdir(parents=True, exist_ok=True)
     found = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if "_modules" not in path.parts)
     with tempfile.TemporaryDirectory() as kept, browser(Path(kept)) as opened:

@@ -24,7 +24,7 @@ async def main() -> None:
         rows, columns = (share(*each) for each in zip((ROWS, COLUMNS), cart.dims, cart.coords(), strict=True))
         u = np.zeros((rows.stop - rows.start + 2, columns.stop - columns.start + 2))
         if rows.start == 0:
-            u[0] = 1.0  # the hot edge; the opposite one stays cold
+            u[0] = 1.0  # the hot edge; the opposite edge stays cold
 
         plan = pg.plan(pg.allreduce, largest := np.zeros(1), aiocoll.ReduceOp.MAX)
         for _ in range(STEPS):
@@ -50,17 +50,17 @@ async def main() -> None:
 
 
 def share(length: int, ranks: int, rank: int) -> slice:
-    """Return the cells of a rank along an axis."""
+    """Return the slice of an axis of `length` cells that belongs to `rank`."""
     return slice(length * rank // ranks, length * (rank + 1) // ranks)
 
 
 def flow(u: np.ndarray) -> np.ndarray:
-    """Return the change of the inner cells of `u` in a step."""
+    """Return how the inner cells of `u` change in one time step."""
     return RATE * (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:] - 4 * u[1:-1, 1:-1])
 
 
 def one_rank() -> tuple[np.ndarray, float]:
-    """Return the whole plate, and the largest change of the last step."""
+    """Compute on one rank, for comparison; return the whole plate, and the largest change of the last step."""
     u = np.zeros((ROWS + 2, COLUMNS + 2))
     u[0] = 1.0
     change = np.zeros(1)

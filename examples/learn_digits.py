@@ -54,7 +54,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 async def train(pg: aiocoll.ProcessGroup, images: np.ndarray, labels: np.ndarray, state: dict) -> None:
-    """Do the remaining steps of multinomial logistic regression by gradient descent."""
+    """Do the remaining gradient descent steps of multinomial logistic regression."""
     mine = slice(pg.rank(), None, pg.size())
     expected = np.eye(CLASSES)[labels[mine]]
     while state["step"] < STEPS:

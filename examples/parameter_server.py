@@ -15,7 +15,7 @@ import aiocoll
 CLASSES = 10
 BATCH = 64
 RATE = 0.2
-STEPS = 250  # steps of the first worker; the second makes twice as many, and so on
+STEPS = 250  # steps of the first worker; the second makes twice as many, the third three times as many
 PAUSE = 0.2  # seconds between the first steps of two workers
 SERVER = 0
 WEIGHTS = 1  # tag of the server's messages
@@ -37,7 +37,7 @@ async def main() -> None:
 
 
 async def serve(pg: aiocoll.ProcessGroup, images: np.ndarray, labels: np.ndarray) -> None:
-    """Answer every message with the weights, until all workers have left."""
+    """Answer each worker's gradient with the updated weights, until all workers have left."""
     weights = np.zeros((images.shape[1], CLASSES))
     gradients, left = 0, 0
     async for worker, message in pg.incoming():
@@ -56,7 +56,7 @@ async def serve(pg: aiocoll.ProcessGroup, images: np.ndarray, labels: np.ndarray
 
 
 async def work(pg: aiocoll.ProcessGroup, images: np.ndarray, labels: np.ndarray) -> None:
-    """Send gradients of small batches, each computed with the last received weights."""
+    """Send gradients of small batches to the server, each computed with the last received weights."""
     await asyncio.sleep(PAUSE * (pg.rank() - 1))
     random = np.random.default_rng(pg.rank())
     weights = np.empty((images.shape[1], CLASSES))

@@ -26,7 +26,7 @@ PACE = 0.05  # seconds between two rounds: how old an answer may be
 
 
 class Counter:
-    """Counts that all ranks know, and new counts of this rank."""
+    """The total counts, which all ranks know, and this rank's new counts."""
 
     def __init__(self) -> None:
         self.total = np.zeros(BUCKETS, np.int64)
@@ -49,7 +49,7 @@ class Counter:
                 print(f"continues with another group: {error}", flush=True)
 
     async def agree(self) -> None:
-        """Adopt the latest counts: some ranks may have missed the last round, and a newcomer has missed all."""
+        """Adopt the latest total counts of any rank, because some ranks may have missed rounds."""
         *total, rounds = await self.pg.allreduce(np.append(self.total, self.rounds), aiocoll.ReduceOp.MAX)
         if rounds == self.rounds:  # the last round has failed on all ranks
             self.fresh += self.sent
@@ -57,7 +57,7 @@ class Counter:
         self.total, self.rounds = np.array(total), rounds
 
     async def add_up(self) -> bool:
-        """Count a round; return whether one of the ranks wants to stop."""
+        """Add up the new counts of all ranks in a round; return whether one of the ranks wants to stop."""
         self.sent, self.fresh = self.fresh, np.zeros(BUCKETS, np.int64)
         self.round = self.pg.allreduce(np.append(self.sent, self.stopping))
         *counts, stopping = await self.round

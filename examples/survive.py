@@ -13,7 +13,7 @@ import aiocoll
 
 
 async def main() -> None:
-    """Sum an array over the ranks that live."""
+    """Lose a rank, then sum an array over the remaining ranks."""
     async with aiocoll.new_group() as pg:
         if pg.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)

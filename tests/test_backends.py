@@ -47,12 +47,12 @@ def test_unknown_backend_name_is_refused(name: str) -> None:
 async def test_torch_backend_name_is_refused_with_a_remedy(name: str) -> None:
     assert getattr(Backend, name) == name.lower()
     assert name.lower() not in Backend.backend_list
-    with pytest.raises(ValueError, match=rf"backend='{name.lower()}' is not known; .* leave backend out: only torch"):
+    with pytest.raises(ValueError, match=rf"backend='{name.lower()}' is not known; .* leave out backend=: only torch"):
         await dist.init_process_group(getattr(Backend, name), store=HashStore(), rank=0, world_size=1)
 
 
 def test_torch_threaded_backend_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ValueError, match=r"backend='threaded' is not known; .* leave backend out: only torch has"):
+    with pytest.raises(ValueError, match=r"backend='threaded' is not known; .* leave out backend=: only torch has"):
         new_group("threaded", store=HashStore(), rank=0, world_size=1)
 
 

@@ -225,7 +225,7 @@ def test_call_in_a_forked_child_is_refused() -> None:
             try:
                 group.allreduce(1)
             except RuntimeError as error:
-                os._exit(7 if "forked from" in str(error) else 1)
+                os._exit(7 if "belongs to the parent process" in str(error) else 1)
             os._exit(2)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

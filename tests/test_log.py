@@ -63,9 +63,9 @@ def logged_times(repeats: RepeatLimiter, kind: object, times: range) -> dict[int
 def test_repeated_warning_is_logged_at_growing_intervals_with_a_count() -> None:
     assert logged_times(RepeatLimiter(), "line", range(2000)) == {
         0: "",
-        10: " (9 more since the last such warning)",
-        110: " (99 more since the last such warning)",
-        1110: " (999 more since the last such warning)",
+        10: " (9 repetitions were not logged)",
+        110: " (99 repetitions were not logged)",
+        1110: " (999 repetitions were not logged)",
     }
 
 

@@ -198,7 +198,7 @@ def test_module_has_the_layout_of_the_package() -> None:
 
 def test_free_threaded_interpreter_builds_nothing(hook: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
-    assert hook["obstacle"]() == "it is for CPython on Linux that is not free-threaded"
+    assert hook["obstacle"]() == "it requires CPython on Linux, and not a free-threaded build"
 
 
 def test_missing_headers_are_named(hook: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A check of the prose: first words of docstrings, retired words, long sentences of pages.
+"""A checker of docstrings, comments, messages and pages: first words, retired words, long sentences.
 
 `python tools/prose.py` prints `file:line: problem; remedy` for each finding, and exits with 1 if there are any.
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 __all__ = ["Finding", "Rules", "check_c", "check_file", "check_page", "check_python", "main"]
 
 ROOT = Path(__file__).parents[1]
-#: A string of at least this many words is a message. Shorter strings are names, keys and formats.
+#: A string of at least this many words counts as a message. Shorter strings are names, keys and formats.
 MESSAGE_WORDS = 4
 #: Code in prose: spans, and the names of arguments and attributes in the sections of docstrings.
 _CODE_SPAN = re.compile(r"(``?)[^`]+\1|^ +\w+:(?= )", re.MULTILINE)
@@ -32,7 +32,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z_*\[(])|\n\s*\n|\n *(?:[-*]|\d+
 
 
 class Finding(NamedTuple):
-    """A problem in a line of a file, with its remedy."""
+    """A problem in one line of a file, with its remedy."""
 
     line: int
     problem: str
@@ -55,7 +55,7 @@ class Rules:
         self._retired = re.compile("|".join(rf"\b({word})\b" for word in table["retired"]), re.IGNORECASE)
 
     def find_retired(self, line: int, text: str) -> Iterator[Finding]:
-        """Yield the retired words in a text that starts on `line`."""
+        """Yield a finding for each retired word in a text that starts on `line`."""
         prose = _CODE_SPAN.sub(_mask, text)
         for found in self._retired.finditer(prose):
             at = line + prose.count("\n", 0, found.start())
@@ -141,7 +141,7 @@ def _files() -> list[str]:
 
 
 def _mask(code: re.Match[str]) -> str:
-    """Return underscores in place of code, which make one word per line, and spaces in place of a block."""
+    """Return a replacement for matched code: underscores, one word per line, or spaces for a code block."""
     return re.sub(r"[^\n]", " " if "```" in code[0] else "_", code[0])
 
 

@@ -1,4 +1,4 @@
-"""Adapters of array libraries, each imported with the first array of its library; `aiocoll.shipped` lists them.
+"""Adapters of array libraries, imported with the first array of their library; `aiocoll.shipped` registers them.
 
 cuda_array     flat views of CUDA memory, and code that the adapters of CUDA arrays share
 cupy_arrays    CuPy arrays

@@ -13,7 +13,7 @@ from aiocoll.elements.dtypes import DType, from_numpy
 
 __all__ = ["KIND", "LABEL", "CudaArray", "cuda_dtype", "spare_buffer"]
 
-#: Name of the device kind, in programs and in error messages.
+#: Name of this kind of device, in programs and in error messages.
 KIND, LABEL = "cuda", "CUDA"
 
 
@@ -30,7 +30,7 @@ class CudaArray(DeviceArray):
 
 
 def cuda_dtype(dtype: np.dtype[Any], name: str) -> DType:
-    """Return the element type of the array argument `name` by its NumPy dtype.
+    """Return the element type for a NumPy dtype; `name` is the array argument's name in error messages.
 
     Raises:
         TypeError: elements of this dtype cannot be exchanged between devices.
@@ -45,7 +45,7 @@ def cuda_dtype(dtype: np.dtype[Any], name: str) -> DType:
 
 
 def spare_buffer(buffer: Buffer, ptr: int, fresh: Any, copy: Callable[[int], None]) -> Buffer:
-    """Return a buffer of new memory to use instead of `buffer`.
+    """Return a buffer in new device memory that replaces `buffer`; its content is copied back to the caller's array.
 
     Args:
         buffer: buffer of an array on a CUDA device.

@@ -16,13 +16,13 @@ __all__ = ["CUPY"]
 
 
 class _CupyArrays(ArrayAdapter):
-    """The adapter of CuPy. CuPy copies arrays that are not contiguous, on the caller's stream."""
+    """The adapter of CuPy. It lets CuPy copy non-contiguous arrays on the caller's stream."""
 
     library = "cupy"
     noun = "a CuPy array"
 
     def owns(self, kind: type) -> bool:
-        """Return whether `kind` is an array type."""
+        """Return whether the type `kind` is a CuPy array type."""
         return issubclass(kind, getattr(sys.modules.get("cupy"), "ndarray", ()))
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
@@ -49,12 +49,12 @@ class _CupyArrays(ArrayAdapter):
             return sys.modules["cupy"].empty(array.shape, array.dtype)
 
     def overwrite(self, array: Any, values: Any) -> None:
-        """Copy `values` to `array`, on the current stream."""
+        """Copy `values` into `array`, on the current CUDA stream."""
         with array.device:
             array[...] = values
 
     def spare(self, buffer: Buffer) -> Buffer:
-        """Return a buffer of new device memory to use instead of `buffer`."""
+        """Return a buffer in new device memory that replaces `buffer` during an operation; see `spare_buffer`."""
         fresh = self.empty_like(buffer.result)
         return spare_buffer(buffer, fresh.data.ptr, fresh, _copy_into(sys.modules["cupy"], buffer.result, fresh))
 
@@ -68,7 +68,7 @@ def _copy_into(cupy: Any, array: Any, dense: Any) -> Callable[[int], None]:
 
 
 class _ForeignStream:
-    """A stream of another library, which CuPy accesses by the CUDA stream protocol."""
+    """A wrapper of another library's CUDA stream, which CuPy accesses by the CUDA stream protocol."""
 
     def __init__(self, address: int) -> None:
         self._address = address

@@ -24,7 +24,7 @@ class _InterfaceArrays(ArrayAdapter):
     """The adapter of objects with ``__cuda_array_interface__``."""
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
-        """Return a flat view of an object."""
+        """Return a flat view of an object's CUDA memory."""
         flat: Any = _view_interface(array, name, writable)
         return Buffer(flat, flat.dtype, tuple(array.__cuda_array_interface__["shape"]), array)
 
@@ -35,7 +35,7 @@ class _DlpackArrays(ArrayAdapter):
     label = LABEL
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
-        """Return a flat view of an object, by CuPy or torch if the program has imported one of them."""
+        """Return a flat view of an object's CUDA memory, through CuPy or torch, whichever the program has imported."""
         library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
         if library is None:
             raise TypeError(
@@ -61,7 +61,7 @@ ROCM = _RocmArrays()
 
 
 def _view_interface(obj: Any, name: str, writable: bool) -> CudaArray:
-    """Return a view of an object of an unknown library with ``__cuda_array_interface__``, version 2 or 3.
+    """Return a flat view of an object of an unknown library, by its ``__cuda_array_interface__`` of version 2 or 3.
 
     Raises:
         TypeError: it is masked, not contiguous, or its dtype cannot be exchanged.
@@ -77,7 +77,7 @@ def _view_interface(obj: Any, name: str, writable: bool) -> CudaArray:
         raise TypeError(f"{name}: its __cuda_array_interface__ has version {version}, it must be 2 or later")
     if stream == 0:
         raise TypeError(f"{name}: its __cuda_array_interface__ names stream 0, which the protocol forbids")
-    dtype = _named(obj, found) or cuda_dtype(found, name)
+    dtype = _dtype_by_name(obj, found) or cuda_dtype(found, name)
     if about.get("mask") is not None:
         raise TypeError(f"{name} is a masked array; pass its data alone")
     if writable and (read_only or _is_immutable(obj)):
@@ -90,7 +90,7 @@ def _view_interface(obj: Any, name: str, writable: bool) -> CudaArray:
 
 
 def _view_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) -> Any:
-    """Return an array of CuPy or torch on the memory that `obj` exports by DLPack. These arrays have a stream.
+    """Return a CuPy or torch array, which has a stream, on the memory that `obj` exports by DLPack.
 
     Raises:
         TypeError: the library cannot import `obj`.
@@ -104,8 +104,8 @@ def _view_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool
         raise TypeError(f"{name}: this {type(obj).__name__} cannot be imported by DLPack: {exc}") from exc
 
 
-def _named(obj: Any, found: np.dtype[Any]) -> DType | None:
-    """Return the element type of bfloat16 and float8 arrays, by name: an array interface contains only their width."""
+def _dtype_by_name(obj: Any, found: np.dtype[Any]) -> DType | None:
+    """Return the element type of a bfloat16 or float8 array by its name, as `found` has only the width; else None."""
     name = getattr(getattr(obj, "dtype", None), "name", None)
     if found.kind == "V" and isinstance(name, str):
         with suppress(TypeError):
@@ -120,7 +120,7 @@ def _is_immutable(obj: Any) -> bool:
 
 
 def _device_of(obj: Any) -> int:
-    """Return the device number of an object, or `UNKNOWN`."""
+    """Return the number of the CUDA device of an object; `UNKNOWN` if it does not report one."""
     ask = getattr(obj, "__dlpack_device__", None)
     if ask is None:
         return UNKNOWN
@@ -129,7 +129,7 @@ def _device_of(obj: Any) -> int:
 
 
 def _is_contiguous(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements are in C order without gaps, whatever the strides of dimensions with one element."""
+    """Return whether elements are in C order without gaps; strides of dimensions of length 1 do not matter."""
     step = itemsize
     for stride, length in zip(reversed(strides), reversed(shape), strict=True):
         if length > 1 and stride != step:

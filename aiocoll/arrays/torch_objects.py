@@ -22,7 +22,7 @@ _NAMES = frozenset(
 
 
 def pack(torch: Any, tensor: Any) -> tuple[str, list[int], int]:
-    """Return dtype, shape and number of bytes of a tensor.
+    """Return the dtype, shape and number of bytes of a tensor to send inside an object.
 
     Raises:
         RefusedError: the receiver would get a different tensor.
@@ -32,7 +32,7 @@ def pack(torch: Any, tensor: Any) -> tuple[str, list[int], int]:
         raise RefusedError(f"{kind.__module__}.{kind.__qualname__} would arrive as a torch.Tensor: send x.detach()")
     if not tensor.is_cpu or tensor.layout is not torch.strided or dtype not in _NAMES:
         raise RefusedError(
-            f"a torch tensor of {dtype}, {tensor.layout} on {tensor.device}: send a dense one on the CPU"
+            f"a torch tensor of {dtype}, {tensor.layout} on {tensor.device}: send a dense tensor on the CPU"
         )
     return dtype, list(tensor.shape), tensor.numel() * tensor.element_size()
 
@@ -45,7 +45,7 @@ def content(torch: Any, tensor: Any) -> memoryview:
 
 
 def unpack(torch: Any, dtype: str, shape: list[Any], data: bytes) -> Any:
-    """Return a new tensor made from received arguments. `torch` is None if the program has not imported it.
+    """Return a new tensor with a received dtype, shape and content; `torch` is None if the program has not imported it.
 
     Raises:
         SerializationError: the arguments do not describe a tensor, or `torch` is None.

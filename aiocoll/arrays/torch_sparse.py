@@ -26,7 +26,7 @@ Array = NDArray[Any]
 
 
 def describe(torch: Any, tensor: Any, name: str) -> SparseArray:
-    """Return the description of a sparse tensor, in constant time.
+    """Return a `SparseArray` that describes a sparse tensor, in constant time.
 
     Raises:
         TypeError: its layout or dtype is not supported.
@@ -51,7 +51,7 @@ def _describe_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
     if tensor.layout is not torch.sparse_coo:
         raise TypeError(f"{name} is a torch tensor of layout {tensor.layout}; pass {name}.to_sparse()")
     shape, sparse_dim = tuple(tensor.shape), tensor.sparse_dim()
-    # Private accessors, because the public ones raise for a tensor that is not coalesced.
+    # Use private accessors, because the public ones raise for a tensor that is not coalesced.
     indices, values = tensor._indices(), tensor._values()
     flat = view(values, name=name, writable=False)
     grid, dense = shape[:sparse_dim], shape[sparse_dim:]

@@ -20,13 +20,13 @@ __all__ = ["TORCH", "cuda_view"]
 
 
 class _TorchTensors(ArrayAdapter):
-    """The adapter of torch. Autograd does not record operations."""
+    """The adapter of torch. Autograd does not record aiocoll's operations."""
 
     library = "torch"
     noun = "a torch tensor"
 
     def owns(self, kind: type) -> bool:
-        """Return whether `kind` is a tensor type."""
+        """Return whether the type `kind` is a torch tensor type."""
         return issubclass(kind, getattr(sys.modules.get("torch"), "Tensor", ()))
 
     def view(self, tensor: Any, name: str, writable: bool) -> Buffer:
@@ -36,7 +36,7 @@ class _TorchTensors(ArrayAdapter):
             return _view_elsewhere(torch, tensor, name, writable)
         dtype, carrier = _checked_dtype(tensor, name)
         try:
-            # Each of these steps takes 0.5 µs, and few tensors need one.
+            # Each of these conversions takes 0.5 µs, and few tensors need one.
             plain = tensor.detach() if tensor.requires_grad else tensor
             resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
             resolved = resolved.contiguous()
@@ -64,23 +64,23 @@ class _TorchTensors(ArrayAdapter):
         return sys.modules["torch"].empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def overwrite(self, tensor: Any, values: Any) -> None:
-        """Copy `values` to `tensor`, on the current stream."""
+        """Copy `values` into `tensor`, on the current CUDA stream."""
         tensor.detach().copy_(values)
 
     def spare(self, buffer: Buffer) -> Buffer:
-        """Return a buffer of new device memory to use instead of `buffer`."""
+        """Return a buffer in new device memory that replaces `buffer` during an operation; see `spare_buffer`."""
         tensor = buffer.result
         fresh = self.empty_like(tensor)
         copy = _copy_into(sys.modules["torch"], tensor.detach(), fresh)
         return spare_buffer(buffer, fresh.data_ptr(), fresh, copy)
 
     def is_sparse(self, tensor: Any) -> bool:
-        """Return whether a tensor is sparse, in any format, and on the CPU."""
+        """Return whether a tensor is on the CPU and has a sparse layout."""
         torch: Any = sys.modules["torch"]
         return bool(tensor.is_cpu) and tensor.layout is not torch.strided and "sparse" in str(tensor.layout)
 
     def sparse_array(self, tensor: Any, name: str) -> SparseArray:
-        """Return the description of a sparse tensor, in constant time."""
+        """Return a `SparseArray` that describes a sparse tensor, in constant time."""
         with loading("sparse arrays"):
             from aiocoll.arrays.torch_sparse import describe  # imported here: few programs need it
 
@@ -94,7 +94,7 @@ class _TorchTensors(ArrayAdapter):
         return fresh_like(sys.modules["torch"], tensor, sparse_dim, shape)
 
     def pack(self, tensor: Any) -> tuple[str, list[int], int] | None:
-        """Return dtype, shape and number of bytes of a tensor inside a sent object."""
+        """Return the dtype, shape and number of bytes of a tensor to send inside an object."""
         with loading("objects with tensors"):
             from aiocoll.arrays.torch_objects import pack  # imported here: it imports the codec
 
@@ -107,7 +107,7 @@ class _TorchTensors(ArrayAdapter):
         return content(sys.modules["torch"], tensor)
 
     def unpack(self, dtype: str, shape: list[Any], data: bytes) -> Any:
-        """Return a new tensor made from received arguments."""
+        """Return a new tensor with a received dtype, shape and content."""
         with loading("objects with tensors"):
             from aiocoll.arrays.torch_objects import unpack
 
@@ -118,7 +118,7 @@ TORCH = _TorchTensors()
 
 
 def _view_elsewhere(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
-    """Return a view of a tensor that is sparse or not on the CPU."""
+    """Return a flat view of a CUDA tensor; raise TypeError for a sparse tensor, or a tensor on another device."""
     device = tensor.device.type
     if device != KIND:
         raise _dense_tensor_error(tensor, name, f"{tensor.layout} on {device}")
@@ -130,7 +130,7 @@ def _view_elsewhere(torch: Any, tensor: Any, name: str, writable: bool) -> Buffe
 
 
 def cuda_view(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) -> CudaArray:
-    """Return a view of a tensor on a CUDA device with element type `dtype`.
+    """Return a flat view of a CUDA tensor whose element type is `dtype`.
 
     Raises:
         TypeError: the tensor is sparse.
@@ -170,7 +170,7 @@ def _no_memory_error(tensor: Any, name: str, error: RuntimeError) -> TypeError:
 
 
 def _dense_tensor_error(tensor: Any, name: str, found: str) -> TypeError:
-    found = "a nested one; pass its parts" if tensor.is_nested else found
+    found = "a nested tensor; pass its component tensors" if tensor.is_nested else found
     return TypeError(f"{name} must be a dense tensor on the CPU or on CUDA, not {found}")
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of the subcommands: their parser, the format of their help, and types of arguments."""
+"""Command-line parsing for all subcommands: the parser, the format of help texts, and argument types."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = [
     "seconds",
 ]
 
-#: Exit codes of all subcommands.
+#: Exit codes that all subcommands share, with their default meanings.
 _COMMON = {1: "output could not be written", 2: "the command line is wrong", 130: "interrupted by Ctrl-C"}
-#: Width of the column for exit codes.
+#: Width of the column of exit codes in help texts.
 _WIDTH = 7
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of one command, whose errors name the command, the wrong argument, and where to read more."""
+    """A parser of one subcommand, whose errors name the subcommand, the wrong argument, and the option --help."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
-        """Parse the arguments of this command; an unknown one is an error of this command, not of `aiocoll`."""
+        """Parse the arguments; report an unknown one as an error of this subcommand, not of `aiocoll`."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}")
@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """A formatter that keeps line breaks; the text before a tab is a column."""
+    """A help formatter that keeps line breaks, and puts the text before a tab into a column of its own."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(_wrapped(line, width, indent) for line in text.splitlines())
@@ -83,7 +83,7 @@ def describe_command(
 
 
 def integer(text: str) -> int:
-    """Return a whole number.
+    """Parse a command-line argument that is a whole number.
 
     Raises:
         argparse.ArgumentTypeError: the text is not such a number.
@@ -95,7 +95,7 @@ def integer(text: str) -> int:
 
 
 def natural_number(text: str) -> int:
-    """Return a whole number of at least 0.
+    """Parse a command-line argument that is a whole number of at least 0.
 
     Raises:
         argparse.ArgumentTypeError: the text is not such a number.
@@ -107,7 +107,7 @@ def natural_number(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1.
+    """Parse a command-line argument that is a whole number of at least 1.
 
     Raises:
         argparse.ArgumentTypeError: the text is not such a number.
@@ -119,7 +119,7 @@ def positive(text: str) -> int:
 
 
 def positives(text: str) -> tuple[int, ...]:
-    """Return whole numbers of at least 1 that are separated by commas.
+    """Parse a command-line argument that lists whole numbers of at least 1, separated by commas.
 
     Raises:
         argparse.ArgumentTypeError: a part of the text is not such a number.
@@ -131,7 +131,7 @@ def positives(text: str) -> tuple[int, ...]:
 
 
 def seconds(text: str) -> float:
-    """Return a finite number of seconds of at least 0.
+    """Parse a command-line argument that is a finite number of seconds, at least 0.
 
     Raises:
         argparse.ArgumentTypeError: the text is not such a number.

@@ -1,4 +1,4 @@
-"""`aiocoll bench`: times of the collectives on this machine, in a table like the one that nccl-tests prints.
+"""`aiocoll bench`: measurement of collectives on this machine, with a table in the format of nccl-tests.
 
 All ranks are processes of this host, on uvloop. The comparison with other libraries is in the folder bench/ of the
 repository, not in the package.
@@ -33,9 +33,9 @@ __all__ = ["configure", "size"]
 #: Ratio of consecutive sizes. With 4, the table of all sizes fits on a screen.
 FACTOR = 4
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-#: Half a second per size is enough for the p99 of short calls. Calls of 256 MiB take long, so 5 iterations must do.
+#: Effort per size. Half a second suffices for the p99 of short calls; long calls, of 256 MiB, get 5 iterations.
 EFFORT = Effort(seconds=0.5, least=5, most=2000)
-#: Timeouts of a sweep in seconds: for the rendezvous, and per case. The slowest case takes a tenth of this.
+#: Timeouts in seconds: for the rendezvous, and per case. The slowest case takes a tenth of that.
 START, EACH = 60.0, 60.0
 
 
@@ -68,9 +68,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"{AUTO}, {', '.join(transports.names())}, or the name of a plugin (default: {AUTO})",
     )
-    parser.add_argument("--op", choices=OPS, default="sum", help="how it reduces (default: sum)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the elements (default: float32)")
-    parser.add_argument("--csv", metavar="FILE", help="write the table there too")
+    parser.add_argument("--op", choices=OPS, default="sum", help="the reduction (default: sum)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the elements (default: float32)")
+    parser.add_argument("--csv", metavar="FILE", help="also write the table to this file")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object with all figures, the machine and the versions"
     )
@@ -89,7 +89,7 @@ def size(text: str) -> int:
     with suppress(ValueError):
         if unit in UNITS and (value := parse_int(number)) > 0:
             return value * UNITS[unit]
-    raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number of bytes, or such as 64K, 1M, 2G")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number of bytes, such as 4096, 64K or 2G")
 
 
 def _transport(text: str) -> str:
@@ -154,7 +154,7 @@ def _comment(text: str) -> str:
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
-    """Return the cases to measure.
+    """Return the benchmark cases that the arguments request.
 
     Raises:
         ValueError: the arguments contradict each other; the message names the one to change.

@@ -1,4 +1,4 @@
-"""The results of `aiocoll bench` for programs: a CSV file, or one JSON object.
+"""Machine-readable results of `aiocoll bench`: a CSV file, or one JSON object.
 
 The object has the fields below. Later versions of aiocoll may add fields:
 
@@ -99,7 +99,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def try_csv(path: str) -> None:
-    """Check that `path` can be written, before the measurement starts.
+    """Check before the measurement that the CSV file `path` can be written.
 
     Raises:
         ValueError: the file cannot be written.

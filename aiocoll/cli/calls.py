@@ -1,4 +1,4 @@
-"""aiocoll calls for the workloads of a benchmark."""
+"""The aiocoll call for each benchmark workload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["call_of", "combine_of"]
 
 
 def call_of(pg: ProcessGroup, load: Workload) -> Callable[[], Work[Any]]:
-    """Return a function that starts the call of `load`."""
+    """Return a function that starts the collective of a workload on its arrays."""
     op = getattr(ReduceOp, load.case.op.upper())
     # The kind of collective determines which of the three arrays exist. The others are None.
     arrays: tuple[Any, Any, Any] = load.inplace, load.inputs, load.outputs
@@ -44,7 +44,7 @@ def call_of(pg: ProcessGroup, load: Workload) -> Callable[[], Work[Any]]:
 
 
 def combine_of(pg: ProcessGroup) -> Combine:
-    """Return a function that reduces measured values over the ranks of `pg`."""
+    """Return a function that reduces measured values over the ranks of `pg`, in place."""
 
     async def combine(values: npt.NDArray[np.float64], how: Literal["sum", "max"]) -> None:
         await pg.allreduce(values, ReduceOp.SUM if how == "sum" else ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Checks of this host by actual use: versions, cores, limits, shared memory, sockets, addresses."""
+"""Checks of this host that use its features: versions, cores, limits, shared memory, sockets, addresses."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ __all__ = ["CheckResult", "check_load", "look"]
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
-#: Distributions. Their versions come from the metadata, because importing some of them takes seconds.
+#: Distributions whose versions are shown, from their metadata, because importing some of them takes seconds.
 _NEEDED = ("numpy", "msgpack", "uvloop")
 _USED_IF_THERE = ("ml_dtypes", "torch", "cupy", "cupy-cuda12x", "cupy-cuda13x")
-#: Descriptors per peer (control link, data link, and eventfd or heartbeat), and descriptors of the program itself.
+#: File descriptors per peer (control link, data link, and eventfd or heartbeat), and of the program itself.
 _FILES_PER_PEER = 3
 _FILES_OF_PROGRAM = 64
-#: The usual limit of open files. A lower limit was set on purpose.
+#: The usual soft limit of open files. If the limit is lower, someone has lowered it.
 _USUAL_FILES = 1024
 #: The default size of /dev/shm in containers, in bytes.
 _USUAL_SHM = 64 << 20
 _DAY = 86400
-#: Days. A certificate that expires sooner may expire during a job.
+#: Days of validity below which a certificate may expire during a job.
 _SOON = 2
 #: Smallest memory limit of a cgroup that means "no limit", in bytes.
 _NO_LIMIT = 1 << 60
@@ -75,7 +75,7 @@ class CheckResult:
 
 
 def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
-    """Yield the results of all checks for `ranks` ranks, without heavy imports and lasting effects.
+    """Yield the results of all checks of this host for `ranks` ranks, without heavy imports and lasting effects.
 
     Args:
         ranks: number of ranks on this host.
@@ -95,7 +95,7 @@ def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
 
 
 def check_load(load: MachineLoad) -> Iterator[CheckResult]:
-    """Yield the load of this machine, with a warning where timings could not be trusted."""
+    """Yield check results for the CPU load of this machine, with a warning if timings cannot be trusted."""
     advice = ""
     if load.total is None:
         advice = "timings cannot be checked for load: make /proc/stat and /proc/<pid>/stat readable"
@@ -123,7 +123,7 @@ def _versions() -> Iterator[CheckResult]:
 
 def _host(ranks: int) -> Iterator[CheckResult]:
     linux = sys.platform.startswith("linux")
-    advice = "" if linux else "speed is promised on Linux only; on this system ranks use sockets"
+    advice = "" if linux else "the promised speeds hold on Linux only; on this system, ranks use sockets"
     yield CheckResult("host", "platform", platform.platform(), advice)
     cores = len(usable_cores())
     advice = (
@@ -139,34 +139,40 @@ def _host(ranks: int) -> Iterator[CheckResult]:
 
 
 def _started_by(env: Mapping[str, str]) -> CheckResult:
-    """Return which launcher started this process, and what `env://` derives from its variables."""
+    """Check which launcher started this process, and what the init method `env://` reads from its variables."""
     topic, name = "launcher", "started by"
     launcher = recognise(env)
     if launcher is None:
         looked = ", ".join(f"{each.name} ({' or '.join(each.marks)})" for each in LAUNCHERS)
-        return CheckResult(topic, name, "nothing that env:// recognises", f"recognised are, in this order: {looked}")
+        return CheckResult(topic, name, "nothing that env:// recognises", f"it recognises, in this order: {looked}")
     value = f"{launcher.name} ({launcher.mark(env)})"
     try:
         where = find_parameters(None, None, None, None, env, "")
-        here = local_numbers(env)
+        local = local_numbers(env)
     except (ValueError, AiocollError) as error:
         return CheckResult(topic, name, value, str(error), fine=launcher is EXPLICIT)  # doctor itself is no rank
-    value += f": rank {'that is free' if where.rank is None else where.rank} of {where.world_size}"
-    if None not in here:
-        value += f", {here[0]} of {here[1]} on this host"
+    value += f": {'a free rank' if where.rank is None else f'rank {where.rank}'} of {where.world_size}"
+    if None not in local:
+        value += f", {local[0]} of {local[1]} on this host"
     place = "where rank 0 reports it to the launcher" if where.ask else where.url.partition("://")[2]
     value += f"; the store is {'' if where.ask else 'at '}{place}"
     keys = [key for key in ("AIOCOLL_JOB_KEY_FILE", "AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FD") if key in env]
-    value += f"; the job key comes from {keys[0] if keys else 'the launcher' if where.ask else 'nowhere'}"
+    value += (
+        f"; the job key comes from {keys[0] if keys else 'the launcher'}"
+        if keys or where.ask
+        else "; no job key is set"
+    )
     needed = where.several_hosts and not keys
-    advice = "ranks on several hosts need one: set AIOCOLL_JOB_KEY_FILE to the path of a file that only you can read"
+    advice = (
+        "ranks on several hosts need a job key: set AIOCOLL_JOB_KEY_FILE to the path of a file that only you can read"
+    )
     return CheckResult(topic, name, value, advice if needed else "", fine=not needed)
 
 
 def _limits() -> Iterator[CheckResult]:
     try:
         import resource
-    except ImportError:  # on Windows, which has none of these limits
+    except ImportError:  # Windows has none of these limits
         return
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -184,7 +190,7 @@ def _limits() -> Iterator[CheckResult]:
         )
         value = f"{_size(free)} free of {_size(shm.f_blocks * shm.f_frsize)}"
         yield CheckResult("limits", str(_SHM), value, advice, fine=not advice)
-    # First cgroup version 2, with the paths on a host and inside a container. Then version 1.
+    # Paths of the memory limit: cgroup version 2 on a host, version 2 inside a container, version 1.
     group = next((line[3:].lstrip("/") for line in _read(_PROC / "self/cgroup").splitlines() if line[:3] == "0::"), "")
     for path in (_CGROUP / group / "memory.max", _CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes"):
         if limit := _read(path):
@@ -200,7 +206,7 @@ def _limits() -> Iterator[CheckResult]:
 
 
 def _try(name: str, use: Callable[[], str], otherwise: str) -> CheckResult:
-    """Try a feature of the system; `otherwise` describes how ranks work without it."""
+    """Check a system feature by calling `use`; `otherwise` describes how ranks work without the feature."""
     try:
         return CheckResult("means", name, use())
     except (OSError, AttributeError) as error:
@@ -241,7 +247,7 @@ def _single_copy() -> CheckResult:
 
 
 def _accelerator(env: Mapping[str, str]) -> CheckResult:
-    """Check whether this installation and `env` let the accelerator in C carry out small collectives."""
+    """Check whether the accelerator in C can carry out small collectives with this installation and environment."""
     reason, remedy = "", ""
     if core is None:
         reason, remedy = "the accelerator does not run", "docs/native.md describes how to install it"
@@ -250,7 +256,7 @@ def _accelerator(env: Mapping[str, str]) -> CheckResult:
     ):
         reason, remedy = f"AIOCOLL_TRANSPORT={name}", "the accelerator needs shared memory"
     elif env.get("AIOCOLL_DEBUG") == "detail":
-        reason, remedy = "AIOCOLL_DEBUG=detail", "it compares all calls"
+        reason, remedy = "AIOCOLL_DEBUG=detail", "this debug level compares all calls"
     value = f"in Python: {reason}" if reason else "in C where the call allows it (docs/native.md)"
     return CheckResult("means", "small collectives", value, f"slower than in C; {remedy}" if reason else "")
 
@@ -287,7 +293,7 @@ def _addresses(master: str | None) -> Iterator[CheckResult]:
     except (ValueError, AiocollError) as error:
         yield CheckResult("network", "address for peers", "none", str(error), fine=False)
     else:
-        why = f"the way to MASTER_ADDR={master}" if master else "MASTER_ADDR is not set, so for ranks of this host"
+        why = f"the route to MASTER_ADDR={master}" if master else "MASTER_ADDR is not set, so for ranks of this host"
         why = f"bind={options.bind}" if options.bind else f"interface={options.interface}" if options.interface else why
         yield CheckResult("network", "address for peers", f"{chosen} ({why})")
         if options.port_range is not None:
@@ -302,18 +308,18 @@ def _addresses(master: str | None) -> Iterator[CheckResult]:
 def _encryption(options: GroupOptions) -> CheckResult:
     name = "between hosts"
     if options.encryption == "none":
-        return CheckResult("network", name, "nothing is encrypted", "on a network that you trust")
+        return CheckResult("network", name, "nothing is encrypted", "use this only on a network that you trust")
     if (files := tls_files(options.tls_ca, options.tls_certificate, options.tls_key)) is not None:
         return _certificate(name, files, options.job_id)
     try:
         return CheckResult("network", name, f"TLS 1.3 (cryptography {version('cryptography')})")
     except PackageNotFoundError:
-        advice = "ranks on several hosts need it, or encryption='none' on all: pip install aiocoll[tls]"
+        advice = "ranks on several hosts need it: pip install aiocoll[tls], or set encryption='none' on every rank"
         return CheckResult("network", name, "cryptography is not installed", advice)
 
 
 def _certificate(name: str, files: TlsFiles, job: str | None) -> CheckResult:
-    """Check the certificate from the user's CA: its names and its remaining days."""
+    """Check the names and the remaining days of the certificate that the user's CA has signed."""
     try:
         own = read(files).own
     except ValueError as error:
@@ -322,7 +328,7 @@ def _certificate(name: str, files: TlsFiles, job: str | None) -> CheckResult:
     days = (own.ends - clock()) / _DAY
     value = f"TLS 1.3, certificate {own.path} for {format_names(own.names)}, valid for {days:.1f} days more"
     if job is not None and not any(each.startswith(part_name(job)) for each in own.names):
-        advice = f"no name in it belongs to this job: expected {part_name(job)}... (AIOCOLL_JOB_ID)"
+        advice = f"the certificate has no name for this job: expected {part_name(job)}... (AIOCOLL_JOB_ID)"
         return CheckResult("network", name, value, advice, fine=False)
     advice = "a group keeps its certificate: renew it before a long job" if days < _SOON else ""
     return CheckResult("network", name, value, advice)
@@ -339,7 +345,7 @@ def _ports(host: str, first: int, last: int) -> CheckResult:
 
 
 def _size(nbytes: float) -> str:
-    """Return a number of bytes as text; a negative number means that there is no limit."""
+    """Return a number of bytes as text; a negative number means no limit."""
     if nbytes < 0:
         return "no limit"
     for unit in ("B", "KiB", "MiB"):

@@ -1,4 +1,4 @@
-"""Analysis of a group's dumps: different calls, missing ranks, late ranks."""
+"""Analysis of a group's flight recorder dumps: different calls, missing ranks, late ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from aiocoll.engine.operations.differences import called, find_mismatch, mismatc
 
 __all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "lateness", "report"]
 
-#: Largest number of pending operations that a report names, and of failed ones.
+#: Maximum number of pending operations, and of failed operations, that a report lists.
 NAMED = 8
-#: Average lateness in seconds from which the verdict names the rank.
+#: Average delay in seconds from which the verdict names the late rank.
 LATE = 1e-3
 #: Operations with their arguments, as in "RECV(shape=[], dtype=object)".
 _ARGUMENTS = re.compile(r"\b([A-Z][A-Z_]+)\([^()]*\)")
@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Lateness:
-    """The rank that was last on average, in the collectives that all ranks with a dump entered.
+    """The rank that entered collectives last on average, among those that all ranks with a dump entered.
 
     Attributes:
         rank: that rank.
@@ -96,7 +96,7 @@ def divergence(group: GroupDumps) -> Divergence | None:
 
 
 def _find_difference(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
-    """Yield the difference between the calls and the missing ranks, if there is a difference or a missing rank."""
+    """Yield a text about different calls, and the missing ranks, if the ranks diverge at `call`; else yield nothing."""
     difference = _find_different_calls(group, call)
     missing = tuple(rank for rank in group.ranks if rank not in call.entries and _is_missing(group, call, rank))
     if difference is not None or missing:
@@ -104,7 +104,7 @@ def _find_difference(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str 
 
 
 def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
-    # Calls of debug="detail" are compared by the same rules as all others.
+    # Ignore that a call was recorded with debug="detail", so that all calls are compared by the same rules.
     calls = [{**entry, "debug": None} for _, entry in sorted(call.entries.items())]
     for index, each in enumerate(calls[1:], 1):
         other = find_mismatch(each, calls[:index])
@@ -114,14 +114,14 @@ def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
 
 
 def _is_missing(group: GroupDumps, call: MergedCall, rank: int) -> bool:
-    """Return whether a rank has not entered `call`. If it has, the recorder has overwritten the entry since."""
+    """Return whether a rank has not entered `call`. Without an entry in its dump, the entry may also be overwritten."""
     dump = group.dumps[rank]
     if call.key is None:
         entered = call.seq <= dump["entered"]
     else:
         counts = dump["keys"]
-        # A dump has counts of the latest keys only. A key that it lacks may be an older one, used before. Only a first
-        # use is certainly missing then.
+        # A dump has counts of the latest keys only, so the count of an older key is unknown. Then only the first call
+        # with a key is certainly missing.
         unknown = call.key not in counts and call.seq > 1 and len(counts) == KEYS
         entered = unknown or call.seq <= counts.get(call.key, 0)
     if entered:
@@ -130,7 +130,7 @@ def _is_missing(group: GroupDumps, call: MergedCall, rank: int) -> bool:
 
 
 def lateness(group: GroupDumps) -> Lateness | None:
-    """Return the rank that came last on average; None if there is nothing to compare."""
+    """Return the rank that entered collectives last on average; None if no collective can be compared."""
     shared = [call for call in group.calls if len(call.entered) == len(group.ranks)]
     if len(group.ranks) < 2 or not shared:
         return None
@@ -144,7 +144,7 @@ def lateness(group: GroupDumps) -> Lateness | None:
 
 
 def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None) -> Finding:
-    """Return the verdict: the rank at fault, its place in the program, and how long the others waited for it.
+    """Return the verdict on a group: the rank at fault, its line in the program, and how long others waited for it.
 
     Args:
         group: the dumps.
@@ -164,7 +164,7 @@ def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None)
     if cause is not None:
         return _diagnose_cause(group, cause, call)
     if group.silent:
-        return Finding(f"no failure recorded, but {_ranks(group.silent)} gave no dump", tuple(group.silent), "no dump")
+        return Finding(f"no failure recorded, but {_ranks(group.silent)} wrote no dump", tuple(group.silent), "no dump")
     if late is None or late.seconds < LATE:
         return Finding("no failure: no collective diverged")
     return Finding(
@@ -215,14 +215,14 @@ def _diagnose_absence(group: GroupDumps, ranks: tuple[int, ...], call: MergedCal
 
 
 def _ranks_at_fault(group: GroupDumps, cause: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ranks that the cause names."""
+    """Return the ranks that the cause of the group's failure names."""
     ranks = cause.get("ranks")
     known = ranks if isinstance(ranks, list) else []
     return tuple(rank for rank in known if isinstance(rank, int) and 0 <= rank < group.world_size)
 
 
 def _last_unfinished(group: GroupDumps) -> MergedCall | None:
-    """Return the last collective that has failed, or is pending, on a rank."""
+    """Return the last collective that failed or is pending on some rank; None if there is none."""
     for call in reversed(group.calls):
         if any(entry["state"] != "finished" for entry in call.entries.values()):
             return call
@@ -230,7 +230,7 @@ def _last_unfinished(group: GroupDumps) -> MergedCall | None:
 
 
 def _waited(group: GroupDumps, call: MergedCall, with_call: bool = False) -> str:
-    """Return the text about the longest wait of the ranks that have not finished `call`; "" if there are none."""
+    """Return a text about the longest wait of the ranks that have not finished `call`; "" without such ranks."""
     times = {
         rank: (group.dumped(rank) if entry["finished"] is None else entry["finished"] + group.shifts[rank])
         - call.entered[rank]
@@ -246,7 +246,7 @@ def _waited(group: GroupDumps, call: MergedCall, with_call: bool = False) -> str
 
 
 def _position(group: GroupDumps, rank: int) -> str:
-    """Return the position of a rank in its program: from its own dump, else from the records of its peers."""
+    """Return a text about where a rank is in its program, from its own dump, else from the records of its peers."""
     if rank in group.dumps:
         blocked = group.dumps[rank].get("blocked")
         if blocked:
@@ -264,7 +264,7 @@ def _position(group: GroupDumps, rank: int) -> str:
 
 
 def _cause_of_rank(group: GroupDumps, rank: int) -> str:
-    """Return the text about `rank` in the cause of the failure, which ranks with a dump recorded; "" if none."""
+    """Return the text about `rank` in the recorded cause of the group's failure; "" if the cause has none."""
     text = "" if group.cause is None else str(group.cause.get("text"))
     _, found, rest = text.partition(f"rank {rank} (")
     depth = 1
@@ -276,7 +276,7 @@ def _cause_of_rank(group: GroupDumps, rank: int) -> str:
 
 
 def _without_arguments(text: str) -> str:
-    """Return a message without the arguments of calls."""
+    """Remove the arguments of calls, such as ``(shape=[])``, from a message."""
     return _ARGUMENTS.sub(r"\1", text)
 
 
@@ -285,7 +285,7 @@ def _first_call_text(call: MergedCall) -> str:
 
 
 def _line(entry: Entry) -> str:
-    """Return the line of a call, with the file's name only."""
+    """Return the file and line of a call, without the file's directory."""
     return os.path.basename(str(entry["site"]))
 
 
@@ -293,13 +293,13 @@ def _line(entry: Entry) -> str:
 
 
 def report(group: GroupDumps) -> tuple[list[str], bool]:
-    """Return the lines of a group's report, and whether no problem was found."""
+    """Return the lines of a group's report, and True if no problem was found."""
     found, late = divergence(group), lateness(group)
     ranks = f"{group.world_size} rank{'s' * (group.world_size != 1)}"
     lines = [f"group {group.name!r}: {ranks}, {len(group.calls)} collectives remembered"]
     lines.append(f"  verdict: {diagnose(group, found, late).text}")
     if group.silent:
-        lines.append(f"  no dump of {_ranks(group.silent)}: killed, blocked, or not given here")
+        lines.append(f"  no dump of {_ranks(group.silent)}: killed, blocked, or its dump was not passed")
     seen = {rank: _cause_of_rank(group, rank) for rank in group.silent}
     lines += [f"    rank {rank}, as its peers recorded it: {text}" for rank, text in seen.items() if text]
     cause = group.cause
@@ -329,7 +329,7 @@ def _describe_divergence(group: GroupDumps, found: Divergence) -> list[str]:
 
 
 def _group_calls(call: MergedCall) -> list[tuple[Entry, list[int]]]:
-    """Return the calls of the ranks, grouped by their text."""
+    """Return the distinct calls that ranks made in a collective, each with its ranks."""
     found: dict[tuple[str, str], tuple[Entry, list[int]]] = {}
     for rank, entry in sorted(call.entries.items()):
         found.setdefault((called(entry), _site(entry)), (entry, []))[1].append(rank)
@@ -337,7 +337,7 @@ def _group_calls(call: MergedCall) -> list[tuple[Entry, list[int]]]:
 
 
 def _describe_last_call(group: GroupDumps, rank: int) -> str:
-    """Return the last collective of a rank, and the message that it waits for, which may be the reason."""
+    """Return a text about the last collective of a rank, and about a message for which the rank waits."""
     collectives = group.entries(rank, "collective")
     text = "in no collective yet"
     if collectives:
@@ -352,7 +352,7 @@ def _describe_last_call(group: GroupDumps, rank: int) -> str:
 
 
 def _unfinished(group: GroupDumps) -> list[str]:
-    """Return lines about pending and failed operations, the oldest first."""
+    """Return report lines about pending and failed operations, the oldest first."""
     lines = []
     for state in ("pending", "failed"):
         found: dict[tuple[str, str], list[int]] = {}

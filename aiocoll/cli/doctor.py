@@ -1,4 +1,4 @@
-"""`aiocoll doctor`: checks of this host, a test group of ranks, and test connections to other hosts."""
+"""`aiocoll doctor`: checks of this host, a test group on it, and test connections between hosts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from aiocoll.transport.registry import SHM, find_transport
 
 __all__ = ["configure"]
 
-#: Seconds in which the ranks must start, meet and end.
+#: Timeout in seconds for the ranks to start, meet and end.
 _MAX_WAIT = 60.0
-#: Largest number of pairs of ranks that a line names.
+#: Maximum number of rank pairs in one line of the output.
 _NAMED = 16
 
 
@@ -79,8 +79,8 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     problems = sum(not finding.fine for finding in found)
     print_line(_sum(problems))
     if args.json:
-        told = {"fine": not problems, "findings": [asdict(each) for each in found], "pairs": pairs}
-        print(json.dumps(told | ({} if hosts is None else {"hosts": dialled}), indent=1))
+        result = {"fine": not problems, "findings": [asdict(each) for each in found], "pairs": pairs}
+        print(json.dumps(result | ({} if hosts is None else {"hosts": dialled}), indent=1))
     return 1 if problems else 0
 
 
@@ -93,7 +93,7 @@ def _sum(problems: int) -> str:
 def _check_between_hosts(
     hosts: Hosts, timeout: float, print_line: Callable[[str], None]
 ) -> tuple[list[CheckResult], list[dict[str, Any]]]:
-    """Meet the other hosts; return the results of the checks, and each attempt to dial."""
+    """Meet the other hosts and dial them; return the check results, and the result of each dial attempt."""
     try:
         options = GroupOptions.resolve(None, os.environ)
         met: HostsMet = asyncio.run(meet_hosts(hosts, options, timeout, print_line))
@@ -108,7 +108,7 @@ def _check_between_hosts(
 
 
 def _meeting(ranks: int) -> tuple[list[dict[str, Any]], CheckResult]:
-    """Let ranks meet, each in its own process; return the transport of each pair, and the result of the check."""
+    """Let ranks meet, each in its own process; return the transport of each pair of ranks, and a check result."""
     try:
         results = asyncio.run(run_processes(ranks, _meet, timeout=_MAX_WAIT))
     except Exception as error:
@@ -134,7 +134,7 @@ async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
 
 
 def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
-    """Return the medium that carries data between this rank and `peer`, and the reason."""
+    """Return the medium that carries data between this rank and `peer`, and why this medium was chosen."""
     endpoint = parts_of(pg).comm.endpoint
     carrier, trouble = endpoint.context.transport.carrier(peer)
     cards = endpoint.cards[pg.rank()], endpoint.cards[peer]

@@ -1,4 +1,4 @@
-"""`aiocoll doctor` on several hosts: each host listens, dials all others as a rank would, and receives all results.
+"""`aiocoll doctor` on several hosts: each host listens, dials all others as a rank would, and gets all results.
 
 The hosts exchange results in rounds through the store: which hosts have come, their addresses, which host reaches
 which. Host 0 ends each round, so that all hosts have the same results. A host that has stopped delays the others until
@@ -44,16 +44,16 @@ from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["meet_hosts"]
 
-#: Seconds in which a host tries to connect to another; enough for three SYN packets of the kernel.
+#: Timeout in seconds of a connection attempt, enough for three SYN packets of the kernel.
 _DIAL = 5.0
-#: Number of round trips, of which the fastest counts, and their time limit in seconds.
+#: Number of measured round trips, of which the fastest counts, and their time limit in seconds.
 _PINGS, _PING_FOR = 20, 1.0
 #: Extra seconds per round for short work on a busy host, such as making a certificate or reading the results.
 _SLACK = 10.0
 
 
 async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, notify: Callable[[str], None]) -> HostsMet:
-    """Meet the other hosts, and dial each of them.
+    """Meet the other hosts through the store of host 0, and dial each of them.
 
     Args:
         hosts: the hosts of the job.
@@ -89,7 +89,7 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, notify
 
 
 async def _dial_hosts(rounds: _Rounds, visitor: _Visitor, came: Mapping[int, Any], timeout: float) -> HostsMet:
-    """Dial the other hosts, and exchange the results with them."""
+    """Listen, dial the other hosts, and exchange the results with them."""
     facts = {host: HostFacts(*report["facts"]) for host, report in came.items()}
     met = HostsMet(came[0]["nnodes"], came[0]["listens"], timeout, facts, {})
     if met.differ():
@@ -117,7 +117,7 @@ def _card_address(card: Card | None) -> str:
 
 
 class _Rounds:
-    """The rounds in which the hosts exchange results through the store."""
+    """The rounds in which all hosts exchange their results through the store."""
 
     def __init__(self, store: Store, hosts: Hosts) -> None:
         self._store = store
@@ -127,7 +127,7 @@ class _Rounds:
         self._round = ""
 
     async def stage(self, seconds: int) -> str:
-        """Return the text of the progress line: the step that this host is in, and its `seconds`."""
+        """Return the text of the progress line: the current step of this host, and the `seconds` since its start."""
         doing = "dialling the others"
         if not self._round:
             doing = "looking for host 0"
@@ -139,7 +139,7 @@ class _Rounds:
         return f"{doing}, {seconds} s"
 
     async def claim_number(self, mine: Mapping[str, Any], timeout: float) -> dict[int, Any]:
-        """Claim the number of this host, and run the first round; return the reports of the hosts that came in time.
+        """Claim the number of this host, and run the first round; return the reports of hosts that came in time.
 
         Raises:
             RendezvousError: the number is taken, host 0 expects another number of hosts, or this host came too late.
@@ -148,7 +148,7 @@ class _Rounds:
         name, pid, _ = msgpack.unpackb(first := await self._store.compare_set(f"claim/{self._host}", b"", own))
         if first != own:
             raise RendezvousError(
-                f"host {self._host} is {name} (process {pid}) already: give each host its own --node-rank, or "
+                f"host number {self._host} is taken by {name} (process {pid}): give each host its own --node-rank, or "
                 "wait until the previous command has ended"
             )
         came = await self.exchange("came", mine, timeout)
@@ -162,7 +162,7 @@ class _Rounds:
         return came
 
     async def exchange(self, what: str, mine: Any, limit: float) -> dict[int, Any]:
-        """Publish `mine`; return the reports that hosts have published within `limit` seconds.
+        """Run a round: publish `mine`, and return the reports that hosts have published within `limit` seconds.
 
         Raises:
             RendezvousError: host 0 has not ended the round in time.
@@ -179,14 +179,14 @@ class _Rounds:
             found = msgpack.unpackb(await self._store.get(what, limit + _SLACK), strict_map_key=False)
         except StoreTimeoutError:
             raise RendezvousError(
-                f"host 0 has a store, but has not ended the round within {limit + _SLACK:g} s: check that `aiocoll "
-                "doctor` runs there, and not another job"
+                f"host 0 serves a store, but has not completed this step of the check within {limit + _SLACK:g} s: "
+                "check that `aiocoll doctor` runs there, and not another job"
             ) from None
         self._there = found.keys()
         return {host: msgpack.unpackb(data, strict_map_key=False) for host, data in found.items()}
 
     async def leave(self) -> None:
-        """Leave the rounds. Host 0 waits for the others first, because the store ends with it."""
+        """Leave the rounds. Host 0 first waits until the others have left, because its end closes the store."""
         with suppress(StoreError):
             if self._host:
                 await self._store.set(f"left/{self._host}", b"")
@@ -195,7 +195,7 @@ class _Rounds:
 
 
 class _Visitor:
-    """A listener and dialler that behaves like a rank with the number of this host; a context manager."""
+    """A context manager that listens and dials as a rank with the number of this host would."""
 
     def __init__(self, hosts: Hosts, options: GroupOptions, came: Collection[int]) -> None:
         self._options = options
@@ -210,7 +210,7 @@ class _Visitor:
             hosts.name,
             hosts.key,
             StreamOptions(
-                # Two of these hosts may be one machine. A job would use TCP between them anyway, or fail.
+                # Do not use unix sockets, even if two of the hosts are one machine: a job needs TCP between hosts.
                 transport=TCP.sockets if transport.crosses_hosts else transport.sockets,
                 host_id=options.host_id,
                 connect_timeout=_DIAL,
@@ -230,7 +230,7 @@ class _Visitor:
         await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def listen(self, came: Mapping[int, Any]) -> tuple[Card | None, str]:
-        """Listen; return the card for the other hosts and "", or None and the reason of the failure."""
+        """Start to listen; return the card for the other hosts and "", or on failure None and the reason."""
         try:
             await self._open_stream.encrypt(self._options.encryption != "none")
             stores = {host: report["store"] for host, report in came.items()}
@@ -239,7 +239,7 @@ class _Visitor:
             return None, str(error)
 
     async def dial(self, cards: Mapping[int, Card]) -> dict[int, Attempt]:
-        """Dial the other hosts, all at once; then measure the round-trip time to each, one after another."""
+        """Dial all other hosts at the same time; then measure the round-trip time to each, one after another."""
         peers = [host for host in cards if host != self._transport.rank]
         reached = await asyncio.gather(*(self._reach(host, cards[host]) for host in peers))
         return {
@@ -248,7 +248,7 @@ class _Visitor:
         }
 
     async def _reach(self, host: int, card: Card) -> ByteStream | str:
-        """Open a heartbeat connection, of which each direction may have one; return it, or the reason of a failure."""
+        """Dial a host by a heartbeat connection, which both directions may have; return it, or why this failed."""
         try:
             stream = await self._transport.connect_heartbeat(host, card)
         except AiocollError as error:

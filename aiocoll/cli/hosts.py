@@ -1,4 +1,4 @@
-"""Command-line arguments about the hosts of a job: their number, this host, the store of host 0, and the job key."""
+"""Command-line arguments about the hosts of a job: their number, this host, host 0 with its store, the job key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.store.tcp import security_arguments
 
 __all__ = ["Hosts", "add_host_arguments", "reach_store", "read_hosts", "serve"]
 
-#: The default port of torchrun, used with several hosts. With one host the store takes a free port.
+#: The default port of the store with several hosts, as in torchrun. With one host, the store takes a free port.
 _DEFAULT_PORT = 29500
 
 
@@ -57,7 +57,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> Hosts:
-    """Check the arguments and return the hosts; remove a job key from `environ`.
+    """Check the arguments and return the hosts of the job; remove a job key from `environ`.
 
     Raises:
         ValueError: an argument is missing or wrong; the message names it.
@@ -83,7 +83,7 @@ def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> H
         node_rank=args.node_rank,
         master=(host, port),
         key=key or secrets.token_bytes(KEY_SIZE),
-        # Several hosts must derive the same name without communication. On one host, consecutive jobs get new names.
+        # Several hosts must derive the same job name without communication. On one host, each job gets a new name.
         name=environ.get("AIOCOLL_JOB_ID") or (f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8)),
     )
 
@@ -91,7 +91,7 @@ def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> H
 async def serve(
     hosts: Hosts, world_size: int, options: GroupOptions, timeout: float, trouble: Callable[[str], None]
 ) -> StoreServer:
-    """Start the store, on host 0.
+    """Start the server of the store on host 0.
 
     Args:
         hosts: the hosts of the job.
@@ -104,11 +104,11 @@ async def serve(
         AiocollError: the store cannot listen on that address and port.
         ValueError: the files of the user's CA cannot be used.
     """
-    said: set[str] = set()
+    reported: set[str] = set()
 
     def warn(why: str) -> None:
-        if why not in said:
-            said.add(why)
+        if why not in reported:
+            reported.add(why)
             trouble(why)
 
     host, _ = await find_address(
@@ -132,7 +132,7 @@ async def serve(
 
 
 def reach_store(hosts: Hosts, options: GroupOptions, where: tuple[str, int], timeout: float) -> TCPStore:
-    """Return a client of the store at `where`; the caller opens it."""
+    """Return a client of the store whose address is `where`; the caller opens it."""
     return TCPStore(
         *where,
         timeout=timeout,

@@ -1,4 +1,4 @@
-"""Restarts of a job on several hosts: the launchers exchange the states of their ranks through the store.
+"""Restarts of a job on several hosts, whose launchers exchange the states of their ranks through the store.
 
 Each launcher writes its state several times a second, and reads the states of all others. Host 0, which serves the
 store, decides on restarts and on the end of the job. It declares a host lost whose state stays the same for `LOST`
@@ -25,20 +25,20 @@ from aiocoll.store import PrefixStore, Store, StoreServer, TCPStore
 
 __all__ = ["HostsLink"]
 
-#: Seconds in which the launcher of host 0, and at the end those of all hosts, must have started.
+#: Seconds in which the launcher of host 0 must start. At the end of a job, launchers of all hosts must have started.
 COMES_WITHIN = 300.0
-#: Seconds after which a launcher that waits for host 0 prints a notice.
+#: Seconds until a launcher that waits for host 0 prints a notice.
 SAYS_SO_AFTER = 2.0
-#: Seconds between two readings of the states.
+#: Maximum seconds between two exchanges of the hosts' states.
 TURN = 0.25
-#: Seconds without a new state after which a host is lost. At the end, host 0 waits as long for the others to leave.
+#: Seconds without a report after which a host counts as lost. At the end, host 0 waits as long for others to leave.
 LOST = 6.0
-#: Prefix of the keys of launchers. All other keys are removed before a restart.
+#: Prefix of the store keys of launchers. A restart removes all other keys.
 _PREFIX = "aiocoll/launchers"
 
 
 class _HostReport(NamedTuple):
-    """The report of a launcher: a counter that grows with each report, whether it leaves, and its state."""
+    """The report of a host's launcher: a report counter, whether the launcher leaves, and the state of its ranks."""
 
     beat: int
     leaves: bool
@@ -107,21 +107,21 @@ class HostsLink:
         self._decision: _Decision | None = None
         self._states: Mapping[int, HostState] = {}
         self._reached = 0.0
-        # On host 0: the last beat of each host with its time of arrival, and the time of the last decision.
+        # On host 0: the counter of each host's last report with its time of arrival, and the time of the last decision.
         self._beats: dict[int, tuple[int, float]] = {}
         self._decided = monotonic()
 
     def begin(self, notify: Callable[[News], object]) -> None:
-        """See `Restarts`."""
+        """Start the thread that exchanges states with the other launchers; see `Restarts.begin`."""
         self._notify = notify
         self._thread.start()
 
     def take(self, rank: int) -> None:
-        """See `Restarts`."""
+        """Request a restart from the counter in the store; see `Restarts.take`."""
         self._change_in_thread(lambda: self._asked.append(rank))
 
     def report(self, state: HostState) -> None:
-        """See `Restarts`."""
+        """Record the state of this host for the next exchange; see `Restarts.report`."""
 
         def change() -> None:
             self._state = state
@@ -129,7 +129,7 @@ class HostsLink:
         self._change_in_thread(change)
 
     def close(self) -> None:
-        """See `Restarts`."""
+        """Leave the exchange, and wait until its thread has ended; see `Restarts.close`."""
 
         def leave() -> None:
             self._leaves = True
@@ -140,7 +140,7 @@ class HostsLink:
         self._thread.join(2 * LOST)
 
     def _change_in_thread(self, change: Callable[[], object]) -> None:
-        """Make a change in the thread of the link, unless the thread has ended."""
+        """Call `change` in the thread of the link, unless the thread has ended."""
 
         def carry_out() -> None:
             change()
@@ -195,12 +195,14 @@ class HostsLink:
         if (others := await store.compare_set("same", b"", given)) != given:
             raise RendezvousError(
                 f"host {rank} was started with {self._same}, another host with {others.decode()}: "
-                "use the same on all hosts"
+                "use the same arguments on all hosts"
             )
         mine = msgpack.packb([socket.gethostname(), os.getpid(), os.urandom(8)])
         name, pid, _ = msgpack.unpackb(first := await store.compare_set(f"launcher/{rank}", b"", mine))
         if first != mine:
-            raise RendezvousError(f"host {rank} is {name} (process {pid}) already: give each host its own --node-rank")
+            raise RendezvousError(
+                f"host number {rank} is taken by {name} (process {pid}): give each host its own --node-rank"
+            )
         if self._server is not None:
             self._decision = _Decision(0)
         else:
@@ -209,7 +211,7 @@ class HostsLink:
         self._report_decision()
 
     async def _exchange_reports(self, store: Store) -> bool:
-        """Publish the own state, and read the others; return whether the exchange has ended."""
+        """Publish this host's state, and read the states of the others; return whether the exchange has ended."""
         mine = f"host/{self._hosts.node_rank}"
         await store.set(mine, self._encode_report())
         while self._asked:
@@ -254,7 +256,7 @@ class HostsLink:
         why = decision.why if decision.by != self._hosts.node_rank else ""
         self._notify(Verdict(None if decision.over else decision.restarts, why))
 
-    # -- decisions: host 0 makes them, the others read them
+    # -- decisions: host 0 makes them, the other hosts read them
 
     async def _decide(self, store: Store, server: StoreServer, reports: Mapping[int, _HostReport]) -> None:
         before = self._decision
@@ -266,11 +268,11 @@ class HostsLink:
             if (decision.restarts, decision.over) != (before.restarts, before.over):
                 self._report_decision()
         assert self._decision is not None
-        # Publish it even if it has not changed: a restart ends all connections to the store.
+        # Publish the decision even if it has not changed: a restart ends all connections to the store.
         await store.set("decision", msgpack.packb(self._decision))
 
     async def _next_decision(self, store: Store, reports: Mapping[int, _HostReport], decision: _Decision) -> _Decision:
-        """Return the next decision: `decision` itself, or one that the states of the hosts require."""
+        """Return host 0's next decision: `decision` unchanged, or a new one if the states of the hosts require it."""
         states = {host: each.state for host, each in reports.items() if host not in decision.lost}
         for host in self._silent_hosts(reports) & states.keys():
             why = f"host {host} is lost: its launcher has not reported for {LOST:g} s"
@@ -291,7 +293,7 @@ class HostsLink:
         return decision._replace(restarts=number) if number <= self.allowed else decision._replace(over=True)
 
     def _silent_hosts(self, reports: Mapping[int, _HostReport]) -> set[int]:
-        """Return the hosts whose last new report is older than `LOST` seconds."""
+        """Return the hosts that have sent no new report for `LOST` seconds."""
         now = monotonic()
         for host, each in reports.items():
             if self._beats.get(host, (0, 0.0))[0] != each.beat:
@@ -317,7 +319,7 @@ class HostsLink:
             self._report_decision()
 
     async def _on_host_0_lost(self, error: StoreError) -> None:
-        """Handle the loss of host 0: end the job, or let an elastic one continue without replacements."""
+        """Handle the loss of host 0: end the job, or let an elastic job continue without replacing lost ranks."""
         why = f"host 0 is lost: {error}"
         if not any(state.elastic for state in (self._state, *self._states.values())):
             self._notify(Verdict(None, why))

@@ -1,4 +1,4 @@
-"""Log files with the output of ranks. Only their owner can read them, because output may contain secrets.
+"""Log files with the output of ranks, which only their owner can read, because output may contain secrets.
 
 Each job has a folder, named by the time and random letters. In it, ``restart-K`` has ``rank-R.out`` and ``rank-R.err``
 of each rank that was started in restart K; 0 is the first start.
@@ -39,7 +39,7 @@ class Logs:
         self._trouble = trouble
 
     def open(self, restarts: int, rank: int) -> tuple[Sink, Sink]:
-        """Return files for standard output and standard error of a rank, after `restarts` restarts."""
+        """Open the log files for the standard output and standard error of a rank after `restarts` restarts."""
         folder = self.path / f"restart-{restarts}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -58,7 +58,7 @@ class Logs:
         return Sink(fd, str(path), self._lost, closefd=True)
 
     def _lost(self, sink: Sink) -> None:
-        self._report(f"{sink.trouble}: it lacks what comes from now on")
+        self._report(f"{sink.trouble}: later output is missing from it")
 
     def _report(self, trouble: str) -> None:
         self.complete = False

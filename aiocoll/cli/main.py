@@ -61,7 +61,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _add_commands(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Add all commands by name and help, for the list. Only the command that `argv` names gets its arguments."""
+    """Add all subcommands with their help lines, but add arguments only for the subcommand that `argv` names."""
     chosen = next((word for word in argv if not word.startswith("-")), None)
     listed = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     if chosen is None or chosen not in commands:

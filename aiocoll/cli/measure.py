@@ -25,16 +25,16 @@ __all__ = ["Combine", "Effort", "Figures", "Times", "Timing", "measure", "times_
 
 T = TypeVar("T")
 
-#: Array size in bytes from which filling and checking take milliseconds.
+#: Array size in bytes from which filling or checking an array takes milliseconds.
 LARGE = 16 << 20
-#: Runs a number of iterations; returns the nanoseconds of each on this rank.
+#: A function that runs a number of iterations, and returns the nanoseconds of each on this rank.
 Times = Callable[[int], Awaitable[list[int]]]
-#: Reduces float64 values over all ranks, in place.
+#: A function that reduces float64 values over all ranks, in place.
 Combine = Callable[[npt.NDArray[np.float64], Literal["sum", "max"]], Awaitable[object]]
 
 
 class Effort(NamedTuple):
-    """The effort per case: the intended seconds, the least and the largest number of iterations."""
+    """The duration of measuring a case: the intended seconds, and the minimum and maximum number of iterations."""
 
     seconds: float
     least: int
@@ -43,7 +43,7 @@ class Effort(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The result of a measurement.
+    """The result of measuring one case.
 
     Attributes:
         nanoseconds: time of each iteration on its slowest rank.
@@ -67,12 +67,12 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, case: Case, world_size: int, nanoseconds: Sequence[int]) -> Figures:
-        """Compute the figures from the times of the iterations of a case."""
+        """Compute the table figures of a case from the nanoseconds of its iterations."""
         return cls.from_percentiles(case, world_size, *np.percentile(nanoseconds, (50, 95, 99)) / 1e9)
 
     @classmethod
     def from_percentiles(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
-        """Compute the figures from percentiles; the bandwidths are for the median."""
+        """Compute the table figures of a case from percentiles in seconds; the bandwidths are for the median."""
         algbw = case.size(world_size) / p50
         return cls(float(p50), float(p95), float(p99), float(algbw), float(algbw * bus_factor(case.kind, world_size)))
 
@@ -114,7 +114,7 @@ async def measure(load: Workload, times: Times, combine: Combine, effort: Effort
 
 
 def times_of(call: Callable[[], Awaitable[object]]) -> Times:
-    """Return a function that times an awaited call."""
+    """Return a function that makes and awaits `call` repeatedly, and returns the nanoseconds of each call."""
 
     async def times(rounds: int) -> list[int]:
         taken = []
@@ -134,7 +134,7 @@ async def _check_results(load: Workload, times: Times) -> int:
 
 
 async def _run_outside_loop(load: Workload, work: Callable[[], T]) -> T:
-    """Fill or check the arrays of `load`; in a thread if that takes long, so that the loop stays responsive."""
+    """Call `work`, which fills or checks the arrays of `load`; use a thread for large arrays, so that the loop runs."""
     return await asyncio.to_thread(work) if load.case.nbytes >= LARGE else work()
 
 
@@ -145,7 +145,7 @@ def _is_enough(taken: Sequence[int], effort: Effort) -> bool:
 
 
 def _next_iterations(taken: Sequence[int], each: float, effort: Effort, most: int) -> int:
-    """Return the number of iterations in the next block, from the remaining time and the least number of iterations.
+    """Return the number of iterations in the next round, by the remaining time and the minimum number of iterations.
 
     After the least number, a block has at most twice the iterations before it: calls may become slower than the `each`
     nanoseconds of the last block. 1 MiB reduced by a tested Open MPI took 0.5 s where the calls before took 1 ms.

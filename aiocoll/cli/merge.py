@@ -32,14 +32,14 @@ Dump = dict[str, Any]
 Entry = dict[str, Any]
 
 _NUMBER, _TEXT = integer(1 << 64), text()
-#: The used fields of a dump; `_ENTRY` and `_PERHAPS` have those of an entry.
+#: Checks of the dump's fields that this module uses. `_ENTRY` and `_PERHAPS` check the fields of an entry.
 _DUMP: dict[str, Check] = {
     "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": list_of(_NUMBER),
     "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": map_of(_NUMBER),
     "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": none_or(map_of(any_value)),
     "entries": list_of(any_value, 1 << 20),
 }  # fmt: skip
-#: A field that dumps of version 0.1 lack.
+#: Checks of fields that dumps of aiocoll 0.1 lack.
 _LATER: dict[str, Check] = {"blocked": none_or(list_of(any_value, 2))}
 _ENTRY: dict[str, Check] = {
     **NAMED, "kind": one_of("collective", "message"), "shape": list_of(_NUMBER), "entered": seconds,
@@ -51,12 +51,12 @@ _PERHAPS: dict[str, Check] = {
 
 
 class Unusable(Exception):
-    """An error in the dumps: a file is no dump, or dumps contradict each other; the message names file and reason."""
+    """Raised for a file that is no dump, or dumps that contradict each other. The message names file and reason."""
 
 
 @dataclass
 class MergedCall:
-    """A collective, merged from the entries of all ranks.
+    """A collective, with the entries of all ranks about it.
 
     Attributes:
         key: the key of the call; None if it has none.
@@ -72,7 +72,7 @@ class MergedCall:
 
     @property
     def first(self) -> float:
-        """Return the time at which the first rank entered it."""
+        """Return the time at which the first rank entered the collective."""
         return min(self.entered.values())
 
 
@@ -100,14 +100,14 @@ class GroupDumps:
         for rank in self.ranks:
             for entry in self.entries(rank, "collective"):
                 if entry["seq"] is None:
-                    continue  # made by the library, not by a call
+                    continue  # a collective of the library itself, not of a call
                 call = calls.setdefault((entry["key"], entry["seq"]), MergedCall(entry["key"], entry["seq"]))
                 call.entries[rank] = entry
                 call.entered[rank] = entry["entered"] + self.shifts[rank]
         self.calls = sorted(calls.values(), key=lambda call: call.first)
 
     def entries(self, rank: int, kind: str) -> list[Entry]:
-        """Return the collectives, or messages, of a rank, oldest first."""
+        """Return the recorded entries of a rank, of kind "collective" or "message", oldest first."""
         return [entry for entry in self.dumps[rank]["entries"] if entry["kind"] == kind]
 
     def dumped(self, rank: int) -> float:
@@ -117,7 +117,7 @@ class GroupDumps:
 
     @property
     def cause(self) -> dict[str, Any] | None:
-        """Return the cause that most ranks report, since ranks may differ; None if the group was not revoked."""
+        """Return the cause of the group's failure that most ranks report; None if the group was not revoked."""
         causes = [dump["cause"] for dump in self.dumps.values() if dump["cause"] is not None]
         texts = [cause.get("text") for cause in causes]
         return max(causes, key=lambda cause: texts.count(cause.get("text")), default=None)
@@ -136,12 +136,13 @@ def collect(paths: Sequence[str]) -> list[GroupDumps]:
         rank = dump["rank"]
         if rank in ranks:
             raise Unusable(
-                f"{ranks[rank][0]} and {path} are both of rank {rank} of group {dump['group']!r}: give one per rank"
+                f"{ranks[rank][0]} and {path} are both dumps of rank {rank} of group {dump['group']!r}: give one dump "
+                "per rank"
             )
         for other, known in ranks.values():
             if known["global_ranks"] != dump["global_ranks"]:
                 raise Unusable(
-                    f"{other} and {path} disagree on the ranks of group {dump['group']!r}: they are of two jobs"
+                    f"{other} and {path} disagree on the ranks of group {dump['group']!r}: they are from different jobs"
                 )
         ranks[rank] = path, dump
     return [GroupDumps([ranks[rank][1] for rank in sorted(ranks)]) for _, ranks in sorted(found.items())]
@@ -170,7 +171,7 @@ def _load(path: str) -> Dump:
 
 
 def _check_dump(dump: Dump) -> Dump:
-    """Return the used fields of a dump.
+    """Check a dump, and return the fields that this version uses.
 
     Raises:
         SchemaError: a field is missing or not valid.
@@ -186,13 +187,13 @@ def _check_dump(dump: Dump) -> Dump:
 def _check_fields(
     given: Any, needed: Mapping[str, Check], perhaps: Mapping[str, Check], scope: Scope
 ) -> dict[str, Any]:
-    """Return the known fields of a map; later versions may write more.
+    """Check a map, and return its known fields; later versions may write more fields.
 
     Raises:
         SchemaError: a field is missing or not valid.
     """
     if not isinstance(given, dict):
-        raise SchemaError("entries: one is not a map")
+        raise SchemaError("entries: an entry is not a map")
     found = {name: value for name, value in given.items() if name in needed or name in perhaps}
     fields(perhaps, **needed)(found, scope)
     return found

@@ -1,4 +1,4 @@
-"""Relay of the output of a rank: whole lines with the rank as prefix, each traceback in one piece."""
+"""Relay of a rank's output to the launcher's output: whole lines, prefixed with the rank, and whole tracebacks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from aiocoll.cli.sink import Sink
 
 __all__ = ["OutputRelay"]
 
-#: Bytes per read, and of the longest line that is kept whole. Longer lines are cut, so that memory stays bounded.
+#: Bytes per read, and maximum length of a line. Longer lines are split, so that memory stays bounded.
 _CHUNK = 1 << 16
 #: The first line of a traceback. In an exception group, it is indented.
 _BEGINNING = b"Traceback (most recent call last):"
-#: Seconds without output after which a traceback has ended. Python writes it line by line, and lines after it may
-#: belong to it: a cause, notes, the rest of a message.
+#: Seconds without output after which a traceback counts as complete. Python writes it line by line, and further lines
+#: may belong to it: a cause, notes, the rest of a message.
 _QUIET = 0.2
-#: Limits in seconds and bytes of the output held back for a traceback, so that a rank that writes on is not blocked.
+#: Limits in seconds and bytes for holding back a traceback, so that a rank that continues to write is not blocked.
 _LONGEST, _LARGEST = 1.0, 1 << 20
-#: Seconds without data after which a pipe counts as drained, and the most bytes that it holds when its writers ended.
+#: Seconds without data after which a pipe counts as drained, and the maximum bytes in it when its writers have ended.
 _EMPTY, _HELD = 0.1, (1 << 20) + _CHUNK
 
 
 class OutputRelay(threading.Thread):
-    """A thread that relays the output from a pipe until its end.
+    """A thread that copies a rank's output from a pipe to the launcher's output, until the end of the pipe.
 
     Args:
         prefix: written before every line.
@@ -43,12 +43,12 @@ class OutputRelay(threading.Thread):
         self._lines: list[bytes] = []
         self._held_since: float | None = None
         self._count = 0
-        #: Time since which this thread has been waiting in a read; None outside of reads.
+        #: Start of the read in which this thread waits; None outside of reads.
         self._reading: float | None = None
         self.start()
 
     def drain(self) -> None:
-        """Wait until the present content of the pipe has been relayed, however slowly the output is read.
+        """Wait until the present content of the pipe has been copied, even if the launcher's output is read slowly.
 
         A process that the rank has left behind may keep the pipe open and write more. This does not wait for that.
         """
@@ -60,7 +60,7 @@ class OutputRelay(threading.Thread):
             self.join(_EMPTY)
 
     def run(self) -> None:
-        """Relay the pipe until its end; the code of the thread."""
+        """Copy lines until the end of the pipe; runs in the thread."""
         rest = b""
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)

@@ -1,4 +1,4 @@
-"""The program of this host's ranks, and the start of one rank."""
+"""`Program`: the program of this host's ranks, and the environment in which a rank starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Program", "RankStart"]
 
 
 class RankStart(NamedTuple):
-    """The start of one rank.
+    """The parameters with which one rank is started.
 
     Attributes:
         rank: its number for the launcher. A newcomer has the number of the rank that it replaces.
@@ -29,7 +29,7 @@ class RankStart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The program of this host's ranks.
+    """The program that this host's ranks run, with everything needed to start them.
 
     Attributes:
         command: the arguments of the Python interpreter.
@@ -50,6 +50,6 @@ class Program:
     record_end: Callable[[JobOutcome], None] | None = None
 
     def start(self, start: RankStart, notify: Callable[[Report | ElasticReport | Exit], object]) -> RankProcess:
-        """Start a rank. Its output goes to the output of this process, its reports and its exit to `notify`."""
+        """Start a rank. This process relays the rank's output, and calls `notify` with its reports and its exit."""
         logs = self.logs.open(start.restarts, start.rank) if self.logs is not None else None
         return RankProcess(start.rank, self.command, self.environment(start), self.key, logs, notify)

@@ -1,4 +1,4 @@
-"""The process of one rank: start, reports, signals and end."""
+"""`RankProcess`: the launcher's handle of one rank's process: start, reports, signals and end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocoll.cli.sink import Sink
 
 __all__ = ["DRAIN", "ElasticReport", "Exit", "RankProcess", "Report"]
 
-#: Seconds to wait for the remaining output of an ended rank. Only a child that keeps the pipe open takes longer.
+#: Seconds to wait for the remaining output of an ended rank. It takes longer only if a child keeps the pipe open.
 DRAIN = 1.0
 _START = str(Path(__file__).with_name("start.py"))
 #: Lines of /proc/PID/status with the signals that a process blocks, ignores and handles.
@@ -27,7 +27,7 @@ _EXPECTED = ("SigBlk", "SigIgn", "SigCgt")
 
 
 class Report(NamedTuple):
-    """The report of an exception that a rank's program did not catch; `aiocoll.cli.start` describes the fields."""
+    """A report of an exception that a rank's program did not catch; `aiocoll.cli.start` describes the fields."""
 
     rank: int
     time: float
@@ -44,23 +44,23 @@ class Report(NamedTuple):
 
     @property
     def error_and_place(self) -> str:
-        """Return the exception with its message, and the line of the program."""
+        """Return the exception with its message, and the line of the program that raised it."""
         return f"{self.error} ({self.place})" if self.place else self.error
 
     @property
     def kind_and_place(self) -> str:
-        """Return the class of the exception, without its message, and the line of the program."""
+        """Return the class of the exception, without its message, and the line of the program that raised it."""
         return f"{self.kind} ({self.place})" if self.place else self.kind
 
 
 class ElasticReport(NamedTuple):
-    """The report of a rank that is in an elastic group; see `aiocoll.launcher`."""
+    """A report by a rank that it is in an elastic group; see `aiocoll.launcher`."""
 
     rank: int
 
 
 class Exit(NamedTuple):
-    """The end of a rank's process.
+    """A report that a rank's process has ended.
 
     Attributes:
         rank: number of the rank.
@@ -76,7 +76,7 @@ class Exit(NamedTuple):
 
 
 class RankProcess:
-    """A started rank, the leader of its own process group.
+    """The process of a rank, which leads its own process group.
 
     Ctrl-C in a terminal therefore only reaches the launcher, which forwards it once to each rank and its children. On
     Linux the rank dies with the launcher, however the launcher ends.
@@ -142,7 +142,7 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Return its process id."""
+        """Return the process id of the rank."""
         return self._process.pid
 
     def send(self, number: signal.Signals) -> None:
@@ -153,7 +153,7 @@ class RankProcess:
                 os.killpg(self._process.pid, number)
 
     def send_signal(self, number: signal.Signals) -> bool:
-        """Send a signal to the rank alone, if it has a handler for it; return whether it has one."""
+        """Send a signal to the rank without its children, unless it would end the rank; return whether it was sent."""
         if self._process.returncode is not None or not _expects(self._process.pid, number):
             return False
         with suppress(ProcessLookupError):
@@ -170,7 +170,7 @@ class RankProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def drain(self, deadline: float) -> None:
-        """Wait for its end and its output; kill processes that keep the pipes open after `deadline`."""
+        """Wait for the end of the rank and of its output; kill children that keep the pipes open after `deadline`."""
         self._process.wait()
         for listener in self._listeners:
             listener.join()
@@ -184,7 +184,7 @@ class RankProcess:
             log.close()
 
     def _wait(self, reports: int) -> None:
-        """Write the exit code into the report pipe, after all reports. Children of the rank may keep the pipe open."""
+        """Wait for the exit; write the exit code into the report pipe, because children may delay the pipe's end."""
         code = self._process.wait()
         with open(reports, "w", encoding="ascii") as pipe:
             pipe.write(f"\n{json.dumps({'time': time.monotonic(), 'code': code, 'ended': True})}\n")
@@ -194,16 +194,16 @@ class RankProcess:
         with open(self._reports, encoding="utf-8", errors="replace") as pipe:
             for line in pipe:
                 try:
-                    said = json.loads(line)
-                except ValueError:  # empty, or cut short by the end of the rank
+                    fields = json.loads(line)
+                except ValueError:  # an empty line, or a line cut short by the end of the rank
                     continue
-                if said.pop("ended", False):
-                    self._notify(Exit(self.rank, **said, by_launcher=-said["code"] in self._sent))
+                if fields.pop("ended", False):
+                    self._notify(Exit(self.rank, **fields, by_launcher=-fields["code"] in self._sent))
                     break
-                if said.pop("elastic", False):
+                if fields.pop("elastic", False):
                     self._notify(ElasticReport(self.rank))
                     continue
-                report = Report(self.rank, **said)
+                report = Report(self.rank, **fields)
                 traceback = report.traceback
                 self._notify(report)
         if self._logs is not None and traceback:

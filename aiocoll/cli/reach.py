@@ -1,4 +1,4 @@
-"""Connections between hosts: the table of `aiocoll doctor`, its failures with remedies, and the verdict on a job.
+"""Results of `aiocoll doctor` on several hosts: the table of connections, failures with remedies, the verdict.
 
 All hosts must reach host 0, because all ranks dial its lowest rank. Of any two other hosts, one must reach the other.
 """
@@ -13,7 +13,7 @@ from aiocoll.cli.checks import CheckResult
 __all__ = ["Attempt", "HostFacts", "HostsMet", "findings"]
 
 _TOPIC = "between hosts"
-#: Short forms of failures in the table, by words of their reasons.
+#: Short texts for failures in the table, by words that the reason of the failure contains.
 _SHORT = {
     "does not answer": "no answer",
     "Connection refused": "refused",
@@ -22,12 +22,12 @@ _SHORT = {
     "did not prove": "wrong key",
     "TLS:": "no TLS",
 }
-#: Failures whose cause is a firewall or a wrong address. With any other failure, a process has answered.
+#: Failures that a firewall or a wrong address causes. With any other failure, a process has answered.
 _UNANSWERED = ("no answer", "refused", "no route")
 
 
 class HostFacts(NamedTuple):
-    """The facts that a host has reported about itself.
+    """The report of a host about itself.
 
     Attributes:
         name: its host name.
@@ -81,16 +81,16 @@ class HostsMet(NamedTuple):
         return attempt is not None and not attempt.trouble
 
     def differ(self) -> bool:
-        """Return whether some hosts encrypt and others do not. If so, no host dials."""
+        """Return whether only some of the hosts encrypt connections. If so, no host dials."""
         return len({facts.encryption == "none" for facts in self.hosts.values()}) > 1
 
     def named(self, host: int) -> str:
-        """Return the number and name of a host, for a sentence."""
+        """Return the number and name of a host, as sentences name it."""
         return f"host {host} ({self.hosts[host].name})"
 
 
 def findings(met: HostsMet) -> Iterator[CheckResult]:
-    """Yield the hosts, the table, a sentence per failed attempt, and the verdict; the same on all hosts."""
+    """Yield check results, the same on all hosts: the hosts, the table, each failed attempt, and the verdict."""
     found = [*_hosts(met), *_missing(met)]
     if met.differ():
         found.append(_different_encryption(met))
@@ -170,7 +170,7 @@ def _failure(met: HostsMet, source: int, target: int, trouble: str) -> CheckResu
     fine = source == 0 or (target > 0 and met.reaches(target, source))
     advice = _remedy(met, source, target, trouble)
     if fine:
-        # When host 0 ends, all must reach the host with the next lowest rank instead.
+        # If host 0 ends, the host with the next lowest rank replaces it, and all hosts must reach that one.
         so_long = " as long as host 0 runs" if source > target else ""
         advice = f"a job does not need this connection{so_long}: host {target} dials host {source}"
     sentence = f"{met.named(source)} cannot reach {met.named(target)}{trouble}; {advice}"

@@ -1,4 +1,4 @@
-"""Restarts of a job: the states that hosts report, and the decisions that follow.
+"""Restarts of a job: the states that hosts report, and the decisions based on them.
 
 Each host reports its state. If no rank runs on any host and a rank has failed, all ranks restart, as long as a restart
 is left. In an elastic job (`aiocoll.launcher`), a host takes a restart for each rank that it replaces.
@@ -26,12 +26,12 @@ __all__ = [
 
 
 class Phase(StrEnum):
-    """The phase of one host."""
+    """The phase of the ranks on one host."""
 
     RUNS = "runs"
-    #: A rank has failed without a replacement: all ranks end.
+    #: A rank has failed and is not replaced, so all ranks are being ended.
     FAILS = "fails"
-    #: All ranks have ended: all of them with 0, or some with a failure.
+    #: All ranks have ended: all with exit code 0 (ENDED), or some with a failure (FAILED).
     ENDED = "ended"
     FAILED = "failed"
     #: The user has stopped the job.
@@ -64,7 +64,7 @@ class HostState(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The decision when no rank runs: all ranks restart, or the job ends.
+    """The decision, when no rank runs any more, whether all ranks restart or the job ends.
 
     Attributes:
         restarts: number of the next restart; None if the job ends.
@@ -76,20 +76,20 @@ class Verdict(NamedTuple):
 
 
 class RestartGrant(NamedTuple):
-    """The answer to `Restarts.take`: the number of the restart, or 0 if none is left."""
+    """The reply to `Restarts.take`: the number of the granted restart, or 0 if no restart is left."""
 
     rank: int
     number: int
 
 
 class OtherHosts(NamedTuple):
-    """The states of the other hosts."""
+    """A report of the states of all other hosts."""
 
     states: Mapping[int, HostState]
 
 
 class Notice(NamedTuple):
-    """A message for the user."""
+    """A message for the launcher to print."""
 
     text: str
 
@@ -98,7 +98,7 @@ News = Verdict | RestartGrant | OtherHosts | Notice
 
 
 class Restarts(Protocol):
-    """The restarts of a job.
+    """The interface that grants restarts of a job, and decides whether all ranks restart.
 
     Attributes:
         allowed: the largest number of restarts.
@@ -107,16 +107,16 @@ class Restarts(Protocol):
     allowed: int
 
     def begin(self, notify: Callable[[News], object]) -> None:
-        """Report a `Verdict` as soon as ranks may start, and all further news, from any thread."""
+        """Start; call `notify` from any thread with a `Verdict` when ranks may start, and with all later news."""
 
     def take(self, rank: int) -> None:
         """Request a restart to replace `rank`; `RestartGrant` is the reply."""
 
     def report(self, state: HostState) -> None:
-        """Record the state of this host. A `Verdict` follows when no rank runs."""
+        """Record the state of this host. When no rank runs on any host, a `Verdict` follows."""
 
     def close(self) -> None:
-        """Leave the job."""
+        """Stop taking part in the restarts of the job."""
 
 
 class SingleHostRestarts:
@@ -133,16 +133,16 @@ class SingleHostRestarts:
         self._used = 0
 
     def begin(self, notify: Callable[[News], object]) -> None:
-        """See `Restarts`."""
+        """Let the ranks start at once; see `Restarts.begin`."""
         self._notify = notify
         notify(Verdict(0))
 
     def take(self, rank: int) -> None:
-        """See `Restarts`."""
+        """Grant a restart if one is left; see `Restarts.take`."""
         self._notify(RestartGrant(rank, self._next()))
 
     def report(self, state: HostState) -> None:
-        """See `Restarts`."""
+        """Decide on a restart of all ranks when no rank of this host runs; see `Restarts.report`."""
         if not state.over:
             return
         number = self._next() if state.phase == Phase.FAILED else 0
@@ -151,7 +151,7 @@ class SingleHostRestarts:
         self._notify(Verdict(number or None))
 
     def close(self) -> None:
-        """See `Restarts`."""
+        """Do nothing: there are no other hosts to leave."""
 
     def _next(self) -> int:
         if self._used == self.allowed:

@@ -1,4 +1,4 @@
-"""`aiocoll run`: the launcher, which starts the ranks of a program on this host.
+"""`aiocoll run`: the launcher, which starts a program's ranks on this host.
 
 The launcher serves the store. It can therefore take any free port, and the store outlives rank 0. Ranks get torchrun's
 variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR`, `MASTER_PORT`) and
@@ -39,7 +39,7 @@ from aiocoll.store.listening import local_address
 
 __all__ = ["configure"]
 
-#: Seconds in which the name of host 0 must become resolvable on host 0.
+#: Timeout in seconds until host 0 can resolve its own name.
 _KNOWN_WITHIN = 60.0
 
 
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     describe_command(
         parser,
         codes={
-            0: "all ranks have ended with 0",
+            0: "all ranks have exited with code 0",
             "N": "exit code of the rank that failed first by itself; 1 if it raised an exception",
             "128+N": "signal N ended that rank, or the launcher",
             1: "no rank could be started, the rank that failed is on another host, or output could not be written",
@@ -151,7 +151,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError if the command line lacks the number of ranks or the program; one error names both."""
+    """Raise ValueError if the number of ranks, the program or both are missing on the command line."""
     missing = []
     if args.nproc is None and args.nproc_list is None:
         missing.append("the number of ranks (-n N, or --nproc-list N,N,... for several hosts)")
@@ -164,7 +164,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _nprocs(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the number of ranks of each host; set `args.nnodes` from the list if it is not given."""
+    """Return the number of ranks of each host; if --nnodes is not given, set `args.nnodes` to the list's length."""
     listed: tuple[int, ...] | None = args.nproc_list
     if listed is None:
         args.nnodes = args.nnodes or 1
@@ -204,7 +204,7 @@ def _logs(parent: str | None) -> Logs | None:
 
 
 def _make_job_folder(stack: ExitStack, command: Sequence[str], ranks: int) -> JobFolder | None:
-    """Return the folder for `aiocoll top`, which `stack` removes at the end; None if it cannot be made."""
+    """Make the folder in which `aiocoll top` finds the job; `stack` removes it. Return None if it cannot be made."""
     if sys.platform != "linux":
         return None
     try:

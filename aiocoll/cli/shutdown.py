@@ -1,4 +1,4 @@
-"""The end of a job after a signal: the signal is forwarded to the ranks, and SIGKILL follows after a time limit."""
+"""`Shutdown`: the end of a job after a signal, which ranks receive as well, with SIGKILL after a time limit."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from aiocoll.cli.top.formatting import name_ranks
 
 __all__ = ["KILL_AFTER", "Shutdown"]
 
-#: Seconds from the first signal to SIGKILL, unless --kill-after gives others.
+#: Default of --kill-after: seconds from the first signal to SIGKILL.
 KILL_AFTER = 30.0
-#: Seconds from the first signal until the ranks that still run are named; each further interval is ten times as long.
+#: Seconds from the first signal to the report of ranks that still run. Each further interval is ten times longer.
 REPORT_AFTER = 1.0
-#: Seconds to wait for such a report to be written when all ranks have ended.
+#: Seconds to wait until a report in progress is written, when all ranks have ended.
 _JOIN_TIMEOUT = 1.0
 
 
 class Shutdown:
-    """The signals received so far, and the times of the next report and of SIGKILL.
+    """The state of a shutdown: the received signals, and the times of the next report and of SIGKILL.
 
     Args:
         kill_after: seconds from the first signal until the ranks that still run are killed.
@@ -54,13 +54,13 @@ class Shutdown:
         return True
 
     def leave(self, number: signal.Signals, limit: float) -> None:
-        """End the job within `limit` seconds, without a report: the reader of the output has closed it."""
+        """End the job within `limit` seconds and without a report, because the output has no reader any more."""
         if self.signal is None:
             self._begin(number, limit)
         self.kill_at = min(self.kill_at, time.monotonic() + limit)
 
     def report(self, running: Collection[int], find_stuck: Callable[[], Mapping[int, str]]) -> None:
-        """Report the ranks that still run, and how to end them at once.
+        """Print which ranks still run, which are stuck, and how to end them at once.
 
         Another thread writes the report: a terminal that blocks output must not delay SIGKILL.
 
@@ -75,7 +75,7 @@ class Shutdown:
             self._reporter.start()
 
     def killed(self, ranks: Iterable[int], again: signal.Signals | None = None) -> None:
-        """Report that ranks were killed, after the time limit or after the repeated signal `again`."""
+        """Print that ranks were killed, because of the time limit or because the signal `again` was repeated."""
         self.kill_at = self.report_at = inf
         assert self.signal is not None
         waited = f"{time.monotonic() - self.began:.0f} s after {self.signal.name}"
@@ -83,7 +83,7 @@ class Shutdown:
         write_stderr([f"aiocoll run: sent SIGKILL to {name_ranks(list(ranks))}, {why}"])
 
     def close(self) -> None:
-        """Wait for a report in progress, for a limited time."""
+        """Wait for a limited time until the report in progress is written."""
         if self._reporter is not None:
             self._reporter.join(_JOIN_TIMEOUT)
 

@@ -1,4 +1,4 @@
-"""Signals to the launcher, as events of its queue.
+"""Forwarding of signals that the launcher receives to its event queue.
 
 The interpreter runs handlers between two instructions of the main thread. If that thread has just begun to wait for an
 event, a handler would run only after the next event, which may never arrive. So the handlers do nothing. The
@@ -19,13 +19,13 @@ from contextlib import contextmanager
 
 __all__ = ["signals_to"]
 
-#: Seconds within which a repeated signal counts as the same one; people take longer to press Ctrl-C again.
+#: Seconds within which a repeated signal counts as the same signal. Users take longer to press Ctrl-C again.
 TWICE = 0.25
 
 
 @contextmanager
 def signals_to(put: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Forward SIGUSR2 and the signals that end programs; ignored signals (as under nohup) stay ignored.
+    """Call `put` for SIGUSR2 and for signals that end programs; ignored signals (as under nohup) stay ignored.
 
     Args:
         put: called with each signal, from another thread.

@@ -1,4 +1,4 @@
-"""Complete writes: standard output, standard error and log files of a command, with a record of what was lost."""
+"""`Sink`: complete writes to standard output, standard error and log files, with a count of lost bytes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Self, TextIO
 
 __all__ = ["CommandOutput", "OutputLostError", "Sink", "limit_waits", "on_loss"]
 
-#: Bytes that a pipe takes without blocking when `poll` reports that it is writable (PIPE_BUF).
+#: Bytes that a pipe accepts without blocking when `poll` reports that it is writable (PIPE_BUF).
 _PIECE = 4096
-#: Seconds between two looks at `Sink.max_wait` while a descriptor takes nothing.
+#: Seconds between two checks of `Sink.max_wait` while a descriptor accepts no bytes.
 _TICK = 0.1
 
 
 class OutputLostError(Exception):
-    """An error of standard output, after which the command has no purpose any more.
+    """A failed write to standard output, after which the command has no purpose any more.
 
     It is not an `OSError`, so that a handler for the failures of a command does not catch it.
     """
 
 
 class Sink(io.RawIOBase):
-    """A file that writes every byte to a descriptor, waiting if needed; after an error it drops and counts bytes.
+    """A file object that writes every byte to a descriptor, waiting if needed; after an error it only counts bytes.
 
     Args:
         fd: an open descriptor, or -1 if there is none.
@@ -66,7 +66,7 @@ class Sink(io.RawIOBase):
         self.max_wait = inf
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
-        """Write all of `data`, or count what cannot be written. Do nothing once this is closed."""
+        """Write all of `data`, or count the bytes that cannot be written. Do nothing if the sink is closed."""
         rest = memoryview(data).cast("B")
         failure = self.error
         if rest and failure is None and not self.closed:
@@ -90,7 +90,7 @@ class Sink(io.RawIOBase):
         return memoryview(data).nbytes
 
     def fail(self, error: OSError) -> None:
-        """Record `error`, and drop all bytes from now on."""
+        """Record `error`, and drop all further bytes."""
         with self._state:
             if self.error is not None:
                 return
@@ -104,22 +104,22 @@ class Sink(io.RawIOBase):
 
     @property
     def trouble(self) -> str:
-        """Return the name of the output with the reason of the loss, for messages."""
+        """Return a text for messages: the name of the output, and why it cannot be written."""
         assert self.error is not None
         reason = "it is closed" if self.error.errno == errno.EBADF else self.error.strerror
         return f"{self.name} cannot be written ({reason})"
 
     def close(self) -> None:
-        """Close this. Idempotent."""
+        """Close the sink. Idempotent."""
         if self._closefd and not self.closed:
             with self._lock:
                 os.close(self._fd)
                 super().close()
-        else:  # without the lock: a thread that waits for a reader of standard output may hold it
+        else:  # do not take the lock: a thread that waits for a reader of standard output may hold it
             super().close()
 
     def flush(self) -> None:
-        """Do nothing: no bytes are kept here."""
+        """Do nothing: a sink has no buffer."""
 
     def fileno(self) -> int:
         """Return the descriptor.
@@ -130,11 +130,11 @@ class Sink(io.RawIOBase):
         return super().fileno() if self._fd < 0 else self._fd
 
     def isatty(self) -> bool:
-        """Return whether this is a terminal."""
+        """Return whether the descriptor is a terminal."""
         return self._fd >= 0 and os.isatty(self._fd)
 
     def writable(self) -> bool:
-        """Return True."""
+        """Return True: a sink can be written."""
         return True
 
     def _wait(self, is_ready: Callable[[], object]) -> None:
@@ -152,7 +152,7 @@ class Sink(io.RawIOBase):
 
 
 class CommandOutput:
-    """A context manager in which `sys.stdout` and `sys.stderr` write to sinks.
+    """A context manager that replaces `sys.stdout` and `sys.stderr` by files that write to sinks.
 
     `print`, `argparse`, `rich` and the launcher then write in the same way. A stream without a descriptor, as in a test
     or a notebook, is left as it is. Closed descriptors from 0 to 2 are opened on /dev/null. Otherwise a pipe of the
@@ -184,7 +184,7 @@ class CommandOutput:
         return any(sink.has_no_reader for sink in self._sinks)
 
     def exit_code(self, code: int) -> int:
-        """Report lost output; return the exit code of the command: `code`, or 1 in place of 0 if output was lost.
+        """Report lost output; return the command's exit code: `code`, but 1 instead of 0 if output was lost.
 
         A reader that has closed its end, as in ``aiocoll bench | head``, is not a failure.
         """
@@ -219,13 +219,13 @@ class CommandOutput:
 
 
 def on_loss(call: Callable[[Sink], object]) -> None:
-    """Replace the error handler of the output sinks: `call` gets the failed sink, in the writing thread."""
+    """Set the error handler of standard output and standard error: call `call(sink)` in the writing thread."""
     for sink in _sinks():
         sink.on_error = call
 
 
 def limit_waits(seconds: float) -> None:
-    """From now on, fail the writes of standard output and error that make no progress for `seconds`."""
+    """From now on, fail writes to standard output and standard error that make no progress for `seconds`."""
     for sink in _sinks():
         sink.max_wait = seconds
 

@@ -1,4 +1,4 @@
-"""The first code of a rank: it runs a program as Python would, and reports an exception to the launcher.
+"""The start code of a rank's process: it runs the program as Python would, and reports exceptions to the launcher.
 
 The launcher runs this file by its path: ``python start.py PARENT FD (SCRIPT | -m MODULE) [ARG ...]``. PARENT is the
 process id of the launcher; on Linux the rank dies with it. FD is a pipe for reports. An uncaught exception is reported
@@ -35,21 +35,21 @@ __all__ = ["report_elastic"]
 
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-#: Beginnings of the file names of frames between the interpreter and the program.
+#: Prefixes of file names: traceback frames in these files are between the interpreter and the program.
 _ON_THE_WAY = (os.path.abspath(__file__), __file__, "<frozen runpy>", "<frozen importlib._bootstrap")
 #: Errors of the library that report a failure of another rank.
 _NEWS = ("GroupError", "RendezvousError", "StoreTimeoutError", "StoreUnavailableError")
-#: The name in `sys.modules` by which the package finds this module, which is executed by its path.
+#: Name under which this module, which is executed by its path, registers itself in `sys.modules` for the package.
 _NAME = "aiocoll.cli.start"
-#: Largest number of characters of an exception in one line. Some messages contain a whole array.
+#: Maximum length of an exception's text in one line. Some messages contain a whole array.
 _LONGEST = 400
-#: The process of this rank, and the pipe to its launcher.
+#: The process id of this rank, and the descriptor of the pipe to its launcher.
 _rank = [-1, -1]
 _is_writing_stack = False
 
 
 def report_elastic() -> None:
-    """Report to the launcher that this rank is in an elastic group; a forked child is no rank and reports nothing."""
+    """Report to the launcher that this rank is in an elastic group. In a forked child, which is no rank, do nothing."""
     pid, pipe = _rank
     if os.getpid() == pid:
         with suppress(OSError):  # the launcher is gone
@@ -73,7 +73,7 @@ def _main() -> None:
             _run_script(command)
     except BaseException as error:
         error.__traceback__ = _skip_package_frames(error.__traceback__)
-        # A forked child is no rank, so its failure is not reported. A hook that the program has set stays in place.
+        # Report only in the rank's own process, not in a forked child. Keep an excepthook that the program has set.
         if os.getpid() == pid and _report(error, pipe) and sys.excepthook is sys.__excepthook__:
             sys.excepthook = lambda *_: None
         raise
@@ -84,14 +84,14 @@ def _die_with(parent: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the launcher had ended before the call of prctl
+        if os.getppid() != parent:  # the launcher had already ended when prctl was called
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _write_stack(number: int, frame: FrameType | None) -> None:
-    """Handle SIGUSR2: write the stack of the main thread, unless a group with a fuller report handles the signal."""
+    """Handle SIGUSR2 while no group is open: write the stack of the main thread. A group installs its own handler."""
     global _is_writing_stack
-    if _is_writing_stack:  # a second signal during a write that waits for the launcher
+    if _is_writing_stack:  # a further signal, while a write waits for the launcher
         return
     signals = sys.modules.get("aiocoll.dump.signals")
     if signals is None or not signals.listening():
@@ -170,7 +170,7 @@ def _skip_package_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _report(error: BaseException, pipe: int) -> bool:
-    """Send the report of `error`; return whether it was sent. The launcher then shows it."""
+    """Send a report of `error` to the launcher, which shows it; return whether the report was sent."""
     now = time.monotonic()
     is_exit = isinstance(error, SystemExit)
     if is_exit and _exit_code(error) == 0:
@@ -207,7 +207,7 @@ def _previous_error(error: BaseException) -> BaseException | None:
 
 
 def _degree(error: BaseException) -> int:
-    """Return how far the failure `error` is from a fault of this rank itself: 0, 1 or 2.
+    """Return how likely `error` is only a consequence of another rank's failure: 0 (not), 1 (maybe) or 2 (surely).
 
     An exception may have followed another, by ``raise ... from`` or in an ``except`` block, as ``sys.exit(1)`` often
     does. The result describes this chain. 0: no exception in it reports another rank's failure. 2: the first one does.
@@ -238,7 +238,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of the program; for Ctrl-C under `asyncio.run`, the line that was cancelled."""
+    """Return the program's innermost line in a traceback; for Ctrl-C under `asyncio.run`, the cancelled line."""
     trace = error.__traceback__
     inner = error.__context__
     if isinstance(error, KeyboardInterrupt) and inner is not None and type(inner).__name__ == "CancelledError":
@@ -247,7 +247,7 @@ def _place(error: BaseException) -> str:
 
 
 def _places(trace: TracebackType | None) -> list[tuple[str, int | None, str]]:
-    """Return file, line and function of each frame of a traceback: only frames in the program, if there are any."""
+    """Return file, line and function of the program's frames in a traceback; of all frames if it has none."""
     places: list[tuple[str, int | None, str]] = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -258,7 +258,7 @@ def _places(trace: TracebackType | None) -> list[tuple[str, int | None, str]]:
 
 
 def _format(found: TracebackException) -> str:
-    """Return the text of a traceback, without causes from other ranks: they have no frames and repeat the message."""
+    """Return a traceback as text, without causes from other ranks, which have no frames and repeat the message."""
     each: TracebackException | None = found
     while each is not None:
         cause = each.__cause__

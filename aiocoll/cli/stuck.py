@@ -12,12 +12,12 @@ from aiocoll.top.viewer import State, Viewer
 
 __all__ = ["find_stuck"]
 
-#: Seconds to wait for answers. With a free core, a process answers in about a thousandth of that.
+#: Seconds to wait for the answers of processes. With a free core, a process answers in about a thousandth of that.
 MAX_WAIT = 0.5
 
 
 def find_stuck(processes: Mapping[int, int], folder: str | None) -> dict[int, str]:
-    """Return the stuck ranks, each with the reason.
+    """Return the stuck ranks of this host, each with the reason.
 
     Args:
         processes: process ids, by rank.

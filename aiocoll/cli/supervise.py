@@ -38,15 +38,15 @@ from aiocoll.cli.verdict import (
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
 
-#: Seconds that ranks have to end by themselves after a failure. Most of them receive the cause and report an error of
-#: their own. The rank at fault may be the last to report, after it has left its groups.
+#: Seconds that ranks have to end by themselves after a rank has failed. Most of them receive the cause and report an
+#: error. The rank at fault may be the last to report, because it leaves its groups before.
 RELEASE = 1.0
 #: Seconds from SIGTERM to SIGKILL. The documentation promises that a failure ends all ranks within 5 s.
 GRACE = 3.0
-#: Seconds from the loss of a rank to the start of its replacement. Other ranks may be lost as well by then. If all are
+#: Seconds from the loss of a rank to the start of its replacement, in which further ranks may be lost. If all ranks are
 #: lost, they restart together, which counts as one restart.
 SETTLE = 0.3
-#: Seconds after SIGTERM in which a reader of the launcher's output may read nothing; then the rest is dropped.
+#: Seconds after SIGTERM for which the launcher waits for a blocked reader of its output. Then it drops the output.
 STUCK = 1.0
 
 
@@ -61,7 +61,7 @@ class _Outcome(NamedTuple):
 
 
 def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER, *, verbose: bool = False) -> int:
-    """Run the ranks of this host and wait until all have ended.
+    """Run the ranks of this host, restart them as decided, and wait until all have ended.
 
     Args:
         program: the program of the ranks.
@@ -93,9 +93,9 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
     if not ending.lines and ending.verdict.why:
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
     if program.record_end is not None:
-        said = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
-        program.record_end(JobOutcome(ending.code, tuple(said)))
-    if readers_gone and ending.code == 0:  # found only in the last output of the ranks
+        messages = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
+        program.record_end(JobOutcome(ending.code, tuple(messages)))
+    if readers_gone and ending.code == 0:  # the last output of the ranks found no reader
         return 128 + signal.SIGPIPE
     return ending.code
 
@@ -112,7 +112,7 @@ def _await_start(events: _Events) -> _Outcome:
 
 
 def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals) -> None:
-    """Put a signal into the queue, in the receiving thread, because the main thread may be blocked in a write."""
+    """Put a signal into the event queue; runs in another thread, because a write may block the main thread."""
     if number in (signal.SIGTERM, signal.SIGHUP) or (number == signal.SIGINT and number in before):
         limit_waits(STUCK)
     before.add(number)
@@ -120,7 +120,7 @@ def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals
 
 
 class _Attempt:
-    """A run of all ranks, from their start to the end of the last rank, with the deadlines for ending them."""
+    """A run of all ranks of this host, from their start to the end of the last rank, with its deadlines."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class _Attempt:
         self._processes: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._outcomes = {rank: RankOutcome(rank) for rank in program.ranks}
-        #: Deadlines of the next step in ending all ranks and of the last step; then the time of SIGTERM to all ranks.
+        #: Deadlines of the next and of the last step in ending all ranks. `_stopped`: the time of SIGTERM to all ranks.
         self._deadline = self._end = inf
         self._stopped = inf
         #: Ranks that were stuck at the time of SIGTERM, each with the reason.
         self._stuck: Mapping[int, str] = {}
         self._shutdown = shutdown
         self._verbose = verbose
-        #: Whether a failure on this host, or on another host, ends the job; then the verdict on the job.
+        #: Whether a failure on this host, or on another host, ends the job. `_verdict`: the decision about a restart.
         self._failing = self._failing_elsewhere = False
         self._verdict: Verdict | None = None
         # State of an elastic job: whether the job is elastic, the living members of its group, lost ranks, the time to
@@ -162,7 +162,7 @@ class _Attempt:
         self._reported_state: HostState | None = None
 
     def run(self) -> _Outcome:
-        """Start all ranks and wait for their end; return the exit code, the final lines, and the verdict."""
+        """Start all ranks and wait for their end; return the exit code, the final messages, and the verdict."""
         try:
             for rank in self._program.ranks:
                 self._start(RankStart(rank, self._number, joins=False))
@@ -188,7 +188,7 @@ class _Attempt:
         self._running[start.rank] = process
 
     def _handle_next(self) -> None:
-        """Handle the next event, or the next deadline."""
+        """Wait for the next event or deadline, and handle it."""
         steps: list[tuple[float, Callable[[], None]]] = [
             (self._replacement, self._request_restarts),
             (self._dismissal, self._dismiss_remaining_ranks),
@@ -273,7 +273,7 @@ class _Attempt:
             process = self._running.pop(event.rank)
             self._members.discard(event.rank)
             if outcome.failed and self._restarts.allowed:
-                process.kill_children()  # its replacement needs their ports and devices
+                process.kill_children()  # the replacement needs the ports and devices of these children
         else:
             outcome.report = event
         if not outcome.failed:
@@ -288,9 +288,9 @@ class _Attempt:
         self._fail()
 
     def _fail(self) -> None:
-        """End all ranks after the failure of one."""
+        """End all ranks after the failure of a rank."""
         self._cancel_replacements()
-        if not self._is_signalled and self._stopped == inf:  # else all ranks are ending already
+        if not self._is_signalled and self._stopped == inf:  # otherwise all ranks are ending already
             self._failing = True
             self._deadline = min(self._deadline, time.monotonic() + RELEASE)
 
@@ -311,14 +311,14 @@ class _Attempt:
         else:
             self._deadline = inf
             self._kill(self._ranks_without_report())
-            # Their programs have failed, and their exit may take long: show the reason now.
+            # The programs of these ranks have failed, but their exit may take long, so show the tracebacks now.
             late = {rank: self._outcomes[rank] for rank in self._running.keys() - self._ranks_without_report()}
             if late:
                 ranks = ", ".join(map(str, sorted(late)))
                 write_stderr([f"aiocoll run: failed, but still running: rank {ranks}", *tracebacks(late)])
 
     def _stop(self) -> None:
-        """Send SIGTERM to all ranks that are not ending already."""
+        """Send SIGTERM to all ranks that have not reported an exception, which are ending anyway."""
         if all(outcome.degree == 2 for outcome in self._outcomes.values() if outcome.failed):
             self._stuck = self._make_stuck_finder(self._ranks_without_report())()
         self._stopped = time.monotonic()
@@ -327,7 +327,7 @@ class _Attempt:
             self._running[rank].send(signal.SIGTERM)
 
     def _make_stuck_finder(self, ranks: Iterable[int]) -> Callable[[], Mapping[int, str]]:
-        """Return a function that finds the stuck ranks among these; any thread may call it."""
+        """Return a function that finds the stuck ranks among `ranks`; any thread may call it."""
         return partial(find_stuck, {rank: self._running[rank].pid for rank in ranks}, self._program.top_dir)
 
     def _ranks_without_report(self) -> set[int]:
@@ -336,7 +336,7 @@ class _Attempt:
     # -- elastic groups
 
     def _may_replace(self, rank: int) -> bool:
-        """Return whether the job continues and a replacement of `rank` would find a group."""
+        """Return whether the job continues, and a replacement of `rank` would find a group to join."""
         going_on = self._restarts.allowed and not self._is_ending()
         return bool(going_on) and self._is_elastic() and self._has_members(but=rank)
 
@@ -347,7 +347,7 @@ class _Attempt:
         return self._elastic or any(state.elastic for state in self._elsewhere.values())
 
     def _has_members(self, but: int = -1) -> bool:
-        """Return whether a living rank is in the group; a host without a report counts as having one."""
+        """Return whether a living rank other than `but` is in the group; a host without a report counts as one."""
         members = {rank for rank in self._members - {but} if not self._outcomes[rank].failed}
         return bool(members) or any(
             state.members or (self._elastic and not state.elastic and not state.over)
@@ -383,7 +383,7 @@ class _Attempt:
         self._start(RankStart(rank, number, joins=True))
 
     def _look_for_members(self) -> None:
-        """Schedule the end of replacements if no member is left: events of joins and exits may arrive in any order."""
+        """Schedule the end of replacements if no group member is left; late join reports cancel it again."""
         if self._is_ending() or not self._running or not self._is_elastic() or self._has_members():
             self._dismissal = inf
         elif self._dismissal == inf:
@@ -409,7 +409,7 @@ class _Attempt:
         if number == signal.SIGUSR2:
             self._request_dumps()
         elif number == signal.SIGPIPE:
-            # The reader of the output has closed it, as in `aiocoll run ... | head`: end as other programs do.
+            # The output has no reader any more, as in `aiocoll run ... | head`: end, as other programs do.
             self._shutdown.leave(number, GRACE)
             self._send(signal.SIGTERM)
         elif self._shutdown.take(number):
@@ -425,12 +425,12 @@ class _Attempt:
         self._shutdown.report(self._running, self._make_stuck_finder(self._running))
 
     def _kill_running(self, again: signal.Signals | None = None) -> None:
-        """Kill the ranks that have not ended in time after a signal, or after the signal `again`."""
+        """Kill the ranks that still run, because of the time limit or because the signal `again` was repeated."""
         self._kill(self._running)
         self._shutdown.killed(self._running, again)
 
     def _request_dumps(self) -> None:
-        """Request dumps from the ranks. Processes that the signal would end do not receive it."""
+        """Send SIGUSR2 to the ranks, to request dumps, except to ranks that the signal would end."""
         for rank, process in sorted(self._running.items()):
             asked = (
                 "dump requested"

@@ -1,4 +1,4 @@
-"""The ranks of `aiocoll bench`: they measure one case after another, and rank 0 prints a table on request."""
+"""The code of the ranks of `aiocoll bench`: they measure one case after another; rank 0 can print a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADING = (
 
 
 def row(case: Case, world_size: int, timing: Timing) -> str:
-    """Return the line of a case in the table under `HEADING`."""
+    """Return the table row of a case, under `HEADING`."""
     figures = Figures.of(case, world_size, timing.nanoseconds)
     times = " ".join(f"{value * 1e6:>10.1f}" for value in (figures.p50, figures.p95, figures.p99))
     place = f"{case.size(world_size):>10} {case.count(world_size):>10}"
@@ -33,7 +33,7 @@ def row(case: Case, world_size: int, timing: Timing) -> str:
 
 
 async def sweep(pg: ProcessGroup, cases: Sequence[Case], effort: Effort, table: bool) -> list[Timing]:
-    """Measure `cases` in order; all ranks make this call with the same arguments, and get the same result.
+    """Measure `cases` in order. All ranks call this with the same arguments, and get the same result.
 
     Raises:
         OSError: rank 0 cannot print the table.
@@ -58,4 +58,4 @@ def _print(line: str, output: CommandOutput) -> None:
     except OutputLostError as lost:
         if not output.has_no_reader:
             raise OSError(str(lost)) from None
-        # As in `aiocoll bench | head`: continue, since the other ranks wait for this one.
+        # The output has no reader any more, as in `aiocoll bench | head`. Continue, since the other ranks wait.

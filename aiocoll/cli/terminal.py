@@ -1,4 +1,4 @@
-"""Output for terminals: colours, and the progress of long runs.
+"""Output for terminals: colours, error lines, and a progress line.
 
 Colours follow https://no-color.org. A non-empty `NO_COLOR` turns them off. Otherwise a non-empty `FORCE_COLOR` turns
 them on without a terminal, as in the log of a CI job.
@@ -20,19 +20,19 @@ Style = Literal["heading", "good", "bad", "hint"]
 _CODES: dict[Style, str] = {"heading": "1", "good": "32", "bad": "1;31", "hint": "33"}
 #: Escape sequence that moves to the start of the line and erases it.
 _CLEAR = "\r\x1b[K"
-#: Seconds between two updates of the progress.
+#: Seconds between two updates of the progress line.
 _AGAIN = 1.0
 
 
 def has_colours(stream: TextIO) -> bool:
-    """Return whether text for `stream` has colours."""
+    """Return whether text written to `stream` should have colours."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or _is_terminal(stream)
 
 
 def styled(text: str, style: Style, stream: TextIO) -> str:
-    """Return `text` for `stream`, in colours if it has them."""
+    """Return `text` in the colour of `style` if `stream` has colours, else unchanged."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if has_colours(stream) else text
 
 
@@ -42,7 +42,7 @@ def print_error(command: str, error: object) -> None:
 
 
 def write_stderr(lines: Iterable[str]) -> None:
-    """Write lines to standard error at once, so that lines from several threads stay whole."""
+    """Write lines to standard error in one write, so that lines of several threads do not mix."""
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stderr.flush()
 
@@ -53,7 +53,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 class Progress:
-    """A line on standard error with the progress of a long run, within ``with``; only on terminals.
+    """A progress line on standard error, for a ``with`` block; only on terminals.
 
     Call `clear` before printing anything else.
     """
@@ -69,20 +69,20 @@ class Progress:
         self.clear()
 
     def show(self, text: str) -> None:
-        """Replace the line by `text`, which should have less than 80 characters."""
+        """Replace the progress line by `text`, which should have less than 80 characters."""
         if self._shown:
             print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
             self._there = True
 
     def clear(self) -> None:
-        """Remove the line."""
+        """Erase the progress line."""
         if self._there:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
             self._there = False
 
     @asynccontextmanager
     async def watching(self, look: Callable[[int], Awaitable[str]]) -> AsyncIterator[None]:
-        """Show the text that `look` returns for the seconds passed, once a second within the block."""
+        """Within the block, show the text `look(seconds)` once a second, with the seconds since the step began."""
         watcher = asyncio.create_task(self._watch(look), name="aiocoll progress") if self._shown else None
         try:
             yield

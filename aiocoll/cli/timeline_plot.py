@@ -1,4 +1,4 @@
-"""Timelines of groups as a PNG: the verdict as title, a row per rank, waiting drawn pale and transfer solid.
+"""PNG timelines of groups: the verdict as title, one row per rank, waiting in pale and transfer in solid colours.
 
 Most bars of a long record would be thinner than a pixel. A long record therefore gets an overview with shares of time,
 and a second picture with the calls around the divergence, or with the last calls.
@@ -18,28 +18,28 @@ from aiocoll.dump.timeline import lanes, named
 
 __all__ = ["draw", "make_pictures"]
 
-#: Largest number of calls that a picture shows as bars, and of calls before the verdict's call in the second picture.
+#: Maximum number of calls that a picture shows as bars, and number of calls to show before the call of the verdict.
 READABLE, BEFORE = 24, 12
 #: Number of time bins in the overview.
 BINS = 240
-#: Sizes in inches: width of a picture; heights of a rank's row, of title and axis together, of a line of the verdict.
+#: Sizes in inches: width of a picture; heights of a rank's row, of title plus axis, of a line of the verdict.
 WIDTH, ROW, FRAME, LINE = 14.0, 0.62, 1.1, 0.32
-#: Characters of a line of the verdict.
+#: Maximum characters of a line of the verdict.
 COLUMNS = 125
-#: Font size of labels in points, and the width of a letter in inches; a label is drawn if the bar has room for it.
+#: Font size of labels in points, and width of a letter in inches. A label is drawn only if its bar has room for it.
 FONT, LETTER = 8, 0.075
-#: Shares of a row's height: for collectives if there are messages too, and for all bars together.
+#: Shares of a row's height: of collectives in a row that also has messages, and of all bars together.
 COLLECTIVES, ALL = 0.6, 0.88
 COLOURS = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#999933", "#44aa99", "#882255", "#88ccee", "#6699cc")
 FAULT, TINT, MESSAGE = "#c1121f", "#fdecea", "#999999"
-#: Opacity of waiting.
+#: Opacity of the bars that show waiting.
 PALE = 0.28
 
 Window = tuple[float, float]
 
 
 def draw(groups: Sequence[GroupDumps], path: str) -> None:
-    """Draw `groups` below each other into the file `path`.
+    """Draw the timelines of `groups`, one below the other, into the file `path`.
 
     Raises:
         Unusable: matplotlib is not installed.
@@ -59,7 +59,7 @@ def draw(groups: Sequence[GroupDumps], path: str) -> None:
 
 
 def make_pictures(group: GroupDumps) -> Iterator[_Picture]:
-    """Yield the pictures of a group: one with all calls, or an overview and a part if there are many calls."""
+    """Yield the pictures of a group: one with all calls; for many calls, one with some calls and an overview."""
     finding = diagnose(group, divergence(group), lateness(group))
     verdict = textwrap.fill(f"{group.name}: {finding.text}", COLUMNS)
     starts = [entry["entered"] + group.shifts[rank] for rank in group.ranks for entry in group.dumps[rank]["entries"]]
@@ -77,7 +77,7 @@ def make_pictures(group: GroupDumps) -> Iterator[_Picture]:
         yield _Picture(group, finding, part, verdict, f"the last {READABLE} collectives")
     else:
         first = group.calls[max(0, group.calls.index(finding.call) - BEFORE)].first
-        # The wait gets half of the picture. Its full length would squeeze the calls before it.
+        # Give the wait only half of the picture. At its full length, the calls before it would be too narrow.
         last = min(finding.call.first + max(finding.call.first - first, 1e-4), whole[1])
         yield _Picture(group, finding, (first, last), verdict, f"around {named(_any(finding.call))}")
     yield _Overview(group, finding, whole, "", f"all {len(group.calls)} recorded collectives: share of time")
@@ -109,7 +109,7 @@ class _Picture:
         ops = sorted({entry["op"] for call in group.calls for entry in call.entries.values()})
         self._colours = {op: COLOURS[index % len(COLOURS)] for index, op in enumerate(ops)}
         self._calls = {(call.key, call.seq): call for call in group.calls}
-        #: Legend entries that occur: arguments of `Patch` by label.
+        #: Legend entries for the kinds of bars drawn so far: arguments of `Patch` by label.
         self._kinds: dict[str, dict[str, Any]] = {}
 
     @property
@@ -119,7 +119,7 @@ class _Picture:
         return FRAME + ROW * self._group.world_size + LINE * lines
 
     def draw(self, ax: Any) -> None:
-        """Draw the picture on matplotlib axes."""
+        """Draw the picture on the matplotlib axes `ax`."""
         group = self._group
         self._ax = ax
         self._tint_fault()
@@ -158,7 +158,7 @@ class _Picture:
             self._draw_row(rank, messages, -ALL / 2 + share, ALL - share)
 
     def _draw_row(self, rank: int, entries: Sequence[Entry], top: float, height: float) -> None:
-        """Draw the collectives, or the messages, of a rank; calls that overlap get separate lanes."""
+        """Draw the collectives, or the messages, of a rank, with overlapping calls in separate lanes."""
         if not entries:
             return
         group = self._group
@@ -172,7 +172,7 @@ class _Picture:
                 self._draw_call(entry, (left, middle, right), rank + top + lane * lane_height, lane_height)
 
     def _wait_end(self, rank: int, entry: Entry) -> float:
-        """Return the end of a rank's wait in a call: the time when the last rank entered, or the end of the call."""
+        """Return when a rank's wait for other ranks in a call ended: when the last rank entered, or the call ended."""
         end = _end(self._group, rank, entry)
         if entry["kind"] == "message" or entry["seq"] is None:
             return end if entry["state"] != "finished" else float(entry["entered"]) + self._group.shifts[rank]
@@ -182,7 +182,7 @@ class _Picture:
         return min(max(call.entered.values()), end)
 
     def _draw_call(self, entry: Entry, times: tuple[float, float, float], top: float, height: float) -> None:
-        """Draw one call: `times` are the start, the end of waiting, and the end."""
+        """Draw one call; `times` are its start, the end of its wait, and its end."""
         left, middle, right = (min(max(time, 0.0), self._span) for time in times)
         is_message = entry["kind"] == "message"
         kind = "message" if is_message else entry["op"]
@@ -197,7 +197,7 @@ class _Picture:
             self._kinds[f"{kind}: transfer"] = {"facecolor": fill}
             self._add_bar(middle, right, top, height, facecolor=fill)
         if is_unfinished:
-            # Only a thin edge, because the missing rank has to stand out, not the ranks that waited for it.
+            # Draw only a thin edge, so that the missing rank stands out, not the ranks that waited for it.
             self._ax.plot([right, right], [top, top + height * 0.94], color=FAULT, linewidth=2)
             self._kinds["failed" if entry["state"] == "failed" else "pending at the end"] = {"facecolor": FAULT}
         text = named(entry)
@@ -212,12 +212,12 @@ class _Picture:
         self._ax.broken_barh([(left, width)], (top, height * 0.94), linewidth=0, **style)
 
     def _tint_fault(self) -> None:
-        """Tint the rows of the ranks at fault."""
+        """Colour the background of the rows of the ranks at fault."""
         for rank in self._finding.ranks:
             self._ax.axhspan(rank - 0.5, rank + 0.5, color=TINT, zorder=0)
 
     def _label_fault(self) -> None:
-        """Write the state of the ranks at fault into their rows, from the call on in which the others waited."""
+        """Write the state of the ranks at fault into their rows, from the time when the others began to wait."""
         finding = self._finding
         if not finding.ranks or not finding.label:
             return
@@ -266,7 +266,7 @@ class _Picture:
 
 
 class _Overview(_Picture):
-    """A picture of the whole record: per rank and bin, the shares of time in transfer and in waiting."""
+    """A picture of the whole record: for each rank and time bin, the shares of transfer and of waiting."""
 
     def _draw_rows(self) -> None:
         group = self._group
@@ -292,5 +292,5 @@ class _Overview(_Picture):
 
 
 def _overlap(edges: Any, left: float, right: float) -> Any:
-    """Return the length of the part of an interval in each bin."""
+    """Return for each bin how much of the interval from `left` to `right` lies in it."""
     return np.clip(np.minimum(edges[1:], right) - np.maximum(edges[:-1], left), 0.0, None)

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser,
         codes={
             0: "nothing is wrong",
-            1: "something is: a failure, a divergence, a rank without a dump; or output could not be written",
+            1: "something is wrong: a failure, a divergence, a rank without a dump; or output could not be written",
             2: "a file cannot be used, or the command line is wrong",
         },
         description="Merge the dumps of ranks (pg.recorder.dump_json, AIOCOLL_DUMP_DIR) of one or several groups, and "

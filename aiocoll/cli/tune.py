@@ -1,4 +1,4 @@
-"""`aiocoll bench --tune`: measurement of this machine, by which the library chooses algorithms.
+"""`aiocoll bench --tune`: measurement of this machine, for the choice of algorithms.
 
 Two processes of this host exchange messages over every available transport. The round trip of a short message takes
 twice alpha. Long messages in both directions at once, as in most schedules, give beta, the time per byte. The extra
@@ -36,24 +36,24 @@ from aiocoll.tuning import default_path, dumps
 
 __all__ = ["add_arguments", "exchange", "measure", "run"]
 
-#: Bytes of a short message, and of a long one, in which the start takes only a few percent of the time.
+#: Bytes of a short message, and of a long message, whose latency is only a few percent of its time.
 SHORT, LONG = 8, 4 << 20
-#: Number of additional short messages in a burst.
+#: Number of short messages in a burst after the first one.
 BURST = 16
-#: Bytes per reduction, like a segment of a message, and bytes of the target array, which exceeds the private caches of
-#: a core.
+#: Bytes per reduction, as many as in a segment of a message; and bytes of the target array, which exceeds the private
+#: caches of a core.
 PIECE, ARRAY = 256 << 10, 8 << 20
-#: Number of warm-up turns, launches per transport, seconds per launch, and seconds after which no launch is added. All
-#: launches together take about ten seconds, with the start of processes.
+#: Warm-up turns per launch, launches per transport, seconds per launch, and seconds after which no further launch
+#: starts. All launches together, with the start of their processes, take about ten seconds.
 WARM_UP, LAUNCHES, SECONDS, ENOUGH = 5, 5, 0.5, 12.0
-#: Seconds after which a launch has hung.
+#: Seconds after which a launch counts as hung.
 HUNG = 60.0
-#: Largest ratio of latencies between launches on a quiet machine.
+#: Maximum ratio between the latencies of two launches on a quiet machine.
 CALM = 1.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--tune` to the arguments of a command."""
+    """Add the option `--tune` to a command."""
     parser.add_argument(
         "--tune",
         action="store_true",
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure this machine, print what was found, and write it to the file that the library reads.
+    """Measure this machine, print the results, and write them to the file that the library reads.
 
     Returns:
         The exit code: 1 if the measurement or the file has failed, else 0.
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def measure(launches: int, seconds: float) -> dict[Medium, list[Machine]]:
-    """Measure every medium that groups of this host can use.
+    """Measure latency and bandwidth of every medium that groups on this host can use.
 
     Args:
         launches: pairs of processes for each medium, at most.
@@ -112,7 +112,7 @@ async def measure(launches: int, seconds: float) -> dict[Medium, list[Machine]]:
 
 
 async def exchange(pg: ProcessGroup, seconds: float) -> Machine:
-    """Measure together with the other rank; the short messages of rank 0 contain whether to continue."""
+    """Measure together with the other rank. A short message of rank 0 states whether to continue."""
     pair = _Pair(pg)
     for _ in range(WARM_UP):
         await pair.turn(more=True)
@@ -124,7 +124,7 @@ async def exchange(pg: ProcessGroup, seconds: float) -> Machine:
 
 
 class _Pair:
-    """The part of one rank in the measurements of two ranks."""
+    """A rank's side of the measurements between two ranks."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         self._pg = pg
@@ -146,7 +146,7 @@ class _Pair:
         self._reductions: list[float] = []
 
     async def turn(self, more: bool) -> bool:
-        """Measure everything once; return whether rank 0 wants another turn."""
+        """Measure all times once; return whether rank 0 wants another turn."""
         if self._first:
             self._short[0] = more
         self._shorts.append(await self._measure_round_trip() / 2)
@@ -204,12 +204,12 @@ class _Pair:
 
 
 def _lower_quartile(times: list[float]) -> float:
-    """Return the lower quartile."""
+    """Return the lower quartile of the times."""
     return sorted(times)[len(times) // 4]
 
 
 def _table(machines: Mapping[Medium, Machine], launches: Mapping[Medium, Sequence[Machine]]) -> str:
-    """Return the measured numbers as a table, with a warning if launches differ much."""
+    """Return the measured numbers as a text table, with a warning if the launches differ much."""
     lines = [f"{'':6}{'latency':>11}{'per message':>14}{'bandwidth':>13}{'reducing':>13}{'n_half':>10}"]
     for medium, (alpha, overhead, beta, gamma) in machines.items():
         lines.append(
@@ -227,7 +227,7 @@ def _table(machines: Mapping[Medium, Machine], launches: Mapping[Medium, Sequenc
 
 
 def _single_copy_text(single_copy: SingleCopy | None) -> str:
-    """Return the sizes from which single copy pays, as text."""
+    """Return a text with the array sizes from which single copy is faster."""
     if single_copy is None:
         return "processes of this host cannot read the memory of other processes"
     return ", ".join(
@@ -237,7 +237,7 @@ def _single_copy_text(single_copy: SingleCopy | None) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the whole file or nothing: a group may read it at any time."""
+    """Write a file atomically, because a group may read it at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.{os.urandom(8).hex()}")  # several hosts may share the folder
     try:

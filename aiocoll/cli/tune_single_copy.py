@@ -1,4 +1,4 @@
-"""Measurement of single copy for `aiocoll bench --tune`: the sizes from which reading a peer's memory pays.
+"""Measurement for `aiocoll bench --tune`: the array sizes from which single copy (reading a peer's memory) is faster.
 
 Two processes make three calls with messages of several sizes: a gather, an exchange in both directions, and an
 allreduce. Launches with single copy and without alternate. The fastest launch counts for each size. Single copy pays
@@ -33,9 +33,9 @@ from aiocoll.work import Work
 
 __all__ = ["SIZES", "disabled_accelerator", "measure_single_copy", "paying", "use"]
 
-#: Array sizes in bytes: each 4 times the one before, up to a size that exceeds all caches.
+#: Array sizes in bytes: each is 4 times the size before, and the last exceeds all caches.
 SIZES = tuple(LEAST_BY_REFERENCE << 2 * step for step in range(5))
-#: Bytes to move per size and launch, and the least number of repetitions.
+#: Bytes to move per size and launch, and minimum number of repetitions.
 _NBYTES, _TIMES = 64 << 20, 4
 _HUNG = 60.0
 
@@ -44,7 +44,7 @@ _Seconds = dict[int, list[float]]
 
 
 async def measure_single_copy(launches: int) -> SingleCopy | None:
-    """Measure with pairs of processes; return None if processes cannot read the memory of other processes.
+    """Measure single copy between two processes; return None if processes cannot read each other's memory.
 
     Args:
         launches: number of launches with single copy, and of launches without.
@@ -69,7 +69,7 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
 
 @contextmanager
 def disabled_accelerator() -> Iterator[None]:
-    """Let processes that are started within run in pure Python."""
+    """Let processes that are started in the block run aiocoll in pure Python."""
     before = os.environ.get("AIOCOLL_NATIVE")
     os.environ["AIOCOLL_NATIVE"] = "0"
     try:
@@ -81,7 +81,7 @@ def disabled_accelerator() -> Iterator[None]:
 
 
 async def use(pg: ProcessGroup) -> _Seconds:
-    """Send, exchange and reduce arrays whose messages have all sizes; return the lower quartiles."""
+    """Time gather, alltoall and allreduce with messages of all sizes; return the lower quartile for each."""
     found = {}
     for size in SIZES:
         ours, both = np.zeros(size // 4, np.float32), np.zeros(size // 2, np.float32)
@@ -106,7 +106,7 @@ async def _lower_quartile(pg: ProcessGroup, call: Callable[[], Work[Any]], times
 
 
 def paying(ratios: Mapping[int, float]) -> float:
-    """Return the smallest size from which no ratio exceeds 1; inf if the ratio of the largest size does."""
+    """Return the size from which single copy is faster: no ratio exceeds 1 from there on; inf without such a size."""
     least = inf
     for size in sorted(ratios, reverse=True):
         if ratios[size] > 1:
@@ -116,7 +116,7 @@ def paying(ratios: Mapping[int, float]) -> float:
 
 
 def _write(folder: Path, single_copy: SingleCopy) -> str:
-    """Write a tuning with these sizes; return its path."""
+    """Write a tuning file with these size limits; return its path."""
     path = folder / "tuning.json"
     path.write_text(dumps({}, "", single_copy))
     return str(path)

@@ -1,4 +1,4 @@
-"""The rank at fault, and the launcher's final messages."""
+"""Choice of the rank at fault, and the launcher's final messages about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(slots=True)
 class RankOutcome:
-    """The outcome of one rank.
+    """The way in which a rank ended.
 
     Attributes:
         report: the exception that its program did not catch, if any.
@@ -47,21 +47,21 @@ class RankOutcome:
 
     @property
     def degree(self) -> int:
-        """Return the degree of its report (see `aiocoll.cli.start`); a rank without one has failed by itself."""
+        """Return the degree of the rank's report (see `aiocoll.cli.start`); 0 for a rank without a report."""
         return 0 if self.report is None else self.report.degree
 
     @property
     def status(self) -> int:
-        """Return its exit status as a shell shows it."""
+        """Return the rank's exit status as a shell shows it: 128 plus n for signal n."""
         code = 0 if self.exit is None else self.exit.code
         if self.report is not None and code != -signal.SIGINT:
-            # After the report another process may have ended it.
+            # Another process may have killed the rank after it had sent its report.
             return 1 if self.report.code is None else self.report.code
         return 128 - code if code < 0 else code
 
 
 def find_culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome | None:
-    """Return the rank that failed first by itself, else the first that failed; None if no rank failed.
+    """Return the rank that failed first and by itself, else the rank that failed first; None if no rank failed.
 
     Args:
         outcomes: of all ranks.
@@ -78,7 +78,7 @@ def final_lines(
     stuck: Mapping[int, str],
     verbose: bool,
 ) -> Iterator[str]:
-    """Yield the launcher's last lines: ranks that failed in consequence, the rank at fault, and ranks that were stuck.
+    """Yield the launcher's last lines, about ranks that failed in consequence, the rank at fault, and stuck ranks.
 
     Each error message appears once. Ranks with the same end share a line.
 
@@ -103,14 +103,14 @@ def final_lines(
 
 
 def format_headline(outcome: RankOutcome) -> str:
-    """Return how a rank failed, in one line."""
+    """Return one line about how a rank failed."""
     report = outcome.report
     failed = f"failed: {report.error_and_place}" if report is not None and report.code is None else _end(outcome)
     return f"rank {outcome.rank} {failed}"
 
 
 def replaced(outcome: RankOutcome, restart: str) -> Iterator[str]:
-    """Yield how a rank failed that a newcomer replaces; its traceback comes last."""
+    """Yield the lines about a failed rank that a newcomer replaces: the failure, then its traceback."""
     yield f"aiocoll run: {format_headline(outcome)}; a newcomer is started in its place ({restart})"
     yield from tracebacks({outcome.rank: outcome})
 
@@ -141,7 +141,7 @@ def tracebacks(outcomes: Mapping[int, RankOutcome]) -> Iterator[str]:
 
 
 def _describe_culprit(to_blame: RankOutcome, is_other_stuck: bool) -> str:
-    """Return the words before the traceback of the rank at fault."""
+    """Return the words that introduce the traceback of the rank at fault."""
     rank, report = to_blame.rank, to_blame.report
     if to_blame.degree < 2:
         return f"rank {rank} failed first"
@@ -153,7 +153,7 @@ def _describe_culprit(to_blame: RankOutcome, is_other_stuck: bool) -> str:
 
 
 def _other_ends(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | None) -> Iterator[str]:
-    """Yield how the other ranks ended, without messages that the rank at fault, or a line before, has shown."""
+    """Yield lines about how the other ranks ended, without repeating exception messages."""
     is_explained = to_blame is not None and to_blame.degree < 2
     shown = {to_blame.report.error} if to_blame is not None and to_blame.report is not None else set()
     first: dict[str, str] = {}
@@ -170,7 +170,7 @@ def _other_ends(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | Non
 
 
 def _group_ends(ends: Mapping[int, str]) -> Iterator[str]:
-    """Yield one line for all ranks that share the same end."""
+    """Yield one line for each group of ranks that ended in the same way."""
     ranks: dict[str, list[int]] = {}
     for rank, end in sorted(ends.items()):
         ranks.setdefault(end, []).append(rank)
@@ -198,7 +198,7 @@ def _signal_name(number: int) -> str:
 
 
 def _end(outcome: RankOutcome, brief: bool = False) -> str:
-    """Return how a rank ended; if `brief`, only the type of its exception and the place, not the message."""
+    """Return a text about how a rank ended; if `brief`, without the message of its exception."""
     report, end = outcome.report, outcome.exit
     if report is not None:
         error = report.kind_and_place if brief else report.error_and_place
@@ -207,7 +207,7 @@ def _end(outcome: RankOutcome, brief: bool = False) -> str:
         return f"failed{' too' if report.degree < 2 else ' in consequence'}: {error}"
     assert end is not None
     if end.code >= 0:
-        return f"exited with code {end.code}" if end.code else "ended well"
+        return f"exited with code {end.code}" if end.code else "exited with code 0"
     if end.by_launcher:
         return f"was ended by the launcher ({_signal_name(-end.code)})"
     return f"was killed by {_signal_name(-end.code)}"

@@ -1,4 +1,4 @@
-"""Workloads of benchmarks: the arrays of a collective, and their expected contents after the call.
+"""Benchmark workloads: the arrays of a collective, and their expected contents after the call.
 
 Sizes are defined as in nccl-tests: bytes of the array of a rank (allreduce, broadcast, reduce, scan), or of all blocks
 together (allgather, reduce_scatter, alltoall, gather, scatter). Elements are small whole numbers that repeat with a
@@ -36,20 +36,20 @@ KINDS = (
 OPS = ("sum", "avg", "min", "max", "product")
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int16", "int32", "int64")
 
-#: Period of the elements: a prime, so that block boundaries do not coincide with it, and small enough for int8.
+#: Period of the patterns: a prime, so that block boundaries do not coincide with it, and small enough for int8.
 PERIOD = 113
 #: Shift between the patterns of two blocks, in elements.
 SHIFT = 7
-#: Number of elements per comparison, so that it stays in cache and its result takes little memory.
+#: Number of elements to compare at once, so that they stay in cache and the result takes little memory.
 CHUNK = PERIOD * 4096
 #: The root of collectives that have one.
 ROOT = 0
-#: Largest number of calls between two checks, so that errors are found soon.
+#: Maximum number of calls between two checks of the arrays, so that errors are found soon.
 ROUNDS = 48
 
 
 def bus_factor(kind: str, world_size: int) -> float:
-    """Return the factor from algorithm bandwidth to bus bandwidth, as nccl-tests defines it."""
+    """Return the ratio of bus bandwidth to algorithm bandwidth of a collective, as nccl-tests defines it."""
     if kind == "allreduce":
         return 2 * (world_size - 1) / world_size
     return (world_size - 1) / world_size if spec_of(kind).in_blocks else 1.0
@@ -64,7 +64,7 @@ class Case(NamedTuple):
     op: str = "sum"
 
     def count(self, world_size: int) -> int:
-        """Return the number of elements on `world_size` ranks: at least 1, or at least 1 per block, in equal blocks."""
+        """Return the number of elements of the array, or of all blocks together; at least 1 per array or block."""
         spec = spec_of(self.kind)
         if spec.input is None:
             return 0
@@ -72,13 +72,13 @@ class Case(NamedTuple):
         return max(1, count // world_size) * world_size if spec.in_blocks else max(1, count)
 
     def size(self, world_size: int) -> int:
-        """Return the number of bytes on `world_size` ranks."""
+        """Return the number of bytes of the array, or of all blocks together."""
         return self.count(world_size) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(slots=True)
 class _Block:
-    """A part of an array, with its expected patterns before and after a call; None allows any content."""
+    """A part of an array, with its patterns before and after a call; None stands for any content."""
 
     array: Array
     before: Array | None
@@ -86,7 +86,7 @@ class _Block:
 
 
 class Workload:
-    """The arrays of one rank for one call.
+    """The arrays of one rank for the calls of one benchmark case.
 
     Args:
         case: the collective, its size, element type and reduction.
@@ -117,41 +117,41 @@ class Workload:
 
     @property
     def rounds(self) -> int:
-        """Return the number of calls after which the arrays must be filled again, at least 2."""
+        """Return the number of consecutive calls, at least 2, after which the arrays must be filled again."""
         return min(ROUNDS, self._max_exact_calls) if self._sums_ones_in_place else ROUNDS
 
     @property
     def _max_exact_calls(self) -> int:
-        """Return the largest number of exact calls that sum arrays of ones in place."""
+        """Return how often arrays of ones can be summed in place before the sums are no longer exact."""
         info = np.finfo(self._dtype)
-        # Powers of two are exact up to the largest exponent, other numbers as long as they fit into the mantissa.
+        # A sum that is a power of two is exact up to the largest exponent, other sums as long as they fit the mantissa.
         bits = info.maxexp - 1 if self.world_size & (self.world_size - 1) == 0 else info.nmant + 1
         return int(bits / np.log2(self.world_size))
 
     @property
     def _sums_ones_in_place(self) -> bool:
-        """Return whether repeated calls sum ones in place. Other cases work on zeros, or not in place."""
+        """Return whether repeated calls sum arrays of ones in place. Other cases use zeros, or separate outputs."""
         case = self.case
         summed = case.kind == "allreduce" and case.op == "sum" and self._dtype.kind == "f"
         return summed and self.world_size > 1 and self._max_exact_calls > 1
 
     def fill_patterns(self) -> None:
-        """Fill the arrays with the patterns for a checked call."""
+        """Fill the arrays with the patterns for a call whose result is checked."""
         for block in self._blocks:
             _fill(block.array, block.before)
 
     def count_wrong(self) -> int:
-        """Count the elements that differ from the result of one call on fresh arrays."""
+        """Count the elements that differ from the expected result of one call after `fill_patterns`."""
         return sum(_wrong(block.array, block.after) for block in self._blocks if block.after is not None)
 
     def fill_repeatable(self) -> None:
-        """Fill the arrays with values on which calls can be repeated."""
+        """Fill the arrays with values whose results stay exact when the call is repeated in place."""
         self.fill_patterns()
         if self.inplace is not None and self._spec.reduces:
             self.inplace.fill(1 if self._sums_ones_in_place else 0)
 
     def count_wrong_after(self, rounds: int) -> int:
-        """Count the elements that differ from the result of `rounds` calls on steady arrays."""
+        """Count the elements that differ from the expected result of `rounds` calls after `fill_repeatable`."""
         if self.inplace is None or not self._spec.reduces:
             return self.count_wrong()
         expected = float(self.world_size) ** rounds if self._sums_ones_in_place else 0
@@ -189,18 +189,18 @@ class Workload:
         return self._numbers(number).astype(self._dtype)
 
     def _numbers(self, number: int) -> npt.NDArray[np.int64]:
-        """Return one period of a pattern. For products it has only 1 and 2: products of many ranks stay exact."""
+        """Return one period of a pattern. For products it has only 1 and 2, so products of many ranks stay exact."""
         row = (np.arange(PERIOD) + SHIFT * number) % PERIOD
         return 1 + row % 2 if self.case.op == "product" and self._spec.reduces else row
 
     def _reduced_pattern(self, numbers: range) -> Array:
-        """Return one period of the reduced patterns; whole numbers wrap as they do on the ranks."""
+        """Return one period of the expected reduction of patterns; integers overflow as they do on the ranks."""
         rows = np.array([self._numbers(number) for number in numbers])
         is_float = self._dtype.kind == "f"
         if self.case.op == "avg":
             total = rows.sum(0).astype(np.float64 if is_float else self._dtype)
             mean: npt.NDArray[np.float64] = total / len(numbers)
-            return mean.astype(self._dtype)  # truncates for integers, as the ranks do
+            return mean.astype(self._dtype)  # truncate integers, as the ranks do
         ufuncs: dict[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
         reduced: npt.NDArray[np.int64] = ufuncs[self.case.op].reduce(rows)
         return reduced.astype(self._dtype)

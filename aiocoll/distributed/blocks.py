@@ -1,4 +1,4 @@
-"""Context managers that fuse the calls in a block, or predict their time."""
+"""Context managers that fuse the group calls in a block, or predict how long they take."""
 
 from __future__ import annotations
 

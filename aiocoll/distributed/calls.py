@@ -1,4 +1,4 @@
-"""Collectives on arrays: each finds the group and the root's rank in it, and makes one call of the group.
+"""Collectives on arrays, with torch.distributed's arguments: each is one call of a `ProcessGroup`.
 
 Each call starts at once and returns a `Work`. The method of `ProcessGroup` that a function names documents its effect,
 cost and errors. On a rank outside the group a function warns, and returns a finished work with result None.
@@ -42,11 +42,11 @@ __all__ = [
 SUM = ReduceOp.SUM
 
 A = TypeVar("A", bound=Array)
-#: An array type other than that of the result.
+#: Type of an array argument, if the result may have another array type.
 B = TypeVar("B", bound=Array)
-#: The argument and result of a reduction.
+#: Type of the argument and the result of a reduction.
 N = TypeVar("N", bound=Array | Number)
-#: The argument and result of `all_reduce`, which accepts sparse arrays, too.
+#: Type of the argument and the result of `all_reduce`, which accepts sparse arrays, too.
 S = TypeVar("S", bound=Array | Number | Sparse)
 
 
@@ -83,7 +83,7 @@ def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) 
 def reduce(
     tensor: N, dst: int | None = None, op: ReduceOp = SUM, group: Group = None, group_dst: int | None = None
 ) -> Work[N]:
-    """Reduce `tensor` over all ranks into the tensor of one rank; others stay unchanged; see `ProcessGroup.reduce`.
+    """Reduce `tensor` over all ranks into the tensor of rank `dst` alone; see `ProcessGroup.reduce`.
 
     Args:
         tensor: an array of the same count on every rank.
@@ -97,7 +97,7 @@ def reduce(
 
 
 def broadcast(tensor: N, src: int | None = None, group: Group = None, group_src: int | None = None) -> Work[N]:
-    """Copy the tensor of one rank to all ranks; see `ProcessGroup.broadcast`.
+    """Copy the tensor of rank `src` to all ranks; see `ProcessGroup.broadcast`.
 
     Args:
         tensor: an array of the same count on every rank.
@@ -139,7 +139,7 @@ def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Wor
 
 
 def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
-    """Return whether `work` is an unkeyed collective that has started, or will start together with `barrier`."""
+    """Return whether `work` is a collective without a key that started before `barrier`, or starts together with it."""
     completion = completion_of(work)
     if isinstance(completion, DeferredCompletion) and work.seq is None:
         is_in_block = completion.progress is completion_of(barrier).progress
@@ -148,7 +148,7 @@ def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
-    """Wait until all ranks have called it; the error names missing ranks. See `ProcessGroup.monitored_barrier`.
+    """Wait until all ranks have made this call; the error names missing ranks. See `ProcessGroup.monitored_barrier`.
 
     Args:
         group: a group; None means the default group.
@@ -160,7 +160,7 @@ def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ran
 
 
 def all_gather(tensor_list: list[A], tensor: Array, group: Group = None) -> Work[list[A]]:
-    """Gather every rank's tensor, of any count, into a list on every rank; see `ProcessGroup.allgather`.
+    """Gather every rank's tensor, of any size, into a list on every rank; see `ProcessGroup.allgather`.
 
     Args:
         tensor_list: an array per rank, with as many elements as that rank's tensor; the result.
@@ -174,7 +174,7 @@ def all_gather(tensor_list: list[A], tensor: Array, group: Group = None) -> Work
 
 
 def all_gather_into_tensor(output_tensor: A, input_tensor: Array, group: Group = None) -> Work[A]:
-    """Gather tensors of one count into one tensor, in rank order; see `ProcessGroup.allgather_into_tensor`.
+    """Gather tensors of equal size into one tensor, in rank order; see `ProcessGroup.allgather_into_tensor`.
 
     Args:
         output_tensor: an array of as many elements as all inputs together; the result.
@@ -188,7 +188,7 @@ def all_gather_into_tensor(output_tensor: A, input_tensor: Array, group: Group =
 def all_gather_coalesced(
     output_tensor_lists: list[list[A]], input_tensor_list: list[B], group: Group = None
 ) -> Work[list[list[A]]]:
-    """Gather several tensors of every rank, by one `ProcessGroup.allgather` each, after checking all of them.
+    """Check several tensors, then gather each of them from all ranks by its own `ProcessGroup.allgather`.
 
     Args:
         output_tensor_lists: one list per rank, with room for the tensors of that rank; the result.
@@ -210,8 +210,8 @@ def all_gather_coalesced(
             )
     outputs = [[each[index] for each in lists] for index in range(count)]
     works = parts_of(pg).collectives.allgather_all(outputs, input_tensor_list, "input_tensor_list")
-    whole = parts_of(pg).messages.one_of("ALLGATHER_COALESCED", works)
-    return map_result(combine_works(whole, works), lambda _: output_tensor_lists)
+    combined = parts_of(pg).messages.one_of("ALLGATHER_COALESCED", works)
+    return map_result(combine_works(combined, works), lambda _: output_tensor_lists)
 
 
 @overload
@@ -237,7 +237,7 @@ def gather(
     group: Group = None,
     group_dst: int | None = None,
 ) -> Work[Any]:
-    """Gather every rank's tensor, of any count, at one rank; see `ProcessGroup.gather`.
+    """Gather every rank's tensor, of any size, at rank `dst`; see `ProcessGroup.gather`.
 
     Args:
         tensor: this rank's array.
@@ -260,7 +260,7 @@ def scatter(
     group: Group = None,
     group_src: int | None = None,
 ) -> Work[A]:
-    """Send the r-th tensor of one rank's list to rank r; see `ProcessGroup.scatter`.
+    """Send the r-th tensor of rank `src`'s list to rank r; see `ProcessGroup.scatter`.
 
     Args:
         tensor: the array that receives this rank's part; the result.
@@ -343,7 +343,7 @@ def all_to_all_single(
 
 
 def _check_list(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
-    """Return `tensors`, checked to be a list with one entry per rank."""
+    """Return `tensors` after a check that it is a list with one entry per rank."""
     if not isinstance(tensors, list):
         raise TypeError(f"{name} must be a list, not {type(tensors).__name__}")
     if len(tensors) != pg.size():
@@ -352,9 +352,9 @@ def _check_list(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
 
 
 def _check_root_list(tensors: Any, name: str, root_name: str, pg: ProcessGroup, root: int) -> list[Any] | None:
-    """Return the list of the root; raise if it is missing there, or given on another rank."""
-    here = pg.rank() == root
-    if here:
+    """Return the root's list of tensors; raise if the root has no list, or another rank has one."""
+    is_root = pg.rank() == root
+    if is_root:
         if tensors is None:
             raise ValueError(f"{name} is missing; the rank that is {root_name} must give one tensor per rank")
         return _check_list(tensors, name, pg)

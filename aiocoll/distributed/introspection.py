@@ -34,7 +34,7 @@ GroupName = NewType("GroupName", str)
 
 
 class DebugLevel(IntEnum):
-    """Extent to which ranks compare calls before data moves. No group has INFO; it exists for comparisons."""
+    """The extent to which ranks compare their calls before data moves. INFO exists for comparisons; no group has it."""
 
     OFF = 0
     INFO = 1
@@ -81,7 +81,7 @@ def get_default_backend_for_device(device: Any) -> str:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether the named backends can be used here; "nccl" loads CuPy.
+    """Return whether this process can use the named backends; "nccl" loads CuPy.
 
     Args:
         backend: a name, or pairs of device and name such as ``"cpu:aio"``.
@@ -94,32 +94,32 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Return whether NCCL can carry CUDA arrays here; loads CuPy."""
+    """Return whether this process can use NCCL for CUDA arrays; loads CuPy."""
     return is_backend_available(Backend.NCCL)
 
 
 def is_gloo_available() -> bool:
-    """Return whether a backend was registered as "gloo": aiocoll has none of that name."""
+    """Return whether the program has registered a backend named "gloo", which aiocoll does not contain."""
     return is_backend_available("gloo")
 
 
 def is_mpi_available() -> bool:
-    """Return whether a backend was registered as "mpi"."""
+    """Return whether the program has registered a backend named "mpi"."""
     return is_backend_available("mpi")
 
 
 def is_ucc_available() -> bool:
-    """Return whether a backend was registered as "ucc"."""
+    """Return whether the program has registered a backend named "ucc"."""
     return is_backend_available("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Return whether a backend was registered as "xccl"."""
+    """Return whether the program has registered a backend named "xccl"."""
     return is_backend_available("xccl")
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Return whether an op is defined on complex numbers; ops on order, bits or truth values are not.
+    """Return whether a reduction op is defined on complex numbers: MIN, MAX, bitwise and logical ops are not.
 
     Args:
         reduceOp: an operation.

@@ -48,7 +48,7 @@ def broadcast_object_list(
     device: object = None,
     group_src: int | None = None,
 ) -> Work[list[Any]]:
-    """Copy one rank's list of objects into the lists of all ranks; see `ProcessGroup.broadcast_object`.
+    """Copy the objects in rank `src`'s list into the lists of all ranks; see `ProcessGroup.broadcast_object`.
 
     Args:
         object_list: a list of the same length on every rank; the result.
@@ -66,7 +66,7 @@ def broadcast_object_list(
 
 
 def all_gather_object(object_list: list[Any], obj: T, group: Group = None) -> Work[list[T]]:
-    """Gather every rank's object in a list with one entry per rank; see `ProcessGroup.allgather_object`.
+    """Gather every rank's object into a list on every rank, one entry per rank; see `ProcessGroup.allgather_object`.
 
     Args:
         object_list: a list with one entry per rank, which is filled; the result.
@@ -87,7 +87,7 @@ def gather_object(
     group: Group = None,
     group_dst: int | None = None,
 ) -> Work[list[T] | None]:
-    """Gather every rank's object at one rank; see `ProcessGroup.gather_object`.
+    """Gather every rank's object into a list at rank `dst`; see `ProcessGroup.gather_object`.
 
     Args:
         obj: this rank's object.
@@ -132,7 +132,7 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> Work[list[Any]]:
-    """Store object r of one rank's list in the first entry of rank r's list; see `ProcessGroup.scatter_object`.
+    """Store object r of rank `src`'s list in the first entry of rank r's list; see `ProcessGroup.scatter_object`.
 
     Args:
         scatter_object_output_list: a list of at least one entry; the result.
@@ -191,7 +191,7 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> Work[int]:
-    """Receive a list of objects into one of the same length; see `ProcessGroup.recv_object`.
+    """Receive a list of objects into a list of the same length; see `ProcessGroup.recv_object`.
 
     Args:
         object_list: the list to fill.

@@ -1,4 +1,4 @@
-"""Messages between two ranks."""
+"""Messages between two ranks, with torch.distributed's arguments: `isend`, `irecv`, `recv`, `batch_isend_irecv`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ A_co = TypeVar("A_co", bound=Array, covariant=True)
 def isend(
     tensor: M, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> Work[M]:
-    """Send `tensor` to another rank; done when its memory may be reused; see `ProcessGroup.send`.
+    """Send `tensor` to another rank; the work is done when its memory may be reused; see `ProcessGroup.send`.
 
     Args:
         tensor: an array, dense or sparse; the result.
@@ -82,7 +82,7 @@ def _receive(pg: ProcessGroup, tensor: M, src: int | None, tag: int, group_src: 
 
 
 class P2POp(Generic[A_co]):
-    """A send or receive of `batch_isend_irecv`.
+    """A description of one send or receive for `batch_isend_irecv`.
 
     Args:
         op: `isend` or `irecv`.
@@ -123,10 +123,10 @@ class P2POp(Generic[A_co]):
 
 
 class Requests(list[Work[A]]):
-    """Works of a batch; awaiting the list awaits all of them and returns their tensors."""
+    """The list of a batch's works. Awaiting the list awaits all works and returns their tensors."""
 
     def __await__(self) -> Generator[Any, None, list[A]]:
-        """Wait for all works, even after one has failed, as the work of `ProcessGroup.batch` does."""
+        """Wait for all works, even after a work has failed, as the work of `ProcessGroup.batch` does."""
         return combine_works(parts_of(self[0].group).messages.one_of("BATCH", self), self).__await__()
 
 

@@ -86,7 +86,7 @@ def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return the number of this process on its host, from ``LOCAL_RANK`` or the launcher's own variable.
+    """Return this process's rank among the ranks of its host, from ``LOCAL_RANK`` or the launcher's own variable.
 
     Args:
         fallback_rank: returned if there is no such variable.
@@ -105,7 +105,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def rank_of(pg: ProcessGroup, name: str, given: int | None, group_given: int | None, default: int | None = None) -> int:
-    """Return the rank in `pg` of a root or peer.
+    """Return the rank in `pg` of a root or peer, given by its global rank or by its rank in the group.
 
     Args:
         pg: the group.

@@ -49,7 +49,7 @@ def new_group(
     group_desc: str | None = None,
     device_id: object = None,
 ) -> Work[ProcessGroup | int]:
-    """Make a group of some ranks of the default group; see `ProcessGroup.split_group`. It is local and sends nothing.
+    """Make a group of some ranks of the default group, without sending a message; see `ProcessGroup.split_group`.
 
     All ranks of the default group call it, in the same order.
 
@@ -88,7 +88,7 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[ProcessGroup | None]:
-    """Split a group; see `ProcessGroup.split_group`.
+    """Split a group into the groups of `split_ranks`; see `ProcessGroup.split_group`.
 
     Args:
         parent_pg: a group; None means the default group.
@@ -241,7 +241,7 @@ async def shrink_group(
 def _split_into(
     parent: ProcessGroup, lists: list[list[int]], timeout: Timeout, backend: str | None, options: Any, desc: str | None
 ) -> Work[tuple[Group, list[Group]]]:
-    """Split `parent`; return the group of this rank, and the list of all groups as this rank sees it."""
+    """Split `parent` into `lists` of ranks; return the group of this rank, and a group or marker for each list."""
     _check_same_options(parent, backend, options, None)
 
     def all_parts(pg: ProcessGroup | None) -> tuple[Group, list[Group]]:
@@ -252,7 +252,7 @@ def _split_into(
 
 
 def _check_ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
-    """Return `ranks`, checked to be ranks of `pg`, in ascending order."""
+    """Check that `ranks` are ranks of `pg`, and return them in ascending order."""
     if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
         raise TypeError(f"{name} must be a list of ranks, not {type(ranks).__name__}")
     numbers = []
@@ -271,7 +271,7 @@ def _check_ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
 
 
 def _check_same_options(pg: ProcessGroup, backend: str | None, options: Any, device: Any) -> None:
-    """Raise if an argument differs from the backend, options or device of `pg`, from which the group is split off."""
+    """Raise if an argument requests a backend, device or options that the parent group `pg` does not have."""
     if options is not None:
         raise ValueError("pg_options must be None; a group has the options of the group that it is split off from")
     if backend is not None and not _has_backend(pg, backend):
@@ -283,7 +283,7 @@ def _check_same_options(pg: ProcessGroup, backend: str | None, options: Any, dev
 
 
 def _has_backend(pg: ProcessGroup, backend: str) -> bool:
-    """Return whether `pg` has a backend, or all pairs of device and backend."""
+    """Return whether `pg` has the named backend, or all given pairs of device and backend."""
     try:
         wanted = BackendConfig(backend).device_backend_map
     except ValueError:  # not a known backend, so no group has it
@@ -294,7 +294,7 @@ def _has_backend(pg: ProcessGroup, backend: str) -> bool:
 
 
 def _set_description(pg: Any, desc: str | None, outside: Any) -> Any:
-    """Set the description of a group that was split off; return `outside` if this rank is not in it."""
+    """Set the description of the split-off group `pg` and return it; return `outside` if this rank is not in it."""
     if pg is None:
         return outside
     if desc is not None:

@@ -1,4 +1,4 @@
-"""Default group: that of the context, of the event loop, or of the process in a thread without a loop."""
+"""Default group: of the context, else of the event loop, else of the process in a thread without a loop."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Group = ProcessGroup | int | None
 default_pg_timeout = timedelta(seconds=300)
 
 _NON_GROUP_MEMBER: Final = -100
-#: The first group that `init_process_group` has made on each loop. The next new entry removes those of closed loops.
+#: The first group that `init_process_group` has made on each loop. A new entry removes the entries of closed loops.
 _first_groups: dict[asyncio.AbstractEventLoop, ProcessGroup] = {}
 #: All groups that `init_process_group` has made, one per rank of this process.
 _groups: WeakSet[ProcessGroup] = WeakSet()
@@ -57,7 +57,7 @@ _successors: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 class _World(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
-        """Return the default group, or None; an assignment sets the default group of this context."""
+        """The default group, or None. An assignment sets the default group of this context."""
         return find_default_group()
 
     @WORLD.setter
@@ -70,7 +70,7 @@ class group(metaclass=_World):
 
 
 class GroupMember(metaclass=_World):
-    """Marker for ranks that are not in a group.
+    """Holder of the marker that a rank gets instead of a group that it is not in.
 
     Attributes:
         NON_GROUP_MEMBER: returned instead of a group to ranks that are not in it.
@@ -93,7 +93,7 @@ def find_default_group() -> ProcessGroup | None:
 
 
 def _find_in_process() -> ProcessGroup | None:
-    """Return the default group of the only rank of this process; None if there is no rank."""
+    """Return the default group of the only rank in this process; None if the process has no rank."""
     ranks = {pg for made in list(_groups) if (pg := _find_open_successor(made)) is not None}
     if len(ranks) > 1:
         raise RuntimeError(
@@ -104,14 +104,14 @@ def _find_in_process() -> ProcessGroup | None:
 
 
 def _find_open_successor(pg: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group, or if it is closed, the open group that replaces it; None if there is none."""
+    """Return `pg` if it is open, else the open group that replaced it; None without such a group."""
     while pg is not None and _is_closed(pg, otherwise=False):
         pg = _successors.get(pg)
     return pg
 
 
 def _is_closed(pg: ProcessGroup | None, *, otherwise: bool) -> bool:
-    """Return whether this rank has closed a group; `otherwise` for a group of a backend that does not report it."""
+    """Return whether this rank has closed a group; `otherwise` for a third-party group, which does not report it."""
     return parts_of(pg).dispatcher.closed if isinstance(pg, ProcessGroup) else otherwise
 
 
@@ -131,24 +131,24 @@ def default_group() -> ProcessGroup:
 
 
 def is_outside(group: Group) -> bool:
-    """Return whether `group` is the marker of a group that this rank is not in."""
+    """Return whether `group` is the marker that this rank got instead of a group that it is not in."""
     return isinstance(group, int) and group == _NON_GROUP_MEMBER
 
 
 def member_of(group: Group, op: str) -> ProcessGroup | None:
-    """Return the group of a call; warn and return None if this rank is not in it."""
+    """Return the `ProcessGroup` that the call `op` uses; warn and return None if this rank is not in it."""
     if group is None:
         return default_group()
     if is_outside(group):
         pg = find_default_group()
         who = "this process" if pg is None else f"rank {pg.rank()}"
-        warnings.warn(f"{op} was called by {who}, which is not in the given group: nothing is done", stacklevel=3)
+        warnings.warn(f"{op} was called by {who}, which is not in the given group: the call does nothing", stacklevel=3)
         return None
     return check_group(group)
 
 
 def check_group(group: Any) -> ProcessGroup:
-    """Return `group`, checked to be a group of any backend."""
+    """Return `group` after a check that it is a group of any backend, and not a rank number or a coroutine."""
     if not hasattr(group, "allreduce"):
         hint = "; await the call that makes the group" if hasattr(group, "__await__") else ""
         raise TypeError(f"group must be a ProcessGroup or None, not {type(group).__name__}{hint}")
@@ -157,21 +157,21 @@ def check_group(group: Any) -> ProcessGroup:
 
 
 def require_member(group: Group) -> ProcessGroup:
-    """Return the group of a call; raise if this rank is not in it."""
+    """Return the `ProcessGroup` that a call uses; raise if this rank is not in it."""
     if is_outside(group):
         raise ValueError("group: this rank is not in the given group")
     return default_group() if group is None else check_group(group)
 
 
 def finish_outside(op: str, result: Any = None) -> Work[Any]:
-    """Return the finished work of a call by a rank that is not in the group, with `result`."""
+    """Return a finished work with `result`, for a call by a rank that is not in the group."""
     pg = default_group()
     parts = parts_of(pg)
     return finished_work(parts.comm.endpoint, op, parts.dispatcher, result)
 
 
 def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> None:
-    """Make `new` the default group wherever the closed group `old` is."""
+    """Make `new` the default group of every context and loop whose default group is the closed group `old`."""
     _successors[old] = new
     if old in _groups:
         _groups.add(new)
@@ -210,10 +210,10 @@ async def init_process_group(
         ValueError: this context has a default group already, or there is a `store` and no `rank`.
         Exception: see `aiocoll.new_group`.
     """
-    here = CURRENT.get()
-    if here is not None and find_default_group() is not None:
+    present = CURRENT.get()
+    if present is not None and find_default_group() is not None:
         raise ValueError(
-            f"a default group exists here already, {here.group_name!r}; call destroy_process_group() before "
+            f"a default group exists here already, {present.group_name!r}; call destroy_process_group() before "
             "another init_process_group()"
         )
     if store is not None and init_method is None and rank == -1:
@@ -267,7 +267,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether there is a default group here."""
+    """Return whether this context, loop or thread has a default group."""
     return find_default_group() is not None
 
 

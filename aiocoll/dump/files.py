@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 __all__ = ["FORMAT", "KEYS", "VERSION", "file_name", "write_json"]
 
-#: Identifies a dump.
+#: Format name and version in a dump, by which readers recognize it.
 FORMAT, VERSION = "aiocoll flight recorder", 1
-#: Number of keys in a dump whose counts are recorded, newest first: about 300 KB.
+#: Maximum number of keys whose call counts a dump contains, newest first: about 300 KB.
 KEYS = 10_000
 #: Largest number of characters of a group name in a file name. File systems limit the whole name to 255 bytes.
 _LONGEST = 160
@@ -23,8 +23,8 @@ _PLAIN = frozenset(string.ascii_letters + string.digits + "_.-~")
 
 
 def file_name(group: str, rank: int) -> str:
-    """Return the file name of one rank's dump; the names of any two groups differ."""
-    # Escapes as `urllib.parse.quote` does, whose import takes milliseconds and fails without the rights to read it.
+    """Return the name of the dump file of one rank of a group, which no other group uses."""
+    # Escape here instead of with `urllib.parse.quote`: its import takes milliseconds, and fails if it is not readable.
     octets = group.encode(errors="surrogatepass")
     safe = "".join(chr(each) if chr(each) in _PLAIN else f"%{each:02X}" for each in octets)
     if len(safe) > _LONGEST:
@@ -48,7 +48,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 
 def _create_temporary(folder: str, name: str) -> TextIO:
-    """Create a temporary file in `folder`. Processes that were killed, on any host, may have left such files there."""
+    """Create a temporary file in `folder` under an unused name; killed processes of any host may have left files."""
     numbers = itertools.count()
     while True:
         temporary = os.path.join(folder, f".{name[:200]}.{next(numbers)}")

@@ -1,4 +1,4 @@
-"""A dump as a few lines of text: the pending operations, and the last ones that ended."""
+"""Formatting of a dump as a few lines of text: pending operations, and the last ended operations."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 __all__ = ["format_dump"]
 
-#: Number of ended operations to show, newest last.
+#: Number of ended operations in the text, newest last.
 _ENDED = 3
-#: Largest number of pending operations to list; the others are counted.
+#: Maximum number of pending operations in the text; the others are only counted.
 _PENDING = 20
 
 
 def format_dump(dump: Mapping[str, Any]) -> str:
-    """Return a dump of `FlightRecorder.dump` as text."""
+    """Return the text for a dump that `FlightRecorder.dump` has made."""
     return "".join(f"{line}\n" for line in _lines(dump))
 
 

@@ -1,4 +1,4 @@
-"""Handler of SIGUSR2: it calls all listeners, then the handler that was installed before.
+"""Handler of SIGUSR2: it calls all listeners, then the previous handler of the program.
 
 The handler belongs to the interpreter, not to an event loop. It runs between two instructions of the main thread, also
 while that thread blocks its loop, which the user may want to diagnose. Only the main thread may install it. In other
@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 __all__ = ["STAND_IN", "Listener", "listen", "listening", "unlisten"]
 
-#: Attribute of a placeholder handler, which aiocoll's handler may replace.
+#: Attribute that marks the launcher's placeholder handler, which aiocoll's handler may replace.
 STAND_IN = "stands_in_for_aiocoll"
 
 #: The signal; None on Windows, which does not have it.
@@ -30,14 +30,14 @@ _STATUS = "/proc/self/status"
 
 
 class Listener(Protocol):
-    """An object that is called at the signal."""
+    """An object whose method `signalled` is called at each SIGUSR2."""
 
     def signalled(self) -> str:
-        """Write a file, or return lines for standard error. Runs in the main thread, between any two instructions."""
+        """Write a dump file, or return lines for standard error. Runs in the main thread, between two instructions."""
 
 
 _listeners: WeakSet[Listener] = WeakSet()
-#: The handler that was installed before this one.
+#: The handler that was installed before aiocoll's handler.
 _before: Any = None
 _installed = False
 #: Number of dumps still to write, including the current one; 0 outside the handler.
@@ -45,7 +45,7 @@ _due = 0
 
 
 def listen(listener: Listener, *, asked: bool) -> None:
-    """Call `listener` at each signal from now on, if the handler can be installed here.
+    """Call `listener` at each SIGUSR2 from now on, if the handler of the signal can be installed.
 
     Args:
         listener: the listener.
@@ -58,34 +58,34 @@ def listen(listener: Listener, *, asked: bool) -> None:
     if not _listeners:  # the last listener may have been garbage-collected without `unlisten`
         _installed = before is _handle
     _listeners.add(listener)
-    # Install only once: a handler that the program has installed since may call this one.
+    # Install only once: the program may have installed a handler since that calls aiocoll's handler.
     if _installed and not _would_end_process(before):
         return
-    # None is a handler that Python did not install. It could be neither called nor restored.
+    # None stands for a handler that Python did not install. Python can neither call nor restore it.
     if before is None or not (asked or _would_end_process(before)):
         return
-    with suppress(ValueError):  # not in the main thread
+    with suppress(ValueError):  # raised outside of the main thread
         signal.signal(NUMBER, _handle)
         _before, _installed = before, True
 
 
 def unlisten(listener: Listener) -> None:
-    """Remove a listener; after the last one, restore the previous handler, unless the program has set another."""
+    """Remove a listener; with the last listener, restore the previous handler, unless the program has set another."""
     global _installed
     _listeners.discard(listener)
     if NUMBER is not None and _installed and not _listeners and signal.getsignal(NUMBER) is _handle:
-        with suppress(ValueError):  # not in the main thread: a later group restores it
+        with suppress(ValueError):  # raised outside of the main thread; then a later group restores it
             signal.signal(NUMBER, _before)
             _installed = False
 
 
 def listening() -> bool:
-    """Return whether there is a listener."""
+    """Return whether SIGUSR2 has a listener."""
     return len(_listeners) > 0
 
 
 def _would_end_process(handler: Any) -> bool:
-    """Return whether the signal would end the process, or `handler` is only the launcher's placeholder."""
+    """Return whether `handler` lets SIGUSR2 end the process, or is only the launcher's placeholder."""
     if handler is not signal.SIG_DFL:
         return getattr(handler, STAND_IN, False)
     assert NUMBER is not None
@@ -100,7 +100,7 @@ def _would_end_process(handler: Any) -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Write a dump, and one more if the signal came again meanwhile. Many signals neither nest dumps nor block."""
+    """Write a dump, and one more if further signals came during the write. The handler never nests or blocks."""
     global _due
     if _due:
         _due = 2
@@ -114,7 +114,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
             raise
         if _due == 1:
             break
-    _due = 0  # no signal is handled between the comparison and this line, so none is lost
+    _due = 0  # Python handles no signal between the loop's check and this line, so no request for a dump is lost
 
 
 def _dump(number: int, frame: FrameType | None) -> None:

@@ -22,13 +22,13 @@ _ARGUMENTS = ("seq", "key", "shape", "dtype", "bytes", "counts", "root", "reduce
 
 
 def named(entry: Entry) -> str:
-    """Return a short name for an operation: kind, key and sequence number."""
+    """Return a short name for a recorded operation: its kind, key and sequence number."""
     name = entry["op"] if entry["key"] is None else f"{entry['op']} {entry['key']!r}"
     return name if entry["seq"] is None else f"{name} {entry['seq']}"
 
 
 def offsets(dumps: Sequence[Dump]) -> list[float]:
-    """Return one offset per dump that converts its times to the clock of the first dump's host.
+    """Return for each dump the offset that converts its times to the clock of the first dump's host.
 
     Ranks on one host share a monotonic clock, so they have the same offset. Between hosts the precision is the
     precision of their wall clocks.
@@ -37,13 +37,13 @@ def offsets(dumps: Sequence[Dump]) -> list[float]:
     for dump in dumps:
         clock = dump["clock"]
         ahead.setdefault(clock["host"], []).append(clock["wall"] - clock["monotonic"])
-    # The median: a wall clock may have been adjusted between two dumps.
+    # Use the median, because a wall clock may have been adjusted between two dumps.
     middle = {host: sorted(found)[len(found) // 2] for host, found in ahead.items()}
     return [middle[dump["clock"]["host"]] - middle[dumps[0]["clock"]["host"]] for dump in dumps]
 
 
 def lanes(entries: Sequence[Entry], until: float) -> list[int]:
-    """Return the lowest free lane for each entry, in order of entry; pending operations last to `until`."""
+    """Return for each entry the lowest lane in which no other entry overlaps it; pending operations last to `until`."""
     free: list[float] = []
     found = []
     for entry in entries:
@@ -55,7 +55,7 @@ def lanes(entries: Sequence[Entry], until: float) -> list[int]:
 
 
 def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
-    """Return the dumps of one or several groups as a trace in JSON form; its times start at 0."""
+    """Return the dumps of one or several groups as a Chrome trace in JSON form, with times from 0."""
     shifts = offsets(dumps)
     times = [entry["entered"] + shift for dump, shift in zip(dumps, shifts, strict=True) for entry in dump["entries"]]
     start = min(times, default=0.0)
@@ -82,7 +82,7 @@ def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
 
 
 def _lane_events(dump: Dump, kind: str, process: int, above: int, shift: float) -> Iterator[dict[str, Any]]:
-    """Yield the operations of one kind, on threads numbered from `above` + 1, and the names of the threads."""
+    """Yield trace events for operations of one kind: one thread per lane, numbered from `above` + 1, and its name."""
     entries = [entry for entry in dump["entries"] if entry["kind"] == kind]
     until = dump["clock"]["monotonic"]
     named_threads: set[int] = set()

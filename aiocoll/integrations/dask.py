@@ -1,4 +1,4 @@
-"""Running a program as ranks on the workers of a Dask cluster: `await run(client, program, n)`."""
+"""`run`: run a program as the ranks of a job on the workers of a Dask cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ except ImportError as error:
 
 __all__ = ["run"]
 
-#: Seconds within which a cancelled rank must end.
+#: Seconds to wait for the end of a cancelled rank.
 END = 5.0
 
 
@@ -63,7 +63,7 @@ async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, *
     if n < 1:
         raise ValueError(f"n={n}: must be positive")
     address = client.scheduler.address
-    # A separate client: all tasks that it has started end with it.
+    # Use a separate client, because closing it ends all tasks that it has started.
     async with (
         Meeting(n, **{"host": _own_host(address), **meeting}) as held,
         Client(address, security=client.security, asynchronous=True, set_as_default=False) as own,
@@ -73,14 +73,14 @@ async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, *
         await own.wait_for_workers(n)
 
         async def work(number: int, ticket: Ticket) -> Any:
-            async with workers.one() as worker:
+            async with workers.reserve() as worker:
                 return await workers.run(worker, ticket, program, args)
 
         return await Ranks(held, work).results()
 
 
 class _Workers:
-    """The workers of the cluster according to its scheduler, and the workers that run a rank."""
+    """The workers that the scheduler reports, and which of them are busy with a rank."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -113,7 +113,7 @@ class _Workers:
         self._changed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[str]:
+    async def reserve(self) -> AsyncIterator[str]:
         """Wait for a free worker, and reserve it during this context."""
         while not (free := self._present - self._busy):
             await self._changed.wait()
@@ -126,7 +126,7 @@ class _Workers:
             self._notify()
 
     async def run(self, worker: str, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a program as a rank on a worker; return its result.
+        """Run a program on a Dask worker as the rank of a ticket; return its result.
 
         Raises:
             RankLostError: Dask has removed the worker.
@@ -169,7 +169,7 @@ async def _ended(future: Future) -> Any:
 
 
 def _own_host(scheduler: str) -> str:
-    """Return the local address on the route to a scheduler."""
+    """Return the address of this machine by which it reaches the scheduler."""
     if scheduler.startswith("inproc:"):
         return "127.0.0.1"
     host = get_address_host(scheduler)
@@ -181,12 +181,12 @@ def _own_host(scheduler: str) -> str:
 
 # -- on the workers
 
-#: The programs that run on this worker: event loop and task, by the holder of the ticket.
+#: Event loop and task of each program that runs on this worker, by the ticket holder's name.
 _running: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
 
 
 def _work(ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a program as a rank in this thread; return its result."""
+    """Run a program, in this thread of a worker, as the rank of a ticket; return its result."""
 
     async def main() -> Any:
         task = asyncio.ensure_future(made)
@@ -203,7 +203,7 @@ def _work(ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) ->
 
 
 def _stop(holder: str) -> None:
-    """Cancel a program that runs on this worker."""
+    """Cancel the program that runs on this worker as the rank of the ticket holder `holder`."""
     if holder in _running:
         loop, task = _running[holder]
         loop.call_soon_threadsafe(task.cancel)

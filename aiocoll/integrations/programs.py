@@ -1,4 +1,4 @@
-"""Running a program as ranks on the workers of an execution engine, with replacement of lost workers."""
+"""`Ranks`: a program that runs as ranks on the workers of an execution engine, with replacement of lost workers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from aiocoll.rendezvous.tickets import Meeting, Ticket
 
 __all__ = ["RankLostError", "Ranks"]
 
-#: Seconds to wait for errors of other ranks after the first error, which may only be a consequence of their errors.
-LAST_WORDS = 1.0
+#: Seconds to wait for further errors after a rank's first error, which may only be a consequence of another error.
+ERROR_WAIT = 1.0
 
 
 class RankLostError(Exception):
@@ -21,7 +21,7 @@ class RankLostError(Exception):
 
 
 class Ranks:
-    """The ranks of one program, and their results.
+    """The ranks of one program: starts them, replaces lost ranks, and collects the results.
 
     Args:
         meeting: the meeting of the ranks.
@@ -50,26 +50,26 @@ class Ranks:
                 otherwise the cause of the group's failure.
         """
         numbers = range(self._meeting.world_size)
-        ranks = {asyncio.create_task(self._fill(number), name=f"aiocoll rank {number}") for number in numbers}
+        ranks = {asyncio.create_task(self._run_rank(number), name=f"aiocoll rank {number}") for number in numbers}
         try:
             pending = ranks
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 if any(rank.exception() is not None for rank in done):
-                    done, _ = await asyncio.wait(ranks, timeout=LAST_WORDS)
+                    done, _ = await asyncio.wait(ranks, timeout=ERROR_WAIT)
                     raise _find_cause([error for rank in done if (error := rank.exception()) is not None])
                 if self._results and not any(map(self._is_member, self._tickets.values())):
                     break  # only newcomers are left, and no group accepts them any more
             return [result for _, result in sorted(self._results.items())]
         finally:
-            for ticket in self._tickets.values():  # this ends calls that block a thread, which cannot be cancelled
+            for ticket in self._tickets.values():  # a reported death ends calls that block a thread; cancelling cannot
                 self._meeting.report_death(ticket, "its program was cancelled")
             for rank in ranks:
                 rank.cancel()
             await asyncio.wait(ranks)
 
-    async def _fill(self, number: int) -> None:
-        """Run the program as one rank. If the rank is lost, run it again as a newcomer.
+    async def _run_rank(self, number: int) -> None:
+        """Run the program as one rank. If the rank is lost, run the program again as a newcomer in its place.
 
         It is not run again after the program has returned on another rank.
         """
@@ -95,5 +95,5 @@ class Ranks:
 
 def _find_cause(errors: list[BaseException]) -> BaseException:
     first = next((error for error in errors if not isinstance(error, GroupError)), errors[0])
-    # A group may fail during a call or before the next one. Return its first failure in both cases.
+    # A group may fail during a call or between two calls. Return the first failure of the group in both cases.
     return first.__cause__ if isinstance(first, GroupRevokedError) and first.__cause__ is not None else first

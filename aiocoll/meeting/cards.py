@@ -1,4 +1,4 @@
-"""Cards that ranks publish about themselves in the store, before any link is open."""
+"""Cards: the descriptions (host, addresses, process) that ranks publish in the store before any link is open."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = [
 #: Prefix of a store value that contains the reason why the ranks cannot meet. No job name (hexadecimal) and no card (a
 #: msgpack map) begins with it.
 CALLED_OFF = b"off:"
-#: Store value that makes the ranks meet again, under the keys of the next generation.
+#: Store value that makes the ranks of a generation meet again, under the keys of the next generation.
 MOVED = b"moved:"
-#: Key of the outcome of a generation that does not meet: the reason, or `MOVED`. The first stored value counts.
+#: Key of a failed generation's outcome: the reason after `CALLED_OFF`, or `MOVED`. The first stored value counts.
 ENDED = "ended"
 
 #: Types of a card's fields: host, event loop, unix socket, store address, ticket of the holder, process (namespace,
@@ -39,17 +39,17 @@ _CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int, str, 
 
 
 class MeetingMovedError(RendezvousError):
-    """Raised when the ranks meet again, since one was replaced before all had published their cards."""
+    """Raised when the ranks start to meet again, because a rank was replaced before all had published their cards."""
 
 
 class CardCache:
-    """A cache of the cards of one world, decoded once for all ranks that share a loop."""
+    """A cache of one world's decoded cards, which all ranks of an event loop share."""
 
     def __init__(self) -> None:
         self._read: dict[tuple[bytes, ...], Mapping[int, Card]] = {}
 
     def read(self, found: Sequence[bytes]) -> Mapping[int, Card]:
-        """Return the cards in `found`, in rank order.
+        """Decode the cards in `found`, which are in rank order, and return them by rank.
 
         Raises:
             RendezvousError: a value is not a card, or is the reason why the ranks cannot meet.
@@ -95,7 +95,7 @@ def _decode(rank: int, data: bytes) -> Card:
 
 
 async def call_off(store: Store, world_size: int, reason: str, generation: int = 1) -> None:
-    """Publish the reason why the ranks of this generation cannot meet, under every key that a rank may wait for.
+    """Publish why the ranks of a generation cannot meet, under every key for which a rank may wait.
 
     If the ranks are already meeting again, the reason is published in a later generation.
     """
@@ -107,12 +107,12 @@ async def call_off(store: Store, world_size: int, reason: str, generation: int =
 
 
 def meeting_store(store: Store, generation: int) -> Store:
-    """Return the part of `store` where the ranks of a generation meet."""
+    """Return a view of `store` with only the keys of a generation (one attempt of the ranks to meet)."""
     return PrefixStore(f"aiocoll/{generation}", store)
 
 
 def raise_if_called_off(data: bytes) -> None:
-    """Raise an error if `data` is the reason why the ranks cannot meet, or makes them meet again."""
+    """Raise an error if `data`, a value from the store, reports that the ranks cannot meet or must meet again."""
     if data == MOVED:
         raise MeetingMovedError("one of the ranks was replaced, so the ranks meet again")
     if data.startswith(CALLED_OFF):

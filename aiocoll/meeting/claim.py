@@ -1,4 +1,4 @@
-"""Exclusive claims of ranks in a store: no two processes are the same rank.
+"""Claims: entries in a store by which processes reserve their ranks, so that no two processes are the same rank.
 
 The ranks of a job may meet many times on one store, each time under the keys of another generation. A process claims
 its rank in the first generation that has not ended. A claim names the process, so that a successor can replace a
@@ -28,22 +28,22 @@ from aiocoll.transport.stream.addresses import host_identity
 
 __all__ = ["Claims", "RankTakenError", "assign", "call_off_all"]
 
-#: Seconds between two checks of the claim of a rank that has not connected.
+#: Seconds between two checks whether the process of a claim has ended.
 _LOOK = 1.0
 
-#: Number of random bytes at the beginning of a claim; the process follows.
+#: Number of random bytes at the beginning of a claim. The identity of the claiming process follows.
 _NONCE = 16
 
-#: Active claims of tasks of this process.
+#: Claims that tasks of this process have made and not given up.
 _active: set[bytes] = set()
 
 
 class RankTakenError(RendezvousError):
-    """Raised when another process has claimed the rank."""
+    """Raised when another process, which may be alive, has claimed the rank."""
 
 
 class Claims:
-    """Claims of one rank on a store.
+    """The claim of one rank in a store, and the generation (attempt of the ranks to meet) for which it is valid.
 
     Args:
         store: the store where the ranks meet.
@@ -68,7 +68,7 @@ class Claims:
 
     @property
     def store(self) -> Store:
-        """Return the part of the store for this generation."""
+        """Return the view of the store with the keys of the current generation."""
         return meeting_store(self._store, self.generation)
 
     @contextmanager
@@ -94,7 +94,7 @@ class Claims:
             self.generation += 1
 
     async def restart_after_ended_rank(self) -> None:
-        """Make the ranks meet again if the process of a rank has ended, before this rank publishes its card.
+        """Before this rank publishes its card, make the ranks meet again if the process of a rank has ended.
 
         Raises:
             MeetingMovedError: the ranks meet in the next generation.
@@ -109,11 +109,11 @@ class Claims:
             raise_if_called_off(await self._start_next_generation())
 
     async def confirm(self) -> None:
-        """Publish that this rank has met the others, which ends the generation for successors of this rank."""
+        """Record that this rank has met the others, so that a process that replaces it uses a later generation."""
         await self._store.set(_met_key(self._rank), str(self.generation).encode())
 
     async def await_loss(self) -> RendezvousError:
-        """Wait until the next rank's process ends before that rank has met all others; return the error to raise."""
+        """Wait until the next rank's process ends before that rank has met the others; return the error to raise."""
         next_rank = (self._rank + 1) % self._world_size
         while True:
             await self._runtime.sleep(_LOOK)
@@ -161,17 +161,18 @@ class Claims:
         raise RendezvousError(reason)
 
     def _has_ended(self, claim: bytes) -> bool:
-        """Return whether the process of a claim has provably ended, or its task has given the claim up."""
+        """Return whether the process that made `claim` has provably ended, or its task has given the claim up."""
         if claim == LEFT:
             return True
         process = claim[_NONCE:]
         if process == self._process:
             return claim not in _active
-        # The server is the better witness: on a cloned host, the same number may mean a different process.
+        # If the server sees disconnects, trust only the server. Cloned hosts have equal identities, so a process on
+        # this host may have the id of a process on another host.
         return not self._store._sees_disconnects and self._is_gone(process)
 
     def _is_gone(self, process: bytes) -> bool:
-        """Return whether a process of this host and PID namespace is gone."""
+        """Return whether a claim's process is on this host and in this PID namespace, and has ended."""
         try:
             host, *found = msgpack.unpackb(process)
             claimer = ProcessId(*found)
@@ -203,17 +204,17 @@ async def assign(store: Store, world_size: int) -> int:
 
 
 async def call_off_all(store: Store, world_size: int, reason: str) -> None:
-    """Publish the reason to the ranks that are meeting on `store`, in any generation."""
+    """Publish why the ranks cannot meet, in the generation in which they are meeting on `store` now."""
     met = max([await store.add(_met_key(rank), 0) for rank in range(world_size)])
     generation = met + 1
     while await meeting_store(store, generation).check([ENDED]):
         generation += 1
-    # Ranks that have met need no reason, unless they have started to meet again.
+    # Publish nothing if the ranks have met and no rank has started to meet again.
     claims = [key for key in await meeting_store(store, generation).list_keys() if key.startswith("claim/")]
     if claims or met == 0:
         await call_off(store, world_size, reason, generation)
 
 
 def _met_key(rank: int) -> str:
-    """Return the key of the last generation in which a rank has met the others."""
+    """Return the key that stores the last generation in which `rank` has met the others."""
     return f"aiocoll/rank/{rank}"

@@ -1,4 +1,4 @@
-"""Newcomers of a growing group: their tickets and assignments in the store.
+"""Growth of a group: the tickets of newcomers, and their assigned ranks, in the store.
 
 A newcomer takes the next ticket number and waits for the assignment of that number. Rank 0 of the group counts the
 tickets without an assignment until there are enough. It then calls their holders, since one may have died while it
@@ -27,23 +27,23 @@ from aiocoll.store.deadline import DeadlineStore, last_request
 
 __all__ = ["Assignment", "Invitation", "await_assignment", "await_newcomer", "invite"]
 
-#: Keys of waiting newcomers. The keys of a world begin with a number, so they differ from these. All tickets up to the
-#: number in `DONE` are assigned.
+#: Keys of counters for newcomers. Keys of a generation have a number after "aiocoll/", so they differ from these. All
+#: tickets up to the number in `DONE` are assigned or withdrawn.
 TICKETS = "aiocoll/grow/tickets"
 DONE = "aiocoll/grow/done"
 CALLS = "aiocoll/grow/calls"
 EPOCHS = "aiocoll/grow/epochs"
-#: Seconds in which a newcomer answers a call, and the shorter time after the deadline for newcomers.
+#: Seconds in which a newcomer must answer a call, and the shorter time for a call at the end of the group's timeout.
 ANSWER = 2.0
 LATE_ANSWER = 0.25
-#: Seconds between two searches for tickets.
+#: Maximum seconds between two searches for waiting newcomers.
 LOOK = 5.0
-#: Stored instead of the assignment of a ticket that is no longer valid.
+#: Value stored instead of an assignment if the ticket is no longer valid.
 WITHDRAWN = b"withdrawn"
 
 
 class Assignment(NamedTuple):
-    """Assignment of a rank to a process, made before the ranks of the world meet.
+    """The rank that a process gets in a grown or merged group, assigned before its ranks meet.
 
     Attributes:
         prefix: prefix of that world's keys in the store; "" for the first world of the store.
@@ -59,7 +59,7 @@ class Assignment(NamedTuple):
 
 
 class Invitation(NamedTuple):
-    """Invitation of a growing group to newcomers.
+    """A growing group's request for newcomers.
 
     Attributes:
         most: maximum number of newcomers.
@@ -75,7 +75,7 @@ class Invitation(NamedTuple):
 
 
 async def await_assignment(store: Store, timeout: float) -> Assignment:
-    """Wait until a growing group assigns this process a rank.
+    """Take a ticket as a newcomer, and wait until a growing group assigns this process a rank.
 
     Raises:
         RendezvousError: no group has grown within `timeout` seconds.
@@ -115,7 +115,7 @@ async def _answer_calls(store: Store, ticket: int) -> None:
 
 
 async def await_newcomer(store: Store) -> None:
-    """Wait until there is a newcomer, even if the store stops for some time."""
+    """Wait until a live newcomer waits for a group, even if the store does not answer for some time."""
     runtime = Runtime.of(asyncio.get_running_loop())
     while True:
         try:
@@ -128,7 +128,7 @@ async def await_newcomer(store: Store) -> None:
 
 
 async def invite(store: Store, invitation: Invitation, timeout: float) -> Assignment:
-    """Wait for newcomers and assign them the ranks after the existing ones; return the assignment of rank 0.
+    """Wait for newcomers and assign them ranks after the existing ranks; return the assignment of rank 0.
 
     Raises:
         RendezvousError: too few newcomers came within `timeout` seconds; they keep waiting for a later call.
@@ -164,13 +164,13 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
 
 
 async def _find_newcomers(store: Store, invitation: Invitation, deadline: float, runtime: Runtime) -> list[int]:
-    """Return the tickets of the newcomers that join."""
+    """Wait for newcomers that answer, until there are enough or the deadline; return their tickets."""
     late = False
     while True:
         waiting, last = await _list_waiting(store)
         if len(waiting) >= invitation.most or late:
             left = deadline - runtime.time()
-            # There is time for only one call: also call holders that may replace a dead one.
+            # If time is left for one call only, call all newcomers, since live ones may replace dead ones.
             tickets = waiting if left <= 0 else waiting[: invitation.most]
             present = await _call_holders(store, tickets, min(ANSWER, max(left, LATE_ANSWER)))
             if len(present) == len(tickets) or left <= 0:
@@ -181,13 +181,13 @@ async def _find_newcomers(store: Store, invitation: Invitation, deadline: float,
 
 
 async def _await_ticket(store: Store, ticket: int, timeout: float) -> None:
-    """Wait until a newcomer has taken a ticket, for a limited time, since it may have died right after that."""
+    """Wait until the newcomer with `ticket` has arrived, for a limited time: it may have died with its new ticket."""
     with contextlib.suppress(StoreTimeoutError):
         await store.get(_arrival_key(ticket), timeout=timeout)
 
 
 async def _list_waiting(store: Store) -> tuple[list[int], int]:
-    """Return the tickets without an assignment, and the number of the last ticket."""
+    """Return the tickets of newcomers that wait for an assignment, and the number of the last ticket."""
     done, last = await store.add(DONE, 0), await store.add(TICKETS, 0)
     waiting = [ticket for ticket in range(done + 1, last + 1) if not await store.check([_assignment_key(ticket)])]
     await store.set(DONE, str(min(waiting, default=last + 1) - 1).encode())
@@ -195,7 +195,7 @@ async def _list_waiting(store: Store) -> tuple[list[int], int]:
 
 
 async def _call_holders(store: Store, tickets: Sequence[int], timeout: float) -> list[int]:
-    """Call the holders of tickets; return the tickets of the holders that answer, and withdraw the others."""
+    """Call the newcomers that hold `tickets`; return the tickets of those that answer, and withdraw the others."""
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
     call = await store.add(CALLS, 1)
@@ -212,7 +212,7 @@ async def _call_holders(store: Store, tickets: Sequence[int], timeout: float) ->
 
 
 async def _cancel_open_world(store: Store, open_world: str) -> None:
-    """Notify the newcomers of the last world that it may never meet. A world that has met ignores this."""
+    """Notify the newcomers of the previous grown group that it may never meet. A group that has met ignores this."""
     if await store.check([open_world]):
         world = Assignment(*msgpack.unpackb(await store.get(open_world)))
         reason = "the group that the newcomers joined does not grow: its rank 0 was lost or cancelled"

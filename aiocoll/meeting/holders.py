@@ -1,4 +1,4 @@
-"""Arrivals and deaths of ticket holders, published in the store of a meeting.
+"""Arrivals and deaths of a meeting's ticket holders, published in its store.
 
 Ranks get new numbers when a group grows, so processes are identified by their tickets here.
 """
@@ -18,12 +18,12 @@ __all__ = ["arrival", "death", "watch_deaths"]
 
 
 def arrival(holder: str) -> str:
-    """Return the key that is set when a ticket holder has become a rank."""
+    """Return the store key that shows that a ticket holder has become a rank."""
     return f"aiocoll/arrivals/{holder}"
 
 
 def death(number: int, holder: str, reason: str) -> tuple[str, bytes]:
-    """Return the key and the value that report the `number`-th death: its ticket holder, and the evidence."""
+    """Return the store key and value that report the `number`-th death of a ticket holder, with the evidence."""
     return _death_key(number), msgpack.packb([holder, reason])
 
 
@@ -32,7 +32,7 @@ def _death_key(number: int) -> str:
 
 
 async def watch_deaths(store: Store, holders: Mapping[str, int], report: Callable[[int, str], None]) -> None:
-    """Call `report` with each rank reported dead and the evidence, until the meeting ends.
+    """Call `report` with each rank that the meeting's holder reports as dead and the evidence, until the meeting ends.
 
     Args:
         store: the store of the meeting.

@@ -1,4 +1,4 @@
-"""Merging of groups that have never met: tickets in a store that all of them can reach.
+"""Merging of groups of different jobs, which meet through tickets in a store that all of them can reach.
 
 The first rank of each group takes a ticket number and stores a card of the group under it. Each group reads the cards
 in the order of the tickets until their ranks add up to the requested size. So all find the same groups and number them
@@ -23,7 +23,7 @@ __all__ = ["Party", "find_assignment"]
 
 
 class Party(NamedTuple):
-    """A group to be merged. Parties are numbered in this order.
+    """A group to be merged with others. Sorted parties give the order of ranks in the new group.
 
     Attributes:
         lowest: its lowest rank in its job.
@@ -41,7 +41,7 @@ class Party(NamedTuple):
 
 
 async def find_assignment(store: Store, party: Party, name: str, timeout: float) -> Assignment:
-    """Wait until enough groups have come; return the assignment of this group's first rank.
+    """Wait until the groups that have arrived have enough ranks; return the assignment of this group's first rank.
 
     Args:
         store: the store where the groups meet.
@@ -85,7 +85,7 @@ async def find_assignment(store: Store, party: Party, name: str, timeout: float)
 
 
 def _is_complete(found: list[Party]) -> bool:
-    """Return whether the groups make up the new group."""
+    """Return whether the groups together have the requested number of ranks; raise if they cannot be merged."""
     if len({each.size for each in found}) > 1:
         raise RendezvousError(
             f"the groups to be merged request different sizes, {', '.join(str(each.size) for each in found)} "

@@ -1,4 +1,4 @@
-"""Shared handle of one rank's store, used by every `Job` that meets there."""
+"""Reference-counted handle of one rank's store, shared by every `Job` that meets in this store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["StoreHandle"]
 
 
 class StoreHandle:
-    """A store that its last user closes, unless the caller owns it.
+    """A reference-counted store: the last user closes it, unless the caller owns it.
 
     Args:
         store: the caller's store, where the ranks meet; it stays open. None: open one.

@@ -21,12 +21,12 @@ from aiocoll.log import logger
 __all__ = ["SampleFiles", "open_sample_files"]
 
 _mark_process_dead: Final[Any] = multiprocess.mark_process_dead
-#: Seconds between two writes.
+#: Seconds between two writes of the sample files.
 PERIOD: Final = 1.0
 
 
 class SampleFiles:
-    """Sample files of this process, and the thread that writes them.
+    """The sample files of this process, with the thread that writes them.
 
     Counters of ended processes remain. Gauges have the mode "livesum": `mark_process_dead` removes the gauges of one
     process. The thread calls it for each ended process.
@@ -47,7 +47,7 @@ class SampleFiles:
         self._has_warned = False
 
     def start(self) -> None:
-        """Start the thread if it does not run."""
+        """Start the writing thread, unless it runs."""
         if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent
             self._thread = threading.Thread(target=self._run, name="aiocoll metrics", daemon=True)
             try:
@@ -66,7 +66,7 @@ class SampleFiles:
             self._warn(error)
 
     def close(self) -> None:
-        """Stop writing."""
+        """Stop the writing thread and wait for its end."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -81,9 +81,9 @@ class SampleFiles:
         below = 0.0
         for sample in family.samples:
             value = sample.value
-            if sample.name.endswith("_bucket"):  # files have the calls of each bucket separately
+            if sample.name.endswith("_bucket"):  # sample files have the count of each bucket alone
                 value, below = value - below, value
-            elif sample.name.endswith("_count"):  # the reader computes it as the sum of the buckets
+            elif sample.name.endswith("_count"):  # `MultiProcessCollector` sums the buckets instead
                 below = 0.0
                 continue
             self._write(family, sample, value)
@@ -104,13 +104,13 @@ class SampleFiles:
             if value != before:
                 entry.set(value)
         elif value > before:
-            entry.inc(value - before)  # the file may be that of an ended process with the same process id
+            entry.inc(value - before)  # the file may have counts of an ended process with this process id
         else:
             value = before
         self._written[key] = entry, value
 
     def _mark_dead_processes(self) -> None:
-        """Remove the gauges of ended processes."""
+        """Remove the gauges of processes that have ended."""
         found = {path.stem.rpartition("_")[2] for path in self._directory.glob("gauge_live*_*.db")}
         if str(os.getpid()) not in found:
             return  # the program does not name files by process id

@@ -70,7 +70,7 @@ class GroupMeter:
         self._watched.start()
 
     def add(self, pg: ProcessGroup, *, name: str | None = None) -> None:
-        """Export a group until this rank closes it, and its successors; from now on, export only added groups.
+        """Export a group and its successors until this rank closes them; from now on, export only added groups.
 
         Args:
             pg: the group.
@@ -124,7 +124,7 @@ class GroupMeter:
 
 
 class _Spans:
-    """A hook that makes a span of each operation.
+    """A hook that creates one span per operation.
 
     Args:
         tracer: makes the spans.
@@ -138,7 +138,7 @@ class _Spans:
         self._context = parent
 
     def on_end(self, info: OperationInfo) -> None:
-        """Make the span of an ended operation."""
+        """Create a span for an operation that has ended."""
         assert info.seconds is not None
         end = self._wall()
         details = {"key": info.key, "seq": info.seq, "nbytes": info.nbytes, "dtype": info.dtype}

@@ -33,7 +33,7 @@ except ImportError as error:
 
 __all__ = ["GroupCollector"]
 
-#: Bounds of the histogram's buckets in seconds, from 4 µs to 64 s: every fourth bound of the recorded one.
+#: Bounds of the exported histogram's buckets in seconds, from 4 µs to 64 s, each four times the bound before.
 _BOUNDS: Final = [2.0**exponent for exponent in range(-18, 7, 2)]
 _GROUP: Final = ("group", "rank")
 _KIND: Final = (*_GROUP, "op", "algorithm", "transport")
@@ -62,7 +62,7 @@ class GroupCollector:
         self._watched.start()
 
     def add(self, pg: ProcessGroup, *, name: str | None = None) -> None:
-        """Export a group until this rank closes it, and its successors; from now on, export only added groups.
+        """Export a group and its successors until this rank closes them; from now on, export only added groups.
 
         Args:
             pg: the group.
@@ -85,7 +85,7 @@ class GroupCollector:
         self._watched.remove(pg)
 
     def close(self) -> None:
-        """Stop exporting all groups, and leave the registry."""
+        """Stop exporting all groups, and unregister this collector."""
         self._watched.close()
         if self._files is not None:
             self._files.close()

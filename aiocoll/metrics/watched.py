@@ -1,4 +1,4 @@
-"""Exported groups of a process, and their names: a group that replaces another one keeps its name."""
+"""Exported groups of a process under stable names: a group that replaces another group keeps its name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _ignore(pg: ProcessGroup, name: str) -> None:
 
 
 class WatchedGroups(open_groups.Observer):
-    """Exported groups of this process: all open groups, or the added ones and their successors.
+    """The exported groups of this process: all open groups, or only added groups and their successors.
 
     A successor is a group that `shrink`, `grow` or `elastic` makes from another one. Groups with the same name on the
     same rank are exported as one. Its counters include those of closed groups, so they never decrease. Any thread may
@@ -53,17 +53,17 @@ class WatchedGroups(open_groups.Observer):
         self._has_warned = False
 
     def start(self) -> None:
-        """Watch all groups of this process."""
+        """Start to watch which groups this process opens and closes."""
         open_groups.observe(self)
 
     def close(self) -> None:
-        """Stop watching all groups."""
+        """Stop watching, and stop exporting all groups."""
         open_groups.unobserve(self)
         for pg in list(self._open):
             self.closed(pg)
 
     def add(self, pg: ProcessGroup, name: str | None) -> None:
-        """Export a group and its successors, under `name` or their own; from now on, export only added groups.
+        """Export a group and its successors as `name`, or under their own names; from now on, export only added groups.
 
         Raises:
             TypeError: `pg` is not a group, or `name` is not a string.
@@ -103,12 +103,12 @@ class WatchedGroups(open_groups.Observer):
         self._on_stop(pg, name)
 
     def stats(self, *, closed: bool = False) -> list[GroupStats]:
-        """Return the statistics of the exported groups, by name and rank; `closed` adds those of closed groups."""
+        """Return one statistics object per exported name and rank; if `closed`, also for groups that are closed."""
         found: dict[tuple[str, int], GroupStats] = {}
         with self._lock:
             for pg, name in list(self._open.items()):
                 if name is None or parts_of(pg).comm.runtime.thread == 0:
-                    continue  # a forked child inherits the groups of its parent, and does nothing in them
+                    continue  # in a forked child: the group belongs to the parent process
                 key = name, pg.rank()
                 before = found.get(key, self._closed.get(key))
                 stats = replace(stats_of(parts_of(pg).comm), group=name)

@@ -30,17 +30,17 @@ from aiocoll.store.base import wait_until_done
 
 __all__ = ["RedisChanges", "RedisClient", "Watch"]
 
-#: Seconds after which the server removes the hash if no client renews it; long, so that failed jobs can be examined.
+#: Seconds after which the server removes a job's hash that no client renews; long, to examine failed jobs.
 _LIFETIME: Final = 86400.0
-#: Seconds without a request after which a client renews the hash; short, since an outage may last for hours.
+#: Seconds without a request after which a client renews the hash; short enough that the hash outlives long outages.
 _RENEW_EVERY: Final = 3600.0
-#: Requests that change entries.
+#: Commands that change entries of the store.
 _CHANGES: Final = frozenset({"swap", "set", "add"})
-#: The reply of the script if the entries were lost.
+#: The script's reply if the server has lost the job's entries.
 _LOST: Final = b"lost"
 
-#: The hash is KEYS[1]. Arguments: its random number, the client, the number of the change, the last change whose result
-#: the client has received, milliseconds until the hash expires, the request, and the arguments of the request.
+#: The hash is KEYS[1]. Arguments: the hash's random number, the client, the number of the change, the last change whose
+#: result the client has received, milliseconds until the hash expires, the request, and the request's arguments.
 _SCRIPT: Final = """
 local hash = KEYS[1]
 local job, client, number, known, lifetime, request = unpack(ARGV, 1, 6)
@@ -112,7 +112,7 @@ return {result}
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request. An error becomes the result of `answer`, since an exception might never be retrieved."""
+    """A queued request. An error becomes the result of `answer`: as an exception, it might never be retrieved."""
 
     command: str
     arguments: tuple[str | bytes | int, ...]
@@ -151,7 +151,7 @@ class RedisClient:
         self._closed = False
 
     async def call(self, command: str, *arguments: str | bytes | int, timeout: float) -> Any:
-        """Send a request of `_SCRIPT`, and return the reply.
+        """Send a request to the script `_SCRIPT` on the server, and return the reply.
 
         Raises:
             StoreUnavailableError: no reply arrived within `timeout` seconds, the entries were lost, or the client is
@@ -247,7 +247,7 @@ class RedisClient:
 
 
 class RedisChanges:
-    """A subscription to the changes of entries. It is active while there are waits, and until the next change after.
+    """A subscription to changes of store entries, which is active while calls wait for entries.
 
     Messages during an outage of the connection are lost, and a server that has lost its data sends none. So waiting
     calls also read their entries from time to time.
@@ -274,7 +274,7 @@ class RedisChanges:
         return Watch(self)
 
     def add(self, name: bytes, watch: Watch) -> None:
-        """Start to notify `watch` of changes of an entry."""
+        """Register `watch` for notifications when the entry `name` changes."""
         self._watches.setdefault(name, set()).add(watch)
         if self._closed:
             watch.look.set()
@@ -284,7 +284,7 @@ class RedisChanges:
             self._task = runtime.create_task(self._listen(runtime), f"aiocoll changes on {self._address}")
 
     def remove(self, name: bytes, watch: Watch) -> None:
-        """Stop notifying `watch` of changes of an entry."""
+        """Unregister `watch` from notifications about the entry `name`."""
         self._watches[name].remove(watch)
         if not self._watches[name]:
             del self._watches[name]
@@ -326,7 +326,7 @@ class RedisChanges:
 
 
 class Watch:
-    """The notifications of one waiting call, for one entry at a time.
+    """The subscription of one waiting call to changes of one entry at a time.
 
     Attributes:
         look: an event that is set when the entry may have changed.
@@ -345,7 +345,7 @@ class Watch:
             self._changes.remove(self._name, self)
 
     async def change(self, name: bytes, timeout: float) -> None:
-        """Wait up to `timeout` seconds until an entry may have changed since this watch was set to it.
+        """Wait up to `timeout` seconds until the entry `name` may have changed since this watch began to watch it.
 
         Raises:
             StoreError: the server refused the subscription.

@@ -1,4 +1,4 @@
-"""Connection to a Redis server: address, TLS and error texts. No text of this module contains a password."""
+"""Connection to a Redis server: address, TLS and error texts, none of which contains a password."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from aiocoll.store.client import StoreAuthenticationError
 
 __all__ = ["MAX_WAIT", "RedisAddress", "RedisConnection", "pauses"]
 
-#: Timeout in seconds of a connection attempt and of a reply, the time of 8 MiB at 5 Mbit/s.
+#: Timeout in seconds of a connection attempt and of a reply: enough to transfer 8 MiB at 5 Mbit/s.
 MAX_WAIT: Final = 15.0
-#: Seconds between attempts to connect, which grow from the first value to the second.
+#: Seconds between two attempts to connect, which grow from `_FIRST_RETRY` to `_LAST_RETRY`.
 _FIRST_RETRY: Final = 0.005
 _LAST_RETRY: Final = 0.25
 #: Seconds to wait for the end of an attempt to connect while closing.
@@ -51,24 +51,24 @@ class RedisAddress:
         if encrypted:
             self._context = _context(tls_ca, tls_certificate, tls_key)
         elif (tls_ca, tls_certificate, tls_key) != (None, None, None):
-            raise ValueError("tls_ca, tls_certificate and tls_key are for a url that begins with rediss://")
+            raise ValueError("tls_ca, tls_certificate and tls_key need a url that begins with rediss://")
 
     def __str__(self) -> str:
         return self._text
 
     def connection(self) -> Any:
-        """Return a new, unconnected `redis.asyncio.Connection`. The caller limits the time of its calls."""
-        # Version 2 of the protocol suffices, and every server and proxy supports it.
+        """Return a new, unconnected `redis.asyncio.Connection` without timeouts, which the caller has to set."""
+        # Use version 2 of the Redis protocol, which every server and proxy supports.
         arguments = {**self._arguments, "protocol": 2, "socket_timeout": None}
         if self._context is None:
             return self._redis.Connection(**arguments)
         connection = self._redis.SSLConnection(**arguments)
-        # The context of the package would also trust the CAs of the system.
+        # Replace the TLS context of the package `redis`, which would also trust the system's CAs.
         connection.ssl_context.context = self._context
         return connection
 
     def refusal(self, error: Exception) -> StoreError | None:
-        """Return the exception for an error that a retry cannot resolve; None if a retry may succeed."""
+        """Return the exception to raise for `error` if a retry cannot help; None if a retry may succeed."""
         exceptions = self._exceptions
         if isinstance(error, exceptions.NoPermissionError):
             return StoreAuthenticationError(
@@ -134,7 +134,7 @@ class RedisConnection:
     async def open(self) -> None:
         """Connect, and log in."""
         self._connecting = connecting = asyncio.ensure_future(self._connection.connect())
-        # Retrieve the exception, since a cancelled caller does not.
+        # Retrieve the exception here, because a cancelled caller never does.
         connecting.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.wait([connecting])
@@ -144,7 +144,7 @@ class RedisConnection:
         self._transport = self._connection._writer.transport  # the package has no public attribute for it
 
     async def send(self, *words: str | bytes | int) -> None:
-        """Send a command."""
+        """Send a Redis command."""
         await self._connection.send_command(*words)
 
     async def receive(self) -> Any:
@@ -154,12 +154,12 @@ class RedisConnection:
     async def hang_up(self) -> None:
         """Close the connection at once, in any state."""
         if self._transport is not None:
-            self._transport.abort()  # closing TLS in order would wait for the server
+            self._transport.abort()  # an orderly TLS shutdown would wait for the server
         with suppress(Exception):
             await self._connection.disconnect(nowait=True)
 
     async def aclose(self, user: asyncio.Task[None] | None) -> None:
-        """Close the connection finally, and end the task that uses it.
+        """Close the connection for good, and end the task that uses it.
 
         Wait first for an attempt to connect: if asyncio's TLS connect is cancelled at the moment of the connection, the
         socket stays open without an owner.
@@ -190,7 +190,7 @@ def _import_redis() -> tuple[Any, Any]:
 
 
 def _parse(url: str) -> tuple[bool, dict[str, Any]]:
-    """Return whether a URL requests TLS, and the arguments of a connection."""
+    """Return whether a URL requests TLS, and the arguments for `redis.asyncio.Connection`."""
     if not isinstance(url, str):
         raise TypeError(f"url must be str, got {type(url).__name__}")
     form = "redis://[[user]:password@]host[:port][/db], or rediss:// for TLS"
@@ -230,7 +230,7 @@ def _context(ca: str | None, certificate: str | None, key: str | None) -> ssl.SS
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and the chain of its causes."""
+    """Yield `error`, then the exceptions that caused it."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

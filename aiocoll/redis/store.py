@@ -15,7 +15,7 @@ from aiocoll.store.registry import StoreRequest
 
 __all__ = ["REDIS_OPENER", "RedisStore"]
 
-#: Seconds between the reads of a wait without notifications, since a server that has lost its data sends none.
+#: Seconds after which a waiting call reads its entry again: a server that has lost its data sends no notification.
 _READ_EVERY: Final = 1.0
 
 
@@ -142,7 +142,7 @@ class RedisStore(KeyValueStore):
                     return values[0] if command == "get" else values if command == "multi_get" else None
                 if not remaining:
                     raise timeout_error(str(self), command, keys if command == "queue_pop" else missing, timeout)
-                # Read one entry only, since a thousand ranks may wait for a thousand cards.
+                # Watch one missing entry only, because a thousand ranks may each wait for a thousand cards.
                 wanted = (missing or names)[-1:]
                 await watch.change(_field(wanted[0]), min(remaining, _READ_EVERY))
 
@@ -151,7 +151,7 @@ class RedisStore(KeyValueStore):
         return values
 
     async def _add(self, key: str, amount: int) -> bytes:
-        """Add in one round trip, for any number of clients; return the sum, or b"" if the server cannot add it."""
+        """Add `amount` to an entry in one round trip; return the sum, or b"" if the server cannot add it."""
         total: bytes = await self._client.call("add", _field(key), int(amount), timeout=self.timeout)
         return total
 
@@ -171,12 +171,12 @@ class _RedisOpener:
     has_secrets = True
 
     def check(self, url: str, world_size: int) -> None:
-        """Do nothing, since the store checks the URL when it opens; the check needs the package `redis`."""
+        """Do nothing: the store checks the URL when it opens, because the check needs the package `redis`."""
 
     def open(self, request: StoreRequest) -> Store:
-        """Return the store of the job on the server of the URL."""
+        """Return the job's store on the Redis server of the URL."""
         return RedisStore(request.url, job=request.job, timeout=request.timeout)
 
 
-#: The opener of ``redis://`` and ``rediss://``.
+#: The store opener of ``redis://`` and ``rediss://`` URLs.
 REDIS_OPENER = _RedisOpener()

@@ -1,4 +1,4 @@
-"""Dry runs: the backend "fake", one rank of a world of any size without its peers.
+"""Dry runs with the backend "fake": one rank of a world of any size, whose other ranks do not exist.
 
     pg = await aiocoll.new_group("fake", rank=3, world_size=1024)
 
@@ -56,7 +56,7 @@ __all__ = ["World"]
 
 
 class World:
-    """The state shared by the groups of one dry run, as their `aiocoll.group.dispatch.origin.Origin`.
+    """The endpoint, store and tuning that all groups of one dry run share.
 
     Args:
         rank: this rank.
@@ -74,7 +74,7 @@ class World:
         self._store = HashStore()
 
     def store(self, identity: int) -> Store:
-        """Return a store for the keys of a group. Only this rank sets them."""
+        """Return a store for the keys of a group, in which only this rank sets keys."""
         return PrefixStore(f"group/{identity:x}", self._store)
 
     def group(self, spec: GroupSpec) -> ProcessGroup:
@@ -91,7 +91,7 @@ class World:
         return ProcessGroup(comm, spec, self)
 
     async def invite(self, invitation: Invitation, timeout: float) -> Assignment:
-        """Accept the highest number of newcomers that the invitation permits."""
+        """Pretend that the highest number of newcomers that the invitation permits has arrived."""
         return Assignment("", self._endpoint.rank, invitation.size + invitation.most, invitation.name)
 
     async def await_newcomer(self) -> None:
@@ -100,14 +100,14 @@ class World:
     async def rendezvous_again(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
-        """Make a group that includes the newcomers."""
+        """Make a group that includes the simulated newcomers."""
         return World(assignment.rank, assignment.world_size, spec.options).group(spec)
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
         """Do nothing, since a dry run has no newcomers."""
 
     async def release(self) -> None:
-        """Handle a closed group; the last one closes the endpoint."""
+        """Release a closed group; the last group closes the endpoint."""
         self._members -= 1
         if not self._members:
             await self._endpoint.aclose()
@@ -122,7 +122,7 @@ def _load_tuning(options: GroupOptions) -> Tuning:
 
 
 class _PeerlessEndpoint(Endpoint):
-    """An endpoint without peers, with one channel for all ranks."""
+    """An endpoint without peers, whose only channel stands for the channels to all ranks."""
 
     def __init__(self, runtime: Runtime, rank: int, world_size: int) -> None:
         super().__init__(runtime, MemoryTransport(Hub(runtime), rank), rank, world_size, 0.0, False)
@@ -151,14 +151,14 @@ class _PeerlessEndpoint(Endpoint):
 
 
 class _SingleChannel(Channels):
-    """A table that has one channel for all ranks."""
+    """A table of channels with the same channel for all ranks."""
 
     def to(self, rank: int) -> Channel:
         return super().to(-1)
 
 
 class _UnanimousAgreements(Agreements):
-    """Agreements in which all ranks vote like this rank."""
+    """Agreements in which all ranks vote as this rank does."""
 
     def voter(self, identity: int, number: int, ranks: Sequence[int]) -> Voter:
         return self.voters.setdefault(

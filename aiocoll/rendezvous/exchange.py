@@ -1,4 +1,4 @@
-"""Exchange of values through the store during a rendezvous, and the ranks without a published value."""
+"""Exchange of values between ranks through the store, during a rendezvous."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from aiocoll.transport.base import Card
 
 __all__ = ["Exchange", "await_end", "run_until_notice"]
 
-#: Seconds that a notice received before the store was lost needs to pass through the layers of the store.
+#: Seconds to wait for a notice that had arrived when the store was lost, but is not yet processed.
 _NOTICE_GRACE = 0.3
 
 
 class Exchange:
-    """The keys of one rendezvous.
+    """A rank's side of the exchange of values in one rendezvous.
 
     Args:
         store: the store, or the part of it, that has only these keys.
@@ -41,7 +41,7 @@ class Exchange:
         self._awaited = {0: "job"}
 
     async def exchange_job_name(self, random_bytes: Callable[[int], bytes]) -> str:
-        """Return the job name, which rank 0 makes.
+        """Generate and publish the job name on rank 0; return it on all ranks.
 
         The name is unique, so that ranks of an older job cannot connect.
         """
@@ -65,17 +65,17 @@ class Exchange:
         return dict(zip(keys, found, strict=True))
 
     async def _publish(self, key: str, value: bytes) -> None:
-        """Store a value, unless the key already holds a notice that the rendezvous failed or moved."""
+        """Store a value; raise if the key holds a notice that the rendezvous failed or starts again."""
         raise_if_called_off(await self.store.compare_set(key, b"", value))
 
     async def list_missing_ranks(self) -> list[int] | None:
-        """Return the ranks whose values this rank still waits for; None if the store does not answer."""
+        """Return the ranks whose values are missing in the current exchange; None if the store does not answer."""
         published = await last_request(self.store.list_keys())
         return None if published is None else [rank for rank, key in self._awaited.items() if key not in published]
 
 
 async def await_end(store: Store) -> RendezvousError | None:
-    """Wait for a notice that the rendezvous failed or moved, and return the error to raise."""
+    """Wait until a rank publishes a notice that the rendezvous failed or starts again; return the error to raise."""
     try:
         raise_if_called_off(await store.get(ENDED, timeout=math.inf))
     except RendezvousError as error:
@@ -101,7 +101,7 @@ async def run_until_notice(
             raise error
         await task
     finally:
-        # The end of `watcher` is not awaited: a cancellation during that wait would lose the result of `task`.
+        # Do not await the end of `watcher`, because a cancellation during that wait would lose the result of `task`.
         watcher.add_done_callback(lambda done: done.cancelled() or done.exception())
         watcher.cancel()
         if not task.done():

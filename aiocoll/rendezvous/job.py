@@ -49,13 +49,13 @@ __all__ = ["Job", "shared"]
 #: Seconds before reconnecting to a lost store: long enough not to load the host, short compared to any timeout.
 PAUSE = 0.05
 
-#: Jobs by (loop, rendezvous, rank), and hubs and card caches by (loop, kind, job). Later groups find those of the
-#: first group here.
+#: Jobs by (loop, rendezvous, rank), and hubs and card caches by (loop, kind, job). Later groups on the same loop share
+#: these objects of the first group.
 shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 
 
 class Job:
-    """A rank in one job on one loop.
+    """A rank's part in one job on one event loop: its store, endpoint and groups.
 
     Args:
         identity: its key in `shared`, removed with its last group.
@@ -96,7 +96,7 @@ class Job:
         self._transport = TransportChoice(options.transport)
         self._opening = asyncio.Lock()
         self._cards: CardCache | None = None
-        # The rendezvous in progress, for error texts: first the exchange in the store, then the links.
+        # The exchange in the store, the transport and the endpoint of the rendezvous in progress, for error texts.
         self._exchange: Exchange | None = None
         self._stream: StreamTransport | None = None
         self._joining: Endpoint | None = None
@@ -128,7 +128,7 @@ class Job:
         name = f"world:{self._names.total()}" if spec.name is None else spec.name
         if any(group.name == name for group in endpoint.groups.values()):
             raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
-        # The name of a closed group may be used again. Frames of the old group must not reach the new one.
+        # A new group may have the name of a closed group. The count in its id keeps frames of the closed group away.
         self._names[spec.name] += 1
         identity = endpoint.group_id(f"{name}\0{spec.name}\0{self._names[spec.name]}")
         return self._make_group(endpoint, identity, range(self.world_size), spec._replace(name=name))
@@ -148,14 +148,14 @@ class Job:
         return PrefixStore(f"group/{identity:x}", self._claims.store)
 
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
-        """Make a group of `ranks`, which have agreed on it."""
+        """Make a group of `ranks`. All of them have agreed to make it."""
         assert self.endpoint is not None
         group = self._make_group(self.endpoint, identity, ranks, spec)
         self._members += 1
         return group
 
     async def release(self) -> None:
-        """Handle a closed group; the last one closes the endpoint and the store."""
+        """Release a closed group; the last group closes the endpoint and the store."""
         self._members -= 1
         if self._members:
             return
@@ -174,7 +174,7 @@ class Job:
                 endpoint.loop_end.forget()
 
     def drop(self, group: ProcessGroup) -> None:
-        """Release an open group whose event loop does not run. The finalizers of the store close the store."""
+        """Release an open group whose event loop no longer runs; finalizers then close the store."""
         self._members -= 1
         endpoint = self.endpoint
         if endpoint is None:
@@ -197,13 +197,13 @@ class Job:
     async def rendezvous_again(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
-        """Meet the newcomers in a new job, which receives no messages of older jobs."""
+        """Meet the newcomers in a new `Job`, which receives no messages of older jobs."""
         handle = self._store_handle if store is None else StoreHandle(store, lambda: store, replaceable=False)
         job = Job((*self._identity, assignment.prefix), handle, assignment, self._options, self._key, limit)
         return await job.group(spec, limit, limit)
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
-        """Publish to the newcomers why the ranks cannot meet, if the store still answers."""
+        """Publish for the newcomers why the ranks cannot meet, if the store still answers."""
         place = PrefixStore(assignment.prefix, self._store_handle.store if store is None else store)
         await last_request(call_off(place, assignment.world_size, reason))
 
@@ -218,7 +218,7 @@ class Job:
         return Claims(self._store, self.rank, self.world_size, self._runtime)
 
     async def _open(self, left: float, timeout: float) -> None:
-        """Meet the other ranks, unless an earlier group has. The caller releases the job if this fails."""
+        """Meet the other ranks, unless a group has done so before. The caller releases the job if this fails."""
         try:
             async with asyncio.timeout(None if left == float("inf") else left), self._opening:
                 await (self._meet() if self.endpoint is None else self._open_stream.renew())
@@ -230,7 +230,7 @@ class Job:
             raise RendezvousError(f"rank {self.rank} could not meet the others: {error.strerror or error}") from error
 
     async def _warn_when_late(self) -> None:
-        """Log once, after the warning time, which ranks this rank waits for."""
+        """After the warning time, log once which ranks are missing in the rendezvous."""
         after = self._options.warn_after
         if after != float("inf"):
             await self._runtime.sleep(after)
@@ -265,7 +265,7 @@ class Job:
             except MeetingMovedError as error:
                 logger.debug("rank %d: %s", self.rank, error, extra={"rank": self.rank})
             except StoreUnavailableError as error:
-                # This store may belong to an earlier job whose last user is closing it. A new store follows soon.
+                # The store may belong to an earlier job that is just ending. The new job's store will listen soon.
                 if (
                     self._prefix
                     or self.endpoint is not None
@@ -280,7 +280,7 @@ class Job:
                 self._claims = self._make_claims()
 
     async def _meet_once(self) -> None:
-        """Claim the rank and meet the other ranks, until a rank publishes that the rendezvous failed or moved."""
+        """Claim the rank and meet the others; raise if a rank publishes that the rendezvous failed or starts again."""
         with self._claims.active():
             await self._claims.claim()
             store = self._claims.store
@@ -295,7 +295,7 @@ class Job:
         stream, card = await self._listen(job)
         self._stream = stream
         if self.rank == 0:
-            # The medium that carries most messages if all ranks are on one host. Links over other media are slower.
+            # Publish the medium that most links use if all ranks are on one host. Links over other media are slower.
             medium = self._transport.provider.medium
             card |= {"medium": medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
         transport: Transport = stream
@@ -338,7 +338,7 @@ class Job:
         _log_implementation()
 
     async def _load_tuning(self) -> Tuning | None:
-        """Read the tuning file, if any. On a virtual clock, read only one named by the options.
+        """Read the tuning file, if any. On a virtual clock, read it only if the options name it.
 
         A run on a virtual clock must not depend on the machine.
         """

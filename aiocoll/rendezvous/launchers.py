@@ -1,4 +1,4 @@
-"""Launchers: the environment variables by which a process learns its rank, world size and store address."""
+"""Launchers: the environment variables from which a process reads its rank, world size and store address."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ __all__ = [
     "recognise",
 ]
 
-#: Requests the store's address from the launcher, and the job key if this process has none.
+#: A function that requests the store's address from the launcher, and the job key if this process has none.
 RequestAddress = Callable[[bytes | None, GroupOptions, str, float], Awaitable[PublishedStore]]
 
-#: The default port of torchrun. No other process of a pod listens on it.
+#: The default port of the store in a Kubernetes pod, as in torchrun. No other process of the pod listens on it.
 _PORT = 29500
 #: The range of ports derived from job names, above the ephemeral ports of the kernel.
 _FIRST_PORT, _PORTS = 61440, 4096
-#: The first entry of a Slurm host list, such as `x1`, `node[01-03,07]` or `rack[0-1]node[1-4]-ib`.
+#: Pattern of the first entry of a Slurm host list: `x1`, `node[01-03,07]`, `rack[0-1]node[1-4]-ib`.
 _FIRST_HOST = re.compile(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|\Z)", re.ASCII)
 _RANGES = re.compile(r"\[(\d+)[^]]*\]")
-#: Open MPI 4 publishes the addresses of mpiexec, Open MPI 5 its host name.
+#: Patterns of Open MPI's variables: version 4 passes the addresses of mpiexec, version 5 its host name.
 _ORTE_URI = re.compile(r"[^;]*;tcp(?:://([^,:]+)|6://\[([^,\]]+))")
 _PRTE_JOB = re.compile(r"prterun-(.+)-\d+@\d+")
 
 
 class Address(NamedTuple):
-    """The address of the store.
+    """The address of the store, as far as a launcher's variables show it.
 
     Attributes:
         host: its address, or a unix socket.
@@ -65,7 +65,7 @@ class Address(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """The variables of one launcher.
+    """The environment variables that one launcher sets.
 
     Attributes:
         name: its name in messages.
@@ -91,11 +91,11 @@ class Launcher(NamedTuple):
     is_standard: bool = False
 
     def mark(self, env: Mapping[str, str]) -> str | None:
-        """Return the variable that shows this launcher; None if it has not started this process."""
+        """Return the variable that shows that this launcher has started the process; None without such a variable."""
         return next((name for name in self.marks if name in env), None)
 
     def numbers(self, env: Mapping[str, str]) -> tuple[int, int]:
-        """Return rank and world size.
+        """Return the rank and the world size.
 
         Raises:
             ValueError: a variable is missing or invalid; the message names it.
@@ -106,7 +106,7 @@ class Launcher(NamedTuple):
         return rank, size
 
     def number(self, env: Mapping[str, str], name: str) -> int:
-        """Return the value of a variable as a number."""
+        """Return the value of an environment variable of this launcher as an int."""
         text = self.text(env, name)
         try:
             return parse_int(text)
@@ -114,7 +114,7 @@ class Launcher(NamedTuple):
             raise ValueError(f"{name}={text!r} in the environment must be a number ({self.name} sets it)") from None
 
     def text(self, env: Mapping[str, str], name: str) -> str:
-        """Return the value of a variable, which must not be empty."""
+        """Return the value of an environment variable of this launcher; raise if it is missing or empty."""
         if not env.get(name):
             raise ValueError(
                 f"{name} is missing in the environment, but {self.mark(env)} shows that {self.name} started this "
@@ -124,7 +124,7 @@ class Launcher(NamedTuple):
 
 
 def recognise(env: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher that has started this process as a rank; None if no known one has."""
+    """Return the launcher that has started this process as a rank; None if no known launcher has."""
     return next((launcher for launcher in LAUNCHERS if launcher.mark(env) is not None), None)
 
 
@@ -135,7 +135,7 @@ def common_parent(env: Mapping[str, str]) -> int | None:
 
 
 def local_numbers(env: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Return the local rank and local world size: this process among the ranks of its host. None if unknown.
+    """Return the local rank and the local world size of this process on its host; None for an unknown number.
 
     Raises:
         ValueError: a variable is not a number.
@@ -179,7 +179,7 @@ def _digest(job: str) -> str:
 
 
 def _on_this_host(env: Mapping[str, str], job: str) -> Address:
-    """Return a unix socket that no other user can take. Its name is short, since a path has at most 107 bytes."""
+    """Return the address of a job's unix socket that no other user can take, with a path of at most 107 bytes."""
     return Address(f"unix:{private_folder(env)}/aiocoll-{_digest(job)[:16]}")
 
 
@@ -218,7 +218,7 @@ def _pmi(env: Mapping[str, str]) -> Address:
     together = local_numbers(env)[1] == size
 
     def request(key: bytes | None, options: GroupOptions, job: str, timeout: float) -> Awaitable[PublishedStore]:
-        # The first request opens the connection: `aiocoll doctor` reads addresses without one.
+        # Connect only at the first request, because `aiocoll doctor` reads addresses without a request.
         with _pmi_lock:
             if fd not in _pmi_stores:
                 _pmi_stores[fd] = PmiStore(fd, rank, size, together, port)
@@ -227,7 +227,7 @@ def _pmi(env: Mapping[str, str]) -> Address:
     return Address(ask=request)
 
 
-#: Stores by ``PMI_FD``. A process has one such descriptor, so it sends its requests to the launcher once.
+#: The process's `PmiStore` by ``PMI_FD``, shared by all groups, so that the process requests the address only once.
 _pmi_stores: dict[str, PmiStore] = {}
 #: Guards `_pmi_stores`, since event loops may run in several threads.
 _pmi_lock = threading.Lock()
@@ -316,5 +316,5 @@ SLURM = Launcher(
 )
 #: The commands that start ranks, for error messages.
 COMMANDS = "`aiocoll run`, torchrun, mpiexec or srun"
-#: The known launchers. The first one whose mark is in the environment counts.
+#: The known launchers, in order of precedence if the marks of several are in the environment.
 LAUNCHERS = (TORCHRUN, EXPLICIT, PMI, OPEN_MPI, KUBERNETES, SLURM)

@@ -1,4 +1,4 @@
-"""TCP listeners for ranks on other hosts: the address to listen at and the address to publish."""
+"""TCP listener of a rank for ranks on other hosts: the address to bind, and the address to publish."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["listen_between_hosts"]
 async def listen_between_hosts(
     stream: StreamTransport, options: GroupOptions, stores: Mapping[int, str], *, together: bool
 ) -> Card:
-    """Open the TCP listener of a rank, and return the card that publishes its address.
+    """Open a rank's TCP listener, and return the card fields that publish its address.
 
     Args:
         stream: the transport of the rank.

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of the links between hosts, measured during the rendezvous.
+"""Measurement of latency and bandwidth between hosts during the rendezvous.
 
 All ranks use the same figures, so that they choose the same algorithms. The lowest rank of each host measures the links
 to the lowest ranks of some other hosts and publishes the figures. With few hosts every pair is measured. With many
@@ -31,19 +31,19 @@ __all__ = ["MeasuredLinks", "agree_on_links", "leaders", "measure_links", "read_
 
 #: Bytes that the kernel keeps in flight on one connection by default (net.ipv4.tcp_wmem, tcp_rmem).
 WINDOW = 3 << 20
-#: Bytes of a burst that any link carries without loss. Longer bursts collide with the traffic of other senders.
+#: Bytes that a sender may send at once without loss on any link. Longer bursts collide with other senders' traffic.
 BURST = 1 << 20
 #: The rate in bytes per second assumed for a link that is too fast to measure.
 FAST = 1e9
-#: The highest number of hosts for which every pair is measured.
+#: Maximum number of hosts for which the link of every pair is measured.
 FEW = 8
-#: Seconds after which no further packet train is requested, and seconds after which the measurement of a link ends.
-#: The latter are about twelve round trips around the world.
+#: Seconds after which a measurement sends no further packet train, and its time limit in seconds. The limit is about
+#: twelve round trips around the world.
 ENOUGH, LIMIT = 1.0, 2.5
 
 
 class MeasuredLinks:
-    """The figures of links between hosts.
+    """The measured round-trip times and rates of links between hosts.
 
     Args:
         figures: round-trip times and rates, by the names of both hosts.
@@ -53,7 +53,7 @@ class MeasuredLinks:
         self._figures = figures
 
     def tune(self, tuning: Tuning, hosts: set[str]) -> Tuning:
-        """Return the tuning of a group with ranks on `hosts`, by the slowest link between them."""
+        """Adapt the tuning of a group to the slowest link between its hosts."""
         figures = [each for pair, each in self._figures.items() if pair <= hosts] or [*self._figures.values()]
         tcp = tuning.tcp
         latency = max((each.rtt for each in figures), default=0.0) / 2
@@ -63,7 +63,7 @@ class MeasuredLinks:
         return tuning._replace(tcp=tcp).over("tcp")
 
     def connections(self, one: str, most: int | None, other: str) -> int:
-        """Return the number of connections for a link between two hosts, at most `most`."""
+        """Return the number of TCP connections that fill a link between two hosts, at most `most`."""
         figures = self._figures.get(frozenset((one, other)))
         if figures is None or not sys.platform.startswith("linux"):
             return 1
@@ -74,7 +74,7 @@ class MeasuredLinks:
 async def agree_on_links(
     exchange: Exchange, stream: StreamTransport, cards: Mapping[int, Card], connections: int | None
 ) -> MeasuredLinks:
-    """Measure the links between hosts, and return the figures that all ranks have published.
+    """Measure the links between hosts, and return the measurements that all hosts have published.
 
     The result is the same on every rank.
 
@@ -102,7 +102,7 @@ def leaders(cards: Mapping[int, Card]) -> list[int]:
 
 
 async def measure_links(stream: StreamTransport, cards: Mapping[int, Card]) -> bytes:
-    """Measure the links of this host, and return the figures in the form to publish.
+    """Measure the links from this host, and encode the measurements for the store.
 
     Only the lowest rank of a host calls this.
     """
@@ -116,7 +116,7 @@ async def measure_links(stream: StreamTransport, cards: Mapping[int, Card]) -> b
 
 
 def read_links(published: Mapping[int, bytes], cards: Mapping[int, Card]) -> MeasuredLinks:
-    """Decode the figures that the lowest ranks of the hosts have published.
+    """Decode the measurements that the lowest ranks of the hosts have published.
 
     Raises:
         RendezvousError: a value is not valid. Any process with access to the store could have written it.
@@ -135,7 +135,7 @@ def read_links(published: Mapping[int, bytes], cards: Mapping[int, Card]) -> Mea
 
 
 def _distances(hosts: int) -> Iterator[int]:
-    """Yield the distances, in the list of hosts, of the peers that each host measures.
+    """Yield the distances, in the ring of hosts, to the peers with which a host measures its links.
 
     Only one host of a pair measures it.
     """
@@ -146,7 +146,7 @@ def _distances(hosts: int) -> Iterator[int]:
 
 
 async def _measure_link(stream: StreamTransport, peer: int, card: Card, turn: asyncio.Lock) -> LinkFigures | None:
-    """Measure one link at a time, so that its packets do not queue behind those of other links; None on failure."""
+    """Measure the link to a peer, one link at a time, so that packets do not queue behind those of other links."""
     try:
         async with asyncio.timeout(LIMIT):
             probe = await stream.connect_probe(peer, card)
@@ -157,7 +157,7 @@ async def _measure_link(stream: StreamTransport, peer: int, card: Card, turn: as
             finally:
                 probe.close()
     except (AiocollError, OSError, TimeoutError):
-        return None  # if this prevents the rendezvous, joining raises the error
+        return None  # not measured; if the peer is unreachable, joining raises the error
 
 
 def _seconds(number: Any) -> float:

@@ -1,4 +1,4 @@
-"""`new_group`: a group from an init method, by way of a store, a rank and a world size."""
+"""`new_group`: creation of the group of all ranks, which meet by an init method or a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aiocoll.meeting.growth import Assignment, await_assignment
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
-from aiocoll.rendezvous.parameters import DEFAULT, Place, find_dry_run, find_parameters
+from aiocoll.rendezvous.parameters import DEFAULT, InitMethod, find_dry_run, find_parameters
 from aiocoll.runtime import Runtime, refuse_trio, running_loop
 from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
@@ -29,7 +29,7 @@ from aiocoll.store.deadline import DeadlineStore
 
 __all__ = ["new_group"]
 
-#: Job keys by job. They are removed from the environment when they are read, and later groups need them, too.
+#: Job keys by job. Reading a key removes it from the environment, but later groups need it as well.
 _keys: dict[str, bytes] = {}
 
 
@@ -71,7 +71,7 @@ class new_group:
         self,
         backend: str | None = None,
         *,
-        init_method: str | Place | None = None,
+        init_method: str | InitMethod | None = None,
         store: Store | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -90,7 +90,7 @@ class new_group:
         if is_unspecified and self._backend != Backend.FAKE:
             init_method = DEFAULT.get()
         for argument, given, kind in (
-            ("init_method", init_method, str if not isinstance(init_method, Place) else Place),
+            ("init_method", init_method, str if not isinstance(init_method, InitMethod) else InitMethod),
             ("store", store, Store),
             ("name", name, str),
             ("options", options, GroupOptions),
@@ -109,7 +109,7 @@ class new_group:
         self._timeout = seconds(timeout, "timeout")
         self._options = GroupOptions.resolve(options, os.environ)
         job_id = self._options.job_id or ""
-        if isinstance(init_method, Place):
+        if isinstance(init_method, InitMethod):
             if (rank, world_size, join) != (None, None, False):
                 raise ValueError("leave out rank, world_size and join: the ticket given as init_method determines them")
             self._parameters = init_method.where()
@@ -139,7 +139,7 @@ class new_group:
 
     @property
     def newcomer(self) -> bool:
-        """Return whether this process joins an existing group that grows."""
+        """Return whether this process joins an existing group as a newcomer."""
         return not self._parameters.world_size
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -194,7 +194,7 @@ class new_group:
                     return await job.group(
                         GroupSpec(self._name, self._timeout, options, self._devices), left(), self._timeout
                     )
-                except RankTakenError as error:  # try the next rank: this process may replace one that has ended
+                except RankTakenError as error:  # try the next rank: this process may replace an ended one
                     taken = error
             raise taken
         finally:
@@ -252,7 +252,7 @@ class new_group:
 
 
 def _refuse_absent(device: str) -> None:
-    """Raise `ValueError` if this process does not have `device`, and a backend serves devices of its kind."""
+    """Raise `ValueError` if a backend serves devices of this kind, but this process does not have `device`."""
     kind, _, index = device.partition(":")
     if kind != "cpu" and kind in devices:
         backend = devices.get(kind)

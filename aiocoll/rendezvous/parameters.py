@@ -15,7 +15,7 @@ from aiocoll.store import HashStore, Store
 from aiocoll.store.registry import StoreOpener, StoreRequest, stores
 from aiocoll.store.tcp import tcp_url
 
-__all__ = ["DEFAULT", "Place", "RendezvousParameters", "find_dry_run", "find_parameters"]
+__all__ = ["DEFAULT", "InitMethod", "RendezvousParameters", "find_dry_run", "find_parameters"]
 
 _PASSWORD = re.compile("//.*@")
 _QUERY = re.compile(r"\?.*")
@@ -51,7 +51,7 @@ class RendezvousParameters(NamedTuple):
     holder: str = ""
 
     def __repr__(self) -> str:
-        # no secrets
+        # Omit the key, the URL and other fields that may contain secrets.
         return f"RendezvousParameters(rank={self.rank}, world_size={self.world_size}, scheme={self.scheme!r})"
 
     @property
@@ -61,16 +61,16 @@ class RendezvousParameters(NamedTuple):
 
     @property
     def hosts(self) -> bool:
-        """Return whether this rank serves the store."""
+        """Return whether this rank serves the store itself."""
         return self.rank == 0 and not self.hosted
 
     @property
     def replaceable(self) -> bool:
-        """Return whether another store may follow this one at the same address; False for a meeting."""
+        """Return whether, if the store ends, a new one may start at its address; False for a meeting."""
         return not self.hosts and self.key is None
 
     async def resolve(self, key: bytes | None, options: GroupOptions, timeout: float) -> RendezvousParameters:
-        """Return these parameters with the store's address, requested from the launcher if needed.
+        """Return these parameters completed by the store's address, which may come from the launcher.
 
         Raises:
             RendezvousError: the launcher has no address, or not all ranks sent their request within `timeout` seconds.
@@ -81,7 +81,7 @@ class RendezvousParameters(NamedTuple):
         return self._replace(url=tcp_url(store.host, store.port), key=store.key, ask=None)
 
     def open(self, timeout: float, key: bytes | None, options: GroupOptions) -> Store:
-        """Open the store of the init method.
+        """Open the store that the parameters describe.
 
         Raises:
             AuthenticationError: ranks on several hosts need a job key.
@@ -98,19 +98,19 @@ class RendezvousParameters(NamedTuple):
 
 
 @runtime_checkable
-class Place(Protocol):
-    """An object that may be passed as `init_method` in place of a string."""
+class InitMethod(Protocol):
+    """An object, such as a ticket, that may be passed as `init_method` in place of a URL."""
 
     def where(self) -> RendezvousParameters:
-        """Return the rendezvous parameters."""
+        """Return the rendezvous parameters of the process that uses this object."""
 
 
-#: The default init method of this context.
-DEFAULT: ContextVar[Place | None] = ContextVar("aiocoll_place", default=None)
+#: The init method of `new_group` in this context if none is given; set by `Ticket.as_default`.
+DEFAULT: ContextVar[InitMethod | None] = ContextVar("aiocoll_init_method", default=None)
 
 
 def find_parameters(
-    init_method: str | Place | None,
+    init_method: str | InitMethod | None,
     store: Store | None,
     rank: int | None,
     world_size: int | None,
@@ -135,7 +135,7 @@ def find_parameters(
         return RendezvousParameters(
             ("store", id(store)), *_read_numbers(rank, world_size, {}, "with store=", assigned=True), store
         )
-    if isinstance(init_method, Place):
+    if isinstance(init_method, InitMethod):
         return init_method.where()
     method = "env://" if init_method is None else init_method
     opener = None if method.partition("://")[0] == "env" else _find_opener(method)
@@ -154,7 +154,7 @@ def find_parameters(
 
 
 def _find_opener(url: str) -> StoreOpener:
-    """Return the opener for the scheme of a URL.
+    """Return the store opener for the scheme of a URL.
 
     Raises:
         ValueError: no opener has this scheme.
@@ -171,12 +171,12 @@ def _find_opener(url: str) -> StoreOpener:
 
 
 def _redact(url: str, *, has_secrets: bool) -> str:
-    """Return a URL for error messages, without password and query if it may have secrets."""
+    """Return a URL for error messages; if it may have secrets, without its password and query."""
     return _QUERY.sub("?...", _PASSWORD.sub("//...@", url)) if has_secrets else url
 
 
 def _without_query(method: str, rank: int | None, world_size: int | None) -> tuple[str, int | None, int | None]:
-    """Return a URL without a query such as ``?rank=0&world_size=2``, and the numbers of the query or the arguments."""
+    """Split ``?rank=0&world_size=2`` off a URL; return the URL, and rank and world size from query or arguments."""
     url, _, query = method.partition("?")
     texts = dict(pair.split("=", 1) for pair in query.split("&") if "=" in pair)
     numbers = {"rank": rank, "world_size": world_size}
@@ -213,7 +213,7 @@ def _from_environment(
             address = standard.address(env)
         except ValueError as error:
             raise ValueError(f"{error}{_launcher_hint(env)}") from None
-        # A program that sets another MASTER_PORT than its launcher does not use the launcher's store.
+        # If the program has changed the launcher's MASTER_PORT, it does not use the launcher's store.
         hosted = hosted and env.get("AIOCOLL_STORE_PORT", str(address.port)) == str(address.port)
         return RendezvousParameters((method, *address[:2], job), *numbers, None, tcp_url(*address[:2]), hosted, job)
     numbers, address = launcher.numbers(env), launcher.address(env)
@@ -230,20 +230,20 @@ def _from_environment(
 
 
 def _launcher_hint(env: Mapping[str, str]) -> str:
-    """Return the part of an error that names the launcher whose variables the arguments override; "" without one."""
+    """Return the hint, for errors, that arguments override the variables of a launcher; "" without a launcher."""
     others = {name: text for name, text in env.items() if name not in EXPLICIT.marks}
     launcher = recognise(others)
     if launcher is None or launcher.is_standard:
         return ""
-    there = [name for name in EXPLICIT.marks if name in env]
+    present = [name for name in EXPLICIT.marks if name in env]
     return (
         f"; {launcher.name} started this process ({launcher.mark(env)}): to use its variables, omit rank= and "
-        f"world_size={' and unset ' if there else ''}{', '.join(there)}"
+        f"world_size={' and unset ' if present else ''}{', '.join(present)}"
     )
 
 
 def _is_singleton(env: Mapping[str, str]) -> bool:
-    """Return whether a program that no launcher started makes a group of one rank."""
+    """Return whether ``AIOCOLL_SINGLETON`` lets a program without a launcher make a group of one rank."""
     value = env.get("AIOCOLL_SINGLETON", "0")
     if value not in ("0", "1"):
         raise ValueError(f"AIOCOLL_SINGLETON={value!r}: must be 1, for a group of one rank, or 0")
@@ -253,7 +253,7 @@ def _is_singleton(env: Mapping[str, str]) -> bool:
 def _read_numbers(
     rank: int | None, world_size: int | None, env: Mapping[str, str], when: str, *, assigned: bool = False
 ) -> tuple[int | None, int]:
-    """Return rank and world size. The rank may be missing if the store can assign one (`assigned`)."""
+    """Return the rank and the world size. If the store can assign a rank (`assigned`), the rank may be None."""
     size_name, size = _read_number("world_size", world_size, env, when)
     if assigned and rank is None and "RANK" not in env:
         if size < 1:
@@ -268,7 +268,7 @@ def _read_numbers(
 
 
 def _read_number(name: str, value: int | None, env: Mapping[str, str], when: str) -> tuple[str, int]:
-    """Return an argument, or its environment variable if it is None, after its name for error messages."""
+    """Return the name and the value of the argument, or of its environment variable if the argument is None."""
     variable = name.upper()
     if value is not None:
         return name, to_int(value, name)

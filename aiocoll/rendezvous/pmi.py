@@ -1,4 +1,4 @@
-"""PMI-1 client: the processes of an MPI launcher exchange a short value by lines on an inherited socket."""
+"""PMI-1 client: the exchange of a short value through an MPI launcher, in text lines on an inherited socket."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from aiocoll.numerals import parse_int
 
 __all__ = ["Pmi"]
 
-#: The key of the value that rank 0 publishes.
+#: Key in the launcher's key-value space under which rank 0 publishes the value.
 _NAME = "aiocoll"
-#: The highest number of bytes in a reply: several times the longest valid one.
+#: Maximum bytes of a reply: several times the longest valid reply.
 _LONGEST = 16384
 
 
 class Pmi:
-    """The connection of this process to its launcher.
+    """The PMI connection of this process to its launcher.
 
     The launcher counts the processes that enter its barrier, so no request is sent twice. `share` may be cancelled and
     called again, also in another event loop. It then continues with the request in flight.
@@ -47,7 +47,7 @@ class Pmi:
         self._answers: dict[str, dict[str, str]] = {}
 
     async def share(self, value: str | None, *, last: bool) -> str:
-        """Return the value of rank 0, after all ranks have called this method.
+        """Publish rank 0's value, and return it on every rank after all ranks have called this method.
 
         Args:
             value: the value on rank 0, without blanks; None on other ranks.
@@ -68,14 +68,14 @@ class Pmi:
         return found
 
     def close(self) -> None:
-        """Close this end of the connection, and leave the inherited socket unchanged."""
+        """Close the duplicated socket, and leave the inherited socket unchanged."""
         if self._socket.fileno() >= 0:
-            # Both descriptors share this flag, and some event loops clear it.
+            # Both descriptors share the blocking mode, which some event loops have changed.
             os.set_blocking(self._socket.fileno(), True)
             self._socket.close()
 
     async def _request(self, command: str, answer: str, field: str = "cmd") -> str:
-        """Send a command, and return a field of the reply."""
+        """Send a command to the launcher, and return a field of the reply."""
         if command not in self._answers:
             try:
                 if self._sent != command:
@@ -87,7 +87,7 @@ class Pmi:
             self._answers[command] = dict(word.partition("=")[::2] for word in line.split(" "))
         fields = self._answers[command]
         if fields.get("cmd") != answer or fields.get("rc", "0") != "0" or not fields.get(field):
-            # The error omits the rest of the line, which may hold the job key.
+            # Show only two fields, because the rest of the line may hold the job key.
             reply = " ".join(f"{name}={fields[name][:40]}" for name in ("cmd", "rc") if name in fields) or "no command"
             raise RendezvousError(
                 f"the launcher sent {reply!r} in reply to {command.split()[0]!r}, which is not PMI-1: set RANK, "

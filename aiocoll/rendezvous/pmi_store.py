@@ -1,4 +1,4 @@
-"""Store of a PMI job: rank 0 serves it, and publishes its address and key through the launcher."""
+"""Store of a job under a PMI launcher: rank 0 serves it, and publishes its address and key through the launcher."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from aiocoll.transport.stream.route import find_route
 
 __all__ = ["PmiStore", "PublishedStore"]
 
-#: The most bytes of a published error: launchers accept values of 1,024 characters, two per byte.
+#: Maximum bytes of a published error: launchers accept values of 1,024 characters, and a byte takes two.
 _LONGEST = 480
 #: The first character of the value if rank 0 publishes an error in place of an address.
 _ERROR_MARK = "!"
 
 
 class PublishedStore(NamedTuple):
-    """The address of the store and the job key; the key is None if every rank has its own copy."""
+    """The published address of the store, and the job key; the key is None if every rank has it already."""
 
     host: str
     port: int
@@ -61,12 +61,12 @@ class PmiStore:
         self._request_in_flight: Future[None] | None = None
         self._outcome: PublishedStore | AiocollError | ValueError | None = None
         self._server: StoreServer | None = None
-        # On rank 0: the published text, and the address of the store for this process, or the error.
+        # On rank 0: the published text; and the address by which this process reaches the store, or the error.
         self._published: str | None = None
         self._own_store: PublishedStore | AiocollError | ValueError | None = None
 
     async def find(self, key: bytes | None, options: GroupOptions, job: str, timeout: float) -> PublishedStore:
-        """Return the address of the store, after all ranks have called this.
+        """Return the address of the store. All ranks must call this method.
 
         Args:
             key: the job key that this process has from elsewhere, or None.
@@ -93,13 +93,13 @@ class PmiStore:
         return self._outcome if key is None else self._outcome._replace(key=key)
 
     def close(self) -> None:
-        """Close the connection and the store."""
+        """Close the PMI connection, and the store if this rank serves it."""
         self._pmi.close()
         if self._server is not None:
             self._server.close()
 
     async def _request_once(self, key: bytes | None, options: GroupOptions, job: str) -> None:
-        """Request the address, or wait for the request of another task of this process, in any event loop."""
+        """Request the address; if another task of this process, in any loop, requests it, wait for that request."""
         with self._lock:
             other, mine = self._request_in_flight, Future[None]()
             if self._outcome is not None:
@@ -130,14 +130,14 @@ class PmiStore:
                 self._own_store = self._serve(key, options, job)
             except (AiocollError, ValueError) as error:
                 self._own_store, self._published = error, f"{_ERROR_MARK}{error}".encode()[:_LONGEST].hex()
-        # An MPI library in this process may still need the launcher.
+        # Keep the PMI session open if an MPI library in this process may still use it.
         text = await self._pmi.share(self._published, last="mpi4py.MPI" not in sys.modules)
         if isinstance(self._own_store, Exception):
             raise self._own_store
         return self._own_store or _parse_published(text)
 
     def _serve(self, key: bytes | None, options: GroupOptions, job: str) -> PublishedStore:
-        """Start the store, and return its address for this process."""
+        """Start the store's server on rank 0, and return the address by which this process reaches it."""
         host, published = find_route(0, {0: ""}, options.interface, options.bind, together=self._together)
         if options.advertise is not None and not self._together:
             published, _ = parse_advertised(options.advertise)

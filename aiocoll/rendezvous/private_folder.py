@@ -1,4 +1,4 @@
-"""A private folder for the sockets of one user, in which no other user can create entries."""
+"""The private folder for a user's unix sockets, in which no other user can create entries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["private_folder"]
 
 
 def private_folder(env: Mapping[str, str]) -> str:
-    """Return a folder that only this user may enter. It is the same for all processes of the user on this host.
+    """Return a folder that only this user may enter, the same one for all of the user's processes on this host.
 
     Raises:
         RendezvousError: another user owns the folder or may enter it.

@@ -1,4 +1,4 @@
-"""Grouping of ranks by host, tested by connections to unix sockets.
+"""Detection of ranks on the same host, by connections to their unix sockets.
 
 Ranks with the same host name may be unable to reach each other's unix sockets. They may run as different users, or on
 virtual machines copied from one snapshot, which have the same host identity. Such ranks count as being on two hosts:
@@ -26,7 +26,7 @@ __all__ = ["encryption_at", "single_copy", "split_hosts"]
 
 
 def encryption_at(rank: int, store: str, options: GroupOptions) -> str:
-    """Return the encryption of this rank for ranks that all report the same host.
+    """Return the `encryption` option of this rank for a job in which all ranks report the same host.
 
     It is the option `encryption`, except that "auto" becomes "tls" if this rank would listen outside the loopback.
 
@@ -43,7 +43,7 @@ def encryption_at(rank: int, store: str, options: GroupOptions) -> str:
 
 
 def single_copy(options: GroupOptions, env: Mapping[str, str]) -> bool:
-    """Return whether ranks of this host may read each other's memory.
+    """Return whether ranks on this host may read each other's memory (single copy).
 
     If a launcher started this process, permit the launcher and its other children to read the memory of this process.
     """
@@ -81,7 +81,7 @@ async def split_hosts(store: Store, stream: StreamTransport, *, trusted: bool) -
                     "one user, or pass the same job_key= (AIOCOLL_JOB_KEY) to every rank, so that TCP can connect them"
                 ) from None
             reason = str(error)
-        if reason is None or not trusted:  # without a key only unix sockets can connect, so joining tries them again
+        if reason is None or not trusted:  # without a key only unix sockets can connect, so joining tries again
             break
         reasons.append(reason)
         stream.treat_as_remote(f"{name}/{number + 1}", reason)

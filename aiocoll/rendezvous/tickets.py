@@ -1,4 +1,4 @@
-"""`Meeting` and `Ticket`: a process that is not a rank holds the store, and hands out tickets to become a rank."""
+"""`Meeting` and `Ticket`: a process that is not a rank serves the store, and gives tickets to future ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ticket:
     holder: str = ""
 
     def where(self) -> RendezvousParameters:
-        """Return the store address, rank and world size for `new_group`."""
+        """Return the rendezvous parameters for `new_group`: store address, job key, rank and world size."""
         return RendezvousParameters(
             (self.host, self.port, self.job),
             self.rank,

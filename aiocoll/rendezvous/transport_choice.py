@@ -1,4 +1,4 @@
-"""Choice of a group's transport, by the options of this rank and the cards of all ranks."""
+"""Choice of a group's transport from the options of this rank and the cards of all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TransportChoice"]
 
 
 class TransportChoice:
-    """The transport requested by the options of one rank.
+    """The transport that the options of this rank request, and the carrier (data links of a plugin) that it offers.
 
     Args:
         name: the option `transport`.
@@ -34,7 +34,7 @@ class TransportChoice:
             )
 
     def make_carrier(self, request: CarrierRequest) -> DataCarrier | None:
-        """Return the carrier that this rank offers; None if it has none, or if "auto" finds it unavailable.
+        """Make the carrier that this rank offers; return None without a carrier, or if "auto" finds it unavailable.
 
         Raises:
             BackendUnavailableError: the options name a transport whose carrier is unavailable.
@@ -57,7 +57,7 @@ class TransportChoice:
 
     @property
     def carries_all(self) -> bool:
-        """Return whether the carrier makes all data links, and not only those between hosts."""
+        """Return whether the carrier makes all data links, and not only the links between hosts."""
         return not self.is_auto and self.provider.make_carrier is not None
 
     @property

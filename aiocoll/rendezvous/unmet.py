@@ -1,4 +1,4 @@
-"""Texts for errors and warnings about ranks that have not met."""
+"""Error and warning texts about ranks that have not met in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["describe_missing_links", "describe_missing_ranks", "describe_silent_
 
 
 def describe_missing_ranks(missing: Sequence[int], world_size: int, drawback: str | None, before: int) -> str:
-    """Describe the ranks that have published nothing in the store.
+    """Return a text about the ranks that have published nothing in the store.
 
     Args:
         missing: these ranks.
@@ -30,12 +30,12 @@ def describe_missing_ranks(missing: Sequence[int], world_size: int, drawback: st
 
 
 def describe_silent_store(store: Store) -> str:
-    """Describe a store that does not answer."""
+    """Return a text about a store that does not answer."""
     return f"{store} does not answer; check that the process that serves it runs and is not stopped"
 
 
 def describe_missing_links(endpoint: Endpoint | None, transport: StreamTransport | None) -> str:
-    """Describe the connections that are missing after all ranks have published their cards.
+    """Return a text about the connections that are missing after all ranks have published their cards.
 
     The text names the ranks and addresses, and the reason if it is known.
     """

@@ -18,7 +18,7 @@ __all__ = ["FileStore", "HashStore", "KeyValueStore", "PrefixStore", "RedisStore
 
 
 def __getattr__(name: str) -> Any:
-    """Load `RedisStore` on first use."""
+    """Import `RedisStore` on its first use."""
     if name == "RedisStore":
         found = globals()[name] = import_module("aiocoll.redis.store").RedisStore
         return found

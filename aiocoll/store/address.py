@@ -18,26 +18,26 @@ from aiocoll.users import peer_trouble
 __all__ = ["StoreEndpoint", "check_peer", "describe", "is_loopback_name", "is_unix", "listen", "literal", "resolve"]
 
 _UNIX = "unix:"
-#: Connections that the kernel queues before they are accepted, enough for all ranks of a large job at once. The kernel
-#: lowers it to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
+#: Length of the kernel's queue of new connections, enough for all ranks of a large job at once. The kernel lowers it to
+#: its own limit (net.core.somaxconn, 4096 since Linux 5.4).
 _BACKLOG = 4096
-#: Seconds of an outage after which a connection is closed. They match the defaults of Linux, since requests have
+#: Seconds of an outage after which the kernel closes a connection: as long as Linux's defaults, because requests have
 #: timeouts of their own.
 _MAX_OUTAGE = 900.0
 
 
 class StoreEndpoint(NamedTuple):
-    """An address that a socket can bind or connect to."""
+    """A resolved address, with its socket family, to which a socket can bind or connect."""
 
     family: int
     sockaddr: Any
 
     def require_key(self, key: bytes | None) -> None:
-        """Raise `AuthenticationError` if other machines can reach this endpoint and `key` is None."""
+        """Raise `AuthenticationError` if `key` is None, but other machines can reach this endpoint."""
         require_key("localhost" if isinstance(self.sockaddr, str) else self.sockaddr[0], key)
 
     def reachable(self) -> StoreEndpoint:
-        """Return the endpoint to which a local client connects: the loopback if this is the wildcard address."""
+        """Return the endpoint for clients on this machine: the loopback in place of a wildcard address."""
         if isinstance(self.sockaddr, str):
             return self
         host, port = self.sockaddr[:2]
@@ -58,19 +58,19 @@ class StoreEndpoint(NamedTuple):
 
 
 def is_unix(host: str) -> bool:
-    """Return whether `host` names a unix socket."""
+    """Return whether `host` is the address of a unix socket, such as ``unix:PATH``."""
     return host.startswith(_UNIX)
 
 
 def describe(host: str, port: int) -> str:
-    """Return the address in the form of error messages."""
+    """Return an address as error messages show it."""
     if is_unix(host):
         return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def resolve(host: str, port: int) -> list[StoreEndpoint]:
-    """Look up the endpoints of `host`. Numeric addresses and unix sockets need no thread.
+    """Return the endpoints of `host`. Only host names need a lookup, which runs in a thread.
 
     Raises:
         OSError: `host` cannot be resolved.
@@ -84,7 +84,7 @@ async def resolve(host: str, port: int) -> list[StoreEndpoint]:
 
 
 def listen(host: str, port: int, key: bytes | None) -> socket.socket:
-    """Bind and listen on `host`, an address of this machine; `port` 0 means a free port.
+    """Return a socket that listens on `host`, an address of this machine; `port` 0 means a free port.
 
     Raises:
         AuthenticationError: other machines can reach the address, and `key` is None.
@@ -114,7 +114,7 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> None:
-    """Raise `AuthenticationError` if the other end of a unix socket runs as another user, if the kernel reports it."""
+    """Raise `AuthenticationError` if, by the kernel's report, a unix socket's peer may be another user's process."""
     if sock.family == socket.AF_UNIX and (foreign := peer_trouble(sock)) is not None:
         raise AuthenticationError(f"the other end of the unix socket {foreign}")
 
@@ -131,13 +131,13 @@ def literal(host: str, port: int) -> StoreEndpoint | None:
     if version == 4:
         return StoreEndpoint(socket.AF_INET, (host, port))
     if "%" in host:
-        # The number of the scope must be looked up. Numeric addresses need no name server.
+        # Resolve the scope's name to its number, which needs no name server.
         return _resolve_first(host, port)
     return StoreEndpoint(socket.AF_INET6, (host, port, 0, 0))
 
 
 def is_loopback_name(name: str) -> bool:
-    """Return whether a host name always means the loopback."""
+    """Return whether a host name means the loopback on every machine, as "localhost" does."""
     return name.split(".")[0].lower() in ("localhost", "ip6-localhost", "ip6-loopback", "localhost4", "localhost6")
 
 
@@ -150,7 +150,7 @@ def _bind(sock: socket.socket, endpoint: StoreEndpoint) -> None:
     path = endpoint.sockaddr
     if not isinstance(path, str):
         if os.name == "posix":
-            # A restarted job can bind at once, although connections of the old job are in TIME_WAIT.
+            # Let a restarted job bind at once, although connections of the old job are in TIME_WAIT.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if path[0] == "::":
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # include IPv4, whatever the system default
@@ -166,7 +166,7 @@ def _bind(sock: socket.socket, endpoint: StoreEndpoint) -> None:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a server that died. Keep the socket of a running server, and any other file."""
+    """Remove a socket file whose server has died; keep the socket of a running server, and any other file."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

@@ -28,9 +28,9 @@ __all__ = ["GRACE", "Store", "await_reply", "check_world_size", "seconds", "time
 
 T = TypeVar("T")
 
-#: Seconds after its timeout when a request is cancelled if the store does not answer.
+#: Seconds between the timeout of a request and its cancellation, if the store does not answer.
 GRACE = 0.7
-#: Loop iterations within these seconds, so that a reply that arrived while the loop was blocked is read.
+#: Loop iterations that must pass before the cancellation, so that a reply that came while the loop blocked is read.
 _TURNS = 16
 
 #: Loop iterations needed to read and deliver a reply that has arrived.
@@ -89,7 +89,7 @@ class Store(ABC):
 
     @property
     def _sees_disconnects(self) -> bool:
-        """Return whether the store marks keys of `_hold` with `LEFT` when this client disconnects or dies."""
+        """Return whether the store sets keys of `_hold` to `LEFT` when this client disconnects or dies."""
         return False
 
     async def set(self, key: str, value: bytes | str) -> None:
@@ -133,7 +133,7 @@ class Store(ABC):
         Raises:
             StoreError: the value is not a decimal number, or the sum does not fit 64 bits; nothing was changed.
         """
-        with suppress(TypeError):  # the common check of arguments raises the error
+        with suppress(TypeError):  # `check_arguments` raises the error below
             amount = operator.index(amount)
         total: int = await self._call_checked("add", key, amount)
         return total
@@ -308,14 +308,14 @@ class Store(ABC):
 
     @abstractmethod
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out one of `COMMANDS`. The arguments have been checked."""
+        """Carry out a command of `COMMANDS`, whose arguments the caller has checked."""
 
     @abstractmethod
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        """Carry out one of `WAITS`. The arguments have been checked."""
+        """Carry out a waiting command of `WAITS`, whose arguments the caller has checked."""
 
     async def _hold(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Carry out `compare_set` for a key that the store sets to `LEFT` when it sees this client disconnect."""
+        """Carry out `compare_set`, and let the store set the key to `LEFT` when it sees this client disconnect."""
         value: bytes = await self._call_checked("hold", key, expected, desired)
         return value
 
@@ -331,7 +331,7 @@ class Store(ABC):
         return await (await_reply(request, limit, self, command) if self._may_stop else request)
 
     async def _run_uncancelled(self, command: str, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-        """Await a call, and turn a `CancelledError` raised by a custom store itself into a `StoreError`.
+        """Await `call(command, ...)`; raise a `StoreError` if a custom store itself raises `CancelledError`.
 
         Otherwise it would look like a cancellation of the caller.
         """
@@ -359,7 +359,7 @@ def seconds(timeout: float | timedelta) -> float:
 
 
 async def await_reply(request: Coroutine[Any, Any, T], timeout: float, store: Store, command: str) -> T:
-    """Return the result of `request`, which ends within `timeout` seconds by itself if `store` answers.
+    """Await `request`, which ends by itself within `timeout` seconds unless `store` does not answer.
 
     Raises:
         StoreTimeoutError: the request had not ended `GRACE` seconds after its timeout, and was cancelled.
@@ -369,7 +369,7 @@ async def await_reply(request: Coroutine[Any, Any, T], timeout: float, store: St
     try:
         runtime, limit = Runtime.of(running_loop()), asyncio.timeout(None)
     except RuntimeError:
-        request.close()  # else Python warns that the coroutine was never awaited
+        request.close()  # without this, Python warns that the coroutine was never awaited
         raise
     pause = max(0.0, GRACE + min(0.0, timeout)) / _TURNS
     timer: asyncio.TimerHandle
@@ -409,7 +409,7 @@ async def wait_until_done(future: asyncio.Future[Any], timeout: float) -> bool:
 
 
 def timeout_error(where: str, command: str, missing: list[str], timeout: float) -> StoreTimeoutError:
-    """Return the error of a wait that timed out. It names at most 16 of the `missing` keys, or the empty queue."""
+    """Return the error for a wait that timed out; it names at most 16 of the `missing` keys, or the empty queue."""
     names = ", ".join(map(repr, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
     if command == "queue_pop":
         return StoreTimeoutError(f"queue {names} of {where} had no item within {timeout:g} s")
@@ -419,7 +419,7 @@ def timeout_error(where: str, command: str, missing: list[str], timeout: float) 
 
 
 def check_world_size(world_size: int | None) -> int | None:
-    """Check the argument `world_size` of a store; return None for any number of clients, which None and -1 mean."""
+    """Check a store's argument `world_size` and return it; None and -1, any number of clients, become None."""
     number = -1 if world_size is None else to_int(world_size, "world_size", "an int or None")
     if number < 1 and number != -1:
         raise ValueError(f"world_size must be at least 1, or -1 for any number, got {number}")
@@ -427,7 +427,7 @@ def check_world_size(world_size: int | None) -> int | None:
 
 
 def _encode(value: Any) -> Any:
-    """Return text encoded in UTF-8, and other objects unchanged."""
+    """Encode `value` in UTF-8 if it is a str; return other objects unchanged."""
     if isinstance(value, str):
         count_bytes("value", value)
         return value.encode()

@@ -1,4 +1,4 @@
-"""`ClientLink`: the connection of a `TCPStore` to its server. `connect` makes one."""
+"""`ClientLink`: the connection of a `TCPStore` to its server, which `connect` makes."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ __all__ = ["ClientLink", "ClientSecurity", "StoreAuthenticationError", "connect"
 #: Seconds between attempts to connect. Ranks start at about the same time, so the first retries follow quickly.
 _FIRST_RETRY = 0.005
 _LAST_RETRY = 0.25
-#: Seconds to wait for the server to confirm a cancelled wait. Only an overloaded server needs them.
+#: Seconds to wait until the server confirms a cancelled wait. Only an overloaded server needs that long.
 _CANCEL_TIMEOUT = 0.5
 #: Seconds to send the remaining bytes while the link closes.
 _CLOSE_TIMEOUT = 0.25
 
 
 class StoreAuthenticationError(StoreUnavailableError, AuthenticationError):
-    """The client or the store refused the other end, so the store cannot be reached."""
+    """A store that cannot be used, because the client or the server has refused to authenticate the other."""
 
 
 class _Request(NamedTuple):
-    """A request in flight. A lost connection cancels `answer`, since an exception might never be retrieved."""
+    """A request in flight. A lost connection cancels `answer`: an exception in it might never be retrieved."""
 
     command: str
     arguments: tuple[Any, ...]
@@ -52,7 +52,7 @@ class _Request(NamedTuple):
 
 
 class ClientLink(FrameProtocol):
-    """A client connection with many concurrent requests, which matches replies to requests.
+    """The client's end of a store connection, which sends concurrent requests and matches replies to them.
 
     Attributes:
         ready: a future that is done at the end of the handshake, with its error or None.
@@ -78,7 +78,7 @@ class ClientLink(FrameProtocol):
         )
 
     async def call(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        """Carry out a command that needs no wait; fail if the server sends no reply within `timeout` seconds."""
+        """Carry out a command that returns at once; fail if the server sends no reply within `timeout` seconds."""
         number, future = self._send(command, arguments)
         try:
             if not await wait_until_done(future, timeout):
@@ -128,9 +128,9 @@ class ClientLink(FrameProtocol):
         self.transport.write(self._handshake.hello())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail all pending requests."""
+        """Handle a lost connection: fail the handshake and all pending requests."""
         if not self.ready.done():
-            causes = "not an aiocoll store, or one that is ending"
+            causes = "it is not an aiocoll store, or a store that is closing"
             if self.tls is not None:
                 causes += f", or {explain_silent_close(self.tls)}"
             reset = ConnectionResetError(f"something listens there but closes the connection: {causes}")
@@ -141,20 +141,20 @@ class ClientLink(FrameProtocol):
         self._closed.set_result(None)
 
     def record_failure(self, exc: Exception) -> None:
-        """Record the reason of the failure for the pending requests."""
+        """Record why the connection fails, for the errors of the pending requests."""
         self._failure = f"store {self._where}: {exc}"
         if not self.ready.done():
             self.ready.set_result(exc)
 
     def foreign_answer(self) -> AuthenticationError | None:
-        """Return an error if the other end has sent anything but the handshake of a store; else None."""
+        """Return an error if the other end has sent data that is no store handshake; else None."""
         received = self.received_so_far()
         if self._challenged or may_be_handshake(received):
             return None
         return AuthenticationError(f"it is not an aiocoll store: it sent {received[:32]!r}")
 
     def message_received(self, number: int, word: Any, payload: Any) -> None:
-        """Complete the request of a reply, and drop the reply to an abandoned request."""
+        """Complete the request to which a reply belongs; ignore the reply to an abandoned request."""
         request = self._requests.get(number)
         if request is not None:
             answer = check_reply(request.command, request.arguments, word, payload)
@@ -167,7 +167,7 @@ class ClientLink(FrameProtocol):
             check_names(names, store_name(self.tls.job), "the certificate of the server")
 
     def certificate_trouble(self, exc: BaseException | None) -> WrongCertificateError | None:
-        """Return the error to raise if `exc` shows a refused certificate; else None."""
+        """Return the error that explains a refused certificate, if `exc` reports one; else None."""
         return (
             explain_tls_error(exc, self.tls, "the server")
             if isinstance(exc, ssl.SSLError) and self.tls is not None
@@ -195,7 +195,7 @@ class ClientLink(FrameProtocol):
             if not future.done():
                 self._cancel(number)
             if command == "queue_pop":
-                # The callback runs now if the item has arrived. It runs later if item and cancellation cross.
+                # Put the item back: now if it has arrived, else when it arrives in spite of the cancellation.
                 future.add_done_callback(lambda popped: self._return_item(number, arguments[0], popped))
             raise
         if not future.done():
@@ -233,7 +233,7 @@ class ClientLink(FrameProtocol):
 
 
 class ClientSecurity(NamedTuple):
-    """Authentication and encryption of a client.
+    """The settings for authentication and encryption of a store client.
 
     Attributes:
         key: the job key; None if no key is needed.
@@ -251,7 +251,7 @@ class ClientSecurity(NamedTuple):
 async def connect(
     host: str, port: int, security: ClientSecurity, runtime: Runtime, timeout: float, trouble: Callable[[str], None]
 ) -> ClientLink:
-    """Connect and authenticate. Retry, until `timeout`, after errors that a later start of the server could resolve.
+    """Connect to a store and authenticate; until `timeout`, retry while the server may still be starting.
 
     The reason of each failed attempt is passed to `trouble` at once, since this call may be cancelled before it raises.
 
@@ -297,7 +297,7 @@ async def connect(
 
 
 class _UnresolvedError(Exception):
-    """A host name that cannot be resolved, perhaps not yet."""
+    """A failed lookup of a host name, which may succeed later."""
 
 
 async def _resolve(host: str, port: int) -> list[StoreEndpoint]:
@@ -309,7 +309,7 @@ async def _resolve(host: str, port: int) -> list[StoreEndpoint]:
 
 
 async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, timeout: float) -> ClientLink:
-    """Connect `link` and complete its handshake.
+    """Connect `link` to an endpoint, and complete its handshake.
 
     Raises:
         OSError, AuthenticationError: the connection or the handshake failed.
@@ -320,7 +320,7 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, 
     connecting = True
 
     def has_arrived() -> bool:
-        """Return whether data or an event has arrived that this coroutine has not handled."""
+        """Return whether a connection, data or a result has arrived that this coroutine has not handled yet."""
         is_read = link.ready.done() or (link.connected and transport is None)
         return is_read or is_ready(sock.fileno(), to_write=connecting)
 
@@ -341,7 +341,7 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, 
             raise failure
     except BaseException as exc:
         if transport is None:
-            if link.connected:  # `create_connection` was cancelled at the moment of the connection
+            if link.connected:  # `create_connection` was cancelled just when it had connected
                 link.transport.abort()
             else:
                 sock.close()
@@ -357,7 +357,7 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, 
 
 
 def _explain_loopback(host: str, endpoint: StoreEndpoint) -> str:
-    """Return a hint if the name of another machine resolves to the loopback; else ""."""
+    """Return a hint for errors if a host name unexpectedly resolves to the loopback; else ""."""
     if literal(host, 0) is not None or is_loopback_name(host) or not is_loopback(endpoint.sockaddr[0]):
         return ""
     return f"; {host!r} resolves to {endpoint.sockaddr[0]} here, this machine itself (see /etc/hosts)"

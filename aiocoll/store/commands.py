@@ -27,21 +27,21 @@ __all__ = [
     "keys_of",
 ]
 
-#: The most bytes of a key in UTF-8. Keys are short names, since every error message repeats them.
+#: Maximum bytes of a key in UTF-8. Keys are short names, because error messages repeat them.
 MAX_KEY_BYTES: Final = 1024
-#: The most bytes of a value. A store is for the rendezvous; groups send arrays.
+#: Maximum bytes of a value. Stores are for the rendezvous; arrays are sent through groups.
 MAX_VALUE_BYTES: Final = 8 << 20
-#: The most keys and queued items together.
+#: Maximum number of keys and queued items together.
 MAX_ENTRIES: Final = 1 << 16
-#: The most bytes of all values together, so that a faulty rank cannot use up the memory of the store's host.
+#: Maximum bytes of all values together, so that a faulty rank cannot use up the memory of the store's host.
 MAX_TOTAL_BYTES: Final = 256 << 20
-#: The largest counter: 64 bits, as the integers of msgpack.
+#: Maximum of a counter: 64 bits, like the integers of msgpack.
 MAX_INTEGER: Final = (1 << 63) - 1
 
-#: The value of a key that a client held until it disconnected.
+#: The value to which the server sets a key of `hold` when the client that holds it disconnects.
 LEFT: Final = b"left"
 
-#: The suffix of a second key that is then set, so that a list of keys shows which clients have left.
+#: Suffix of a second key that the server sets at the same time, so that a list of keys shows which clients have left.
 LEFT_SUFFIX: Final = "/left"
 
 #: Commands that return at once. k: key, K: keys, v: value, V: values, i: integer, p: prefix of keys.
@@ -69,12 +69,12 @@ COMMANDS: Final = MappingProxyType(
 #: Commands that return when the keys exist (`queue_pop`: when the queue has an item).
 WAITS: Final = MappingProxyType({"get": "k", "multi_get": "K", "wait": "K", "queue_pop": "k"})
 
-#: Commands for a server only: wait for a number of clients (c), and cancel a request.
+#: Commands that only a server carries out: wait for a number of clients (c), and cancel a request.
 SERVER_COMMANDS: Final = MappingProxyType({"join": "c", "cancel": ""})
 
 
 def check_arguments(command: str, arguments: tuple[Any, ...]) -> None:
-    """Check the arguments of a command of stores.
+    """Check the arguments of a store command.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -84,7 +84,7 @@ def check_arguments(command: str, arguments: tuple[Any, ...]) -> None:
 
 
 def check_request(command: str, arguments: tuple[Any, ...]) -> None:
-    """Check the arguments of a request to a server; raise the errors of `check_arguments`."""
+    """Check the arguments of a request that a server has received, as `check_arguments` does."""
     if command in SERVER_COMMANDS:
         _check(SERVER_COMMANDS[command], command, arguments)
     else:
@@ -110,7 +110,7 @@ def _check(kinds: str | None, command: str, arguments: tuple[Any, ...]) -> None:
 
 
 def keys_of(arguments: tuple[Any, ...]) -> list[str]:
-    """Return the keys, or the queue, of a wait."""
+    """Return the keys, or the queue, for which a waiting command with these arguments waits."""
     return arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
 
 
@@ -125,7 +125,7 @@ def add_prefix(prefix: str, command: str, arguments: tuple[Any, ...]) -> tuple[A
 
 def _check_key(key: object) -> None:
     if type(key) is str and len(key) <= MAX_KEY_BYTES and key.isascii():
-        return  # hot path: a rendezvous of a thousand ranks sends a million keys
+        return  # the usual case, checked fast: a rendezvous of a thousand ranks sends a million keys
     if not isinstance(key, str):
         raise TypeError(f"key must be str, got {type(key).__name__}")
     nbytes = count_bytes("key", key)
@@ -134,7 +134,7 @@ def _check_key(key: object) -> None:
 
 
 def count_bytes(name: str, text: str) -> int:
-    """Return the number of bytes of `text`, the argument `name`, in UTF-8.
+    """Return the number of UTF-8 bytes of `text`; `name` is the argument's name in errors.
 
     Raises:
         ValueError: `text` has a lone surrogate.

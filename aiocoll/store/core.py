@@ -18,7 +18,7 @@ __all__ = ["PendingWait", "StoreCore"]
 
 
 class PendingWait:
-    """A wait in progress. It watches one missing key at a time, so a wait for n keys costs O(n) in all."""
+    """A wait in progress. It watches one missing key at a time, so a wait for n keys takes O(n) in total."""
 
     __slots__ = ("command", "deliver", "keys", "watched")
 
@@ -26,15 +26,15 @@ class PendingWait:
         self.command = command
         self.keys = keys
         self.deliver = deliver
-        # Ranks mostly arrive in order. Since the last key is watched first, a thousand waiting ranks wake only once.
+        # Watch the last key first: ranks mostly arrive in order, so a thousand waiting ranks wake only once.
         self.watched = max(0, len(keys) - 1)
 
 
 class StoreCore:
-    """Keys, queues and waits. The caller has checked the arguments of commands by `check_arguments`."""
+    """Keys, queues and pending waits of a store. Callers check arguments with `check_arguments` before."""
 
     def __init__(self) -> None:
-        #: The number of commands that have changed keys or queues.
+        #: Number of commands so far that have changed keys or queues.
         self.changes = 0
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
@@ -55,11 +55,11 @@ class StoreCore:
         }
 
     def apply(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out one of `COMMANDS`; raise `StoreError` and change nothing if a limit is exceeded."""
+        """Carry out a command of `COMMANDS`; raise `StoreError` and change nothing if it would exceed a limit."""
         return self._handlers[command](*arguments)
 
     def start(self, command: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> PendingWait | None:
-        """Start one of `WAITS`. Call `deliver(result)` now, or in the command that ends the wait.
+        """Start a wait of `WAITS`; call `deliver(result)` now, or during the command that ends the wait.
 
         Returns:
             The wait, for `drop`; None if the result has been delivered.
@@ -76,7 +76,7 @@ class StoreCore:
         return waiter
 
     def drop(self, waiter: PendingWait) -> None:
-        """Remove a wait whose result has not been delivered."""
+        """Cancel a wait whose result has not been delivered."""
         waiting: dict[str, Any] = self._poppers if waiter.command == "queue_pop" else self._watchers
         key = waiter.keys[waiter.watched]
         waiting[key].remove(waiter)
@@ -84,7 +84,7 @@ class StoreCore:
             del waiting[key]
 
     def missing(self, command: str, arguments: tuple[Any, ...]) -> list[str]:
-        """Return the keys of a wait that do not exist yet, or its queue if that is empty."""
+        """Return the keys for which a wait still has to wait, or its queue if the queue is empty."""
         present: Mapping[str, Any] = self._queues if command == "queue_pop" else self._values
         return [key for key in keys_of(arguments) if key not in present]
 
@@ -107,7 +107,7 @@ class StoreCore:
         return [self._values[key] for key in keys] if command == "multi_get" else None
 
     def _watch(self, waiter: PendingWait) -> bool:
-        """Deliver the result if every key exists, else watch the next missing key; return whether it watches one.
+        """Deliver the result if every key exists, else watch the next missing key; return whether the wait continues.
 
         Keys that existed at an earlier check may have been deleted, so all are checked.
         """

@@ -1,4 +1,4 @@
-"""`DeadlineStore`: a store whose requests share one deadline."""
+"""`DeadlineStore`: a view of a store whose requests share one deadline."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["DeadlineStore", "last_request"]
 
 T = TypeVar("T")
 
-#: Seconds for the last request of a failing call, which should raise soon even if the store does not answer.
+#: Timeout in seconds of the last request of a failing function, which should soon raise its error.
 _LAST_REQUEST = 0.3
 
 
 class DeadlineStore(StoreView):
-    """A view of `store` for one call that has a timeout and makes many requests.
+    """A view of `store` for a function that makes many requests and has one timeout for all of them.
 
     Waits end at the deadline. Other requests are possible until `GRACE` seconds after it, and are then cancelled.
 
@@ -60,7 +60,7 @@ class DeadlineStore(StoreView):
 
 
 async def last_request(request: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of the last request of a failing call; None if the store fails or does not answer soon."""
+    """Await the last request of a failing function; return None if the store fails or does not answer soon."""
     try:
         async with asyncio.timeout(_LAST_REQUEST):
             return await request

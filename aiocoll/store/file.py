@@ -31,12 +31,12 @@ __all__ = ["FILE_OPENER", "FileStore"]
 
 _SCHEME = "file://"
 
-#: Bytes of history replayed in one step without the lock, about 1 ms. Other callbacks run between steps.
+#: Bytes of history to replay in one step, which takes about 1 ms. Other callbacks of the loop run between steps.
 _SLICE = 1 << 13
 
-#: The record of a member that has closed. It is not a command and sets no key.
+#: Name of the record by which a member leaves. It is not a command and sets no key.
 _DEPARTURE = "leave"
-#: Seconds to take the lock while closing. After a failure the file remains, as after a crash.
+#: Timeout in seconds for the lock while closing. If it expires, the file remains, as after a crash.
 _DEPARTURE_TIMEOUT = 0.25
 
 
@@ -77,7 +77,7 @@ class FileStore(Store):
         return f"FileStore {self.path}"
 
     async def aclose(self) -> None:
-        """Close the file. The last of `world_size` members removes it."""
+        """Close the file. The last of `world_size` members to close also removes it."""
         if self._closing:
             return
         self._closing = True
@@ -110,7 +110,7 @@ class FileStore(Store):
                 raise timeout_error(f"FileStore {self.path}", command, missing, timeout)
 
     async def _run_locked(self, action: Callable[[LogFile], Any], timeout: float) -> Any:
-        """Run `action` under the lock, on an up-to-date core. `action` must not await."""
+        """Lock the file, apply all new records, and call `action` while holding the lock."""
         poll = Poll(self._clock(), timeout)
         await self._replay()
         while not self._open_log().try_lock():
@@ -129,7 +129,7 @@ class FileStore(Store):
         return self._runtime or Runtime(running_loop())
 
     async def _replay(self) -> None:
-        """Apply new records without the lock, in steps between which the loop runs."""
+        """Apply new records to the core without the lock, in steps between which the event loop runs."""
         while self._catch_up(self._open_log(), _SLICE):  # noqa: ASYNC110, this polls nothing: it shares the loop
             await asyncio.sleep(0)
 
@@ -145,7 +145,7 @@ class FileStore(Store):
         return self._log
 
     def _catch_up(self, log: LogFile, *nbytes: int) -> bool:
-        """Apply new records, all or at least `nbytes` of them; return whether there may be more."""
+        """Apply all new records, or at least `nbytes` bytes of them; return whether there may be more."""
         try:
             return log.read(self._carry_out, *nbytes)
         except BaseException:
@@ -174,7 +174,7 @@ class FileStore(Store):
         return result
 
     def _reset(self, log: LogFile) -> None:
-        """Discard the state, which may differ from the file after an error, and replay the file."""
+        """Discard the core, which may differ from the file after an error, so that the file is replayed."""
         self._core = StoreCore()
         self._departed = 0
         log.rewind()
@@ -198,9 +198,9 @@ class _FileOpener:
             raise ValueError("the path of a file must be absolute, like file:///shared/job")
 
     def open(self, request: StoreRequest) -> Store:
-        """Return the store in the file of the URL."""
+        """Return the store in the file that the URL names."""
         return FileStore(request.url.removeprefix(_SCHEME), request.world_size, timeout=request.timeout)
 
 
-#: The opener of ``file:///path``.
+#: The store opener of ``file:///path`` URLs.
 FILE_OPENER = _FileOpener()

@@ -1,4 +1,4 @@
-"""Framing of store connections, for both ends: reads of exact sizes, and messages in frames.
+"""Framing of messages on store connections, for both ends.
 
     frame    length u32 (big endian, 1 to 16 MiB), then one msgpack value
     request  [id, command, arguments]; "cancel" ends the wait with the same id, and its reply is then MISSING
@@ -22,7 +22,7 @@ from aiocoll.store.commands import MAX_ENTRIES, MAX_VALUE_BYTES
 
 __all__ = ["FrameProtocol", "pack"]
 
-#: The most bytes of a frame: two values of the largest size. A decoded frame takes at most about 70 times as much.
+#: Maximum bytes of a frame: two values of the maximum size. A decoded frame takes at most about 70 times as much.
 MAX_FRAME = 16 << 20
 #: Bytes allocated for a frame before its body arrives. The memory is doubled whenever it is full.
 _FIRST_BLOCK = 64 << 10
@@ -38,7 +38,7 @@ def pack(message: list[Any]) -> bytes:
 
 
 class FrameProtocol(asyncio.BufferedProtocol):
-    """A connection that reads blocks of an expected size, and allocates memory only as bytes arrive."""
+    """A connection that receives blocks of known sizes, and allocates their memory only as bytes arrive."""
 
     transport: asyncio.Transport
 
@@ -49,22 +49,22 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._handler: Callable[[bytearray], None] = self._length_received
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        # No isinstance check, since the transports of uvloop have the methods but not the base class.
+        """Store the transport in the attribute `transport`."""
+        # No isinstance check, because uvloop's transports have the methods of the base class but do not derive from it.
         self.transport = cast("asyncio.Transport", transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the part of the block that has not been received."""
+        """Return the memory for the rest of the current block."""
         return memoryview(self._block)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handle the block when it is complete. An invalid block ends only this connection."""
+        """Handle the current block when it is complete. An invalid block ends only this connection."""
         self._filled += nbytes
         if self._filled < len(self._block):
             return
         try:
             if self._filled < self._nbytes:
-                # A new buffer, since asyncio still holds a view of the old one.
+                # Allocate a new buffer, because asyncio still holds a view of the old one.
                 larger = bytearray(min(2 * self._filled, self._nbytes))
                 larger[: self._filled] = self._block
                 self._block = larger
@@ -78,7 +78,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self.transport.abort()
 
     def received_so_far(self) -> bytes:
-        """Return the bytes received of the incomplete block."""
+        """Return the received bytes of the current, incomplete block."""
         return bytes(self._block[: self._filled])
 
     def _expect(self, nbytes: int, handler: Callable[[bytearray], None]) -> None:
@@ -115,8 +115,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     @abstractmethod
     def message_received(self, number: int, word: Any, payload: Any) -> None:
-        """Handle a decoded frame. A `ProtocolError` closes the connection."""
+        """Handle a decoded message. If this raises `ProtocolError`, the connection is closed."""
 
     @abstractmethod
     def record_failure(self, exc: Exception) -> None:
-        """Record the reason why the connection is about to be aborted."""
+        """Record why the connection is about to be aborted."""

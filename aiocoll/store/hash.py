@@ -15,7 +15,7 @@ __all__ = ["HashStore"]
 
 
 class HashStore(Store):
-    """A store for ranks that are tasks of one event loop. A wait is a future that the command it waits for resolves."""
+    """A store for ranks that are tasks of one event loop. A command resolves the futures of the waits that it ends."""
 
     _may_stop = False
 

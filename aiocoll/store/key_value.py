@@ -20,14 +20,14 @@ from aiocoll.store.values import UPDATES, Update
 
 __all__ = ["QUEUE", "KeyValueStore", "refuse_reserved"]
 
-#: The prefix of entries that hold queues. Keys must not begin with it.
+#: Prefix of the entries in which queues are stored. Keys must not begin with it.
 QUEUE: Final = "aiocoll:queue:"
-#: Seconds that a cancelled `queue_pop` waits for its request, in case the server does not answer.
+#: Maximum seconds that a cancelled `queue_pop` waits for the reply to its request.
 _RETURN_TIMEOUT: Final = 0.2
 
 
 class KeyValueStore(Store):
-    """Base class for custom stores. Implement `read`, `compare_and_swap`, `names` and `aclose`.
+    """A base class for custom stores. Implement `read`, `compare_and_swap`, `names` and `aclose`.
 
     The first three methods work on entries: a name (str, at most 1,038 bytes in UTF-8) and a value (bytes, at most
     8 MiB). A key is an entry of the same name. A queue is one entry, which exists while the queue has items. Its name
@@ -139,7 +139,7 @@ class KeyValueStore(Store):
                 return result
 
     async def _read_all(self, keys: list[str], poll: Poll, timeout: float) -> list[bytes]:
-        """Wait until one reading finds all keys, and return their values."""
+        """Wait until all keys exist at the same time, and return their values."""
         in_time = True
         while True:
             found = {key: await self.read(key) for key in keys}
@@ -154,7 +154,7 @@ class KeyValueStore(Store):
                 in_time = await poll.pause()
 
     async def _pop_item(self, key: str) -> bytes | None:
-        """Remove and return the first item of a queue; None if it is empty. Put the item back on cancellation."""
+        """Remove and return the first item of a queue; None if it is empty. If cancelled, put the item back."""
         popping = asyncio.ensure_future(self._update_queue(_queue_take, key))
         try:
             await asyncio.wait([popping])
@@ -175,7 +175,7 @@ class KeyValueStore(Store):
 
 
 def refuse_reserved(arguments: tuple[Any, ...]) -> None:
-    """Raise `ValueError` if a key in the arguments of a command has the prefix of queues."""
+    """Raise `ValueError` if a key in the arguments of a command has the prefix reserved for queues."""
     for key in keys_of(arguments):
         if key.startswith(QUEUE):
             raise ValueError(f"key {key!r} begins with {QUEUE!r}, the prefix of queues: choose another name")

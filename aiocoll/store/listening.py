@@ -1,4 +1,4 @@
-"""Listening address of a store server, found from the address that its clients use."""
+"""Choice of the address on which a store server listens, by the address that its clients use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from aiocoll.store.address import StoreEndpoint, is_loopback_name, is_unix, lite
 
 __all__ = ["find_address", "local_address"]
 
-#: Seconds between two lookups of an unknown name, since name servers cache negative answers.
+#: Seconds between two lookups of an unknown host name. Faster ones do not help: name servers cache negative answers.
 _RETRY = 0.5
-#: All addresses; the IPv6 wildcard includes IPv4.
+#: Wildcard addresses: the socket listens on all addresses. The IPv6 wildcard includes IPv4.
 _ANY = ("::", "0.0.0.0")
 
 
@@ -28,7 +28,7 @@ async def find_address(
     timeout: float,
     trouble: Callable[[str], None],
 ) -> tuple[str, str | None]:
-    """Return the address to listen on, and the reason why other hosts may not reach it, or None.
+    """Return the address to listen on, and either None or the reason why other hosts may not reach it.
 
     The address is that of `host` if `host` belongs to this machine. A name may become resolvable only during this call.
     The machine's own name may resolve to the loopback here (Debian writes 127.0.1.1 into /etc/hosts) and to another
@@ -101,7 +101,7 @@ def _wildcard() -> str:
 
 
 def _is_own(endpoint: StoreEndpoint) -> bool:
-    """Return whether this machine has the address, even if another program uses the port."""
+    """Return whether the address belongs to this machine, even if another program uses its port."""
     try:
         with socket.socket(endpoint.family, socket.SOCK_DGRAM) as probe:
             probe.bind((endpoint.sockaddr[0], 0, *endpoint.sockaddr[2:]))

@@ -1,4 +1,4 @@
-r"""`LogFile`: an append-only file of messages that several processes share.
+r"""`LogFile`: an append-only file of store commands that several processes share.
 
 Only the holder of the `flock` appends, with one write per record. The kernel releases the lock of a process that dies.
 Such a death may leave an incomplete last record, a *torn tail*. Readers stop before it, and the next writer cuts it
@@ -41,16 +41,16 @@ __all__ = ["LogFile"]
 
 _T = TypeVar("_T")
 
-#: The most bytes of the file. The history is never compacted, and replaying more would take seconds.
+#: Maximum bytes of the file. The log is never compacted, and to replay a longer one would take seconds.
 _MAX_FILE = 1 << 30
-#: Bytes read at once. A longer record is read as a whole.
+#: Bytes per read. A longer record is read as a whole.
 _READ_SIZE = 1 << 14
-#: A number of bytes that no log reaches.
+#: A number of bytes larger than any log: no limit for `read`.
 _EVERYTHING = 1 << 62
 
 
 class LogFile:
-    """An open log file. The constructor checks the owner and mode of the file, and that it belongs to this job.
+    """An open log file. The constructor checks the file's owner and mode, and that it belongs to this job.
 
     Attributes:
         position: number of bytes read, up to the end of a record; 0 before the header.
@@ -74,7 +74,7 @@ class LogFile:
         os.close(self._fd)
 
     def try_lock(self) -> bool:
-        """Take the lock if it is free; return whether this succeeded."""
+        """Lock the file if no process holds the lock; return whether this succeeded."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
@@ -85,12 +85,12 @@ class LogFile:
         return True
 
     def unlock(self) -> None:
-        """Release the lock."""
+        """Unlock the file."""
         self._locked = False
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def rewind(self) -> None:
-        """Read from the beginning of the file again."""
+        """Let the next `read` begin at the start of the file."""
         self.position = 0
 
     def read(self, apply: Callable[[list[Any]], None], nbytes: int = _EVERYTHING) -> bool:
@@ -112,7 +112,7 @@ class LogFile:
         except DamagedError as exc:
             if self._locked:
                 raise self._damage_error(str(exc)) from exc
-        # The cause may be an active writer. Read again under the lock; if it is taken, the next call decides.
+        # An active writer may have caused this. Read again under the lock; if it is taken, leave that to the next call.
         if self.try_lock():
             try:
                 return self.read(apply, nbytes)
@@ -121,7 +121,7 @@ class LogFile:
         return False
 
     def append(self, message: list[Any]) -> None:
-        """Append a record after the last one that was read, in place of a torn tail. The caller holds the lock.
+        """Append a record after the last complete record, over a partial one. The caller holds the lock.
 
         Raises:
             StoreError: the disk or the file is full, or the record is too long; the file is unchanged.
@@ -139,7 +139,7 @@ class LogFile:
         self._chain = chain
 
     def remove(self) -> None:
-        """Remove the file, unless its path now names another file. The caller holds the lock."""
+        """Delete the file, unless its path now names another file. The caller holds the lock."""
         try:
             if os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._fd)):
                 os.unlink(self.path)
@@ -153,7 +153,7 @@ class LogFile:
             if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as exc:
-            with suppress(OSError):  # if this fails, a torn tail remains
+            with suppress(OSError):  # if this fails, a partial record remains, which readers ignore
                 os.ftruncate(self._fd, self.position)
             raise StoreError(f"cannot write {self.path}: {exc.strerror}; nothing was changed") from exc
         self.position += len(data)
@@ -187,7 +187,7 @@ class LogFile:
         return False
 
     def _read_header(self) -> bool:
-        """Read and check the header; return whether it is complete. A partial header is a torn tail."""
+        """Read and check the header; return whether it is complete, since a killed process may have written a part."""
         header = self._system_call(os.pread, len(self._header), 0)
         if header == self._header:
             self.position, self._chain = len(header), zlib.crc32(header)
@@ -226,7 +226,7 @@ def _carry_out(apply: Callable[[list[Any]], None], payload: bytes) -> None:
 
 
 def _open(path: str) -> int:
-    """Open or create the file. Raise an error if another user may have prepared it or can read it."""
+    """Open or create the file; raise an error if another user may have made it or can read it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""`Poll`: the pauses of a wait in a store without notifications."""
+"""`Poll`: the pauses between the polls of a wait, in stores without notifications."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAST_PAUSE: Final = 0.02
 
 
 class Poll:
-    """The pauses of one wait. They grow until the deadline, with a last poll at the deadline."""
+    """The pauses between the polls of one wait. They grow, and the last poll is at the deadline."""
 
     def __init__(self, runtime: Runtime, timeout: float) -> None:
         self._runtime = runtime

@@ -1,4 +1,4 @@
-"""`PrefixStore`: the part of another store whose keys have a prefix."""
+"""`PrefixStore`: a view of the keys with a prefix in another store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PrefixStore"]
 
 
 class PrefixStore(StoreView):
-    """A view of `store` that names every key and queue ``prefix/key`` there. Views may be nested.
+    """A view of `store` that adds ``prefix/`` to the name of every key and queue. Views may be nested.
 
     It uses the timeout of `store`. Closing it does nothing, since the owner of `store` closes that.
     """

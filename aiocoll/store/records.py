@@ -20,27 +20,27 @@ from aiocoll.store.commands import MAX_ENTRIES, MAX_VALUE_BYTES
 
 __all__ = ["MAGIC", "MAX_RECORD", "PREFIX_SIZE", "DamagedError", "check_payload", "decode", "parse_prefix", "seal"]
 
-#: The first bytes of a log, with the version of its layout.
+#: The first bytes of a log, which contain the version of its layout.
 MAGIC: Final = b"aiocoll store 2\n"
-#: The most bytes of a payload: a `multi_set` of a few values of the largest size.
+#: Maximum bytes of a payload: a `multi_set` of a few values of the maximum size.
 MAX_RECORD: Final = 32 << 20
 _PREFIX = struct.Struct("<III")
 PREFIX_SIZE: Final = _PREFIX.size
 
 
 class DamagedError(Exception):
-    """A log contains bytes that no writer wrote, not even one that was killed while writing."""
+    """Raised for bytes in a log that no writer can have written, not even a writer killed while writing."""
 
 
 def seal(payload: bytes, chain: int) -> tuple[bytes, int]:
-    """Return the record of `payload` after a history that ends with `chain`, and the new chain."""
+    """Encode `payload` as a record after a log with the checksum `chain`; return the record and the new checksum."""
     sized = zlib.crc32(len(payload).to_bytes(4, "little"), chain)
     after = zlib.crc32(payload, sized)
     return _PREFIX.pack(len(payload), sized, after) + payload, after
 
 
 def parse_prefix(data: bytes, start: int, chain: int) -> int:
-    """Check the complete prefix of the record at `start`, and return the length of the payload."""
+    """Check the fixed-size prefix of the record at `start`, and return the length of the record's payload."""
     nbytes, sized, _ = _PREFIX.unpack_from(data, start)
     if zlib.crc32(data[start : start + 4], chain) != sized:
         raise DamagedError("the length of a record has a wrong checksum")
@@ -50,7 +50,7 @@ def parse_prefix(data: bytes, start: int, chain: int) -> int:
 
 
 def check_payload(data: bytes, start: int, payload: bytes) -> int:
-    """Check the complete payload of the record at `start`, and return the chain after it."""
+    """Check the payload of the record at `start`, and return the checksum of the log up to its end."""
     _, sized, stored = _PREFIX.unpack_from(data, start)
     after = zlib.crc32(payload, sized)
     if after != stored:

@@ -15,7 +15,7 @@ STORE_VERSION: Final = 1
 
 
 class StoreOptions(TlsOptions, Protocol):
-    """The options of a group that concern its store; see `aiocoll.GroupOptions`."""
+    """The options of a group that its store uses; see `aiocoll.GroupOptions`."""
 
     @property
     def bind(self) -> str | None:
@@ -23,7 +23,7 @@ class StoreOptions(TlsOptions, Protocol):
 
 
 class StoreRequest(NamedTuple):
-    """The request of `new_group` for a store.
+    """The arguments with which `new_group` requests a store from an opener.
 
     Attributes:
         url: the init method, such as "redis://host:6379/0".
@@ -45,7 +45,7 @@ class StoreRequest(NamedTuple):
 
 
 class StoreOpener(Protocol):
-    """An opener of the stores of one URL scheme.
+    """The interface of an opener, which makes the stores for one URL scheme.
 
     Attributes:
         served_by_rank_0: whether rank 0 serves the store. Then every process must pass its rank. Otherwise the store
@@ -56,11 +56,11 @@ class StoreOpener(Protocol):
 
     @property
     def served_by_rank_0(self) -> bool:
-        """Return whether rank 0 serves the store."""
+        """Return whether rank 0 serves the store, as for TCP, and no separate server or file does."""
 
     @property
     def has_secrets(self) -> bool:
-        """Return whether the URL may contain secrets."""
+        """Return whether URLs of this scheme may contain secrets, which errors must not show."""
 
     def check(self, url: str, world_size: int) -> None:
         """Check a URL when `new_group` is called, before any store is opened.
@@ -70,7 +70,7 @@ class StoreOpener(Protocol):
         """
 
     def open(self, request: StoreRequest) -> Store:
-        """Return the store. It may connect at its first call, and the group closes it."""
+        """Return the store that the request describes. It may connect at its first call; the group closes it."""
 
 
 #: The store openers by URL scheme.

@@ -1,4 +1,4 @@
-"""Valid replies to each request. A client checks every reply before it uses it."""
+"""Checks of a store server's replies, which a client makes before it uses a reply."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ReplyStatus", "check_reply"]
 
 
 class ReplyStatus(IntEnum):
-    """The outcome of a request: a result, an error, or missing keys."""
+    """The kind of a reply: a result, an error, or the keys that were missing at a timeout."""
 
     RESULT = 0
     ERROR = 1
@@ -21,7 +21,7 @@ class ReplyStatus(IntEnum):
 
 
 def check_reply(command: str, arguments: tuple[Any, ...], outcome: Any, payload: Any) -> tuple[ReplyStatus, Any]:
-    """Check the reply to a request, and return its outcome and payload.
+    """Check the reply to a request, and return its status and payload.
 
     Raises:
         ProtocolError: the reply is not valid for this request.

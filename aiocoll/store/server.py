@@ -1,4 +1,4 @@
-"""`StoreServer`: the server of a `StoreCore` for TCP stores, with its own thread and event loop.
+"""`StoreServer`: the server of TCP stores, with its own thread and event loop.
 
 The separate thread keeps a busy event loop of a rank from delaying other ranks. The server accepts all connections at
 once. A bounded table (`unproven`) holds connections that have not proven the key, for at most `HANDSHAKE_TIMEOUT`
@@ -37,16 +37,16 @@ __all__ = ["StoreServer"]
 
 #: Descriptors of an event loop: its selector, and a pair of sockets by which other threads wake it.
 _LOOP_FDS = 3
-#: Connections accepted in one iteration of the loop, so that the kernel's queue stays short during other work.
+#: Maximum connections to accept in one loop iteration, so that the kernel's queue stays short during other work.
 _ACCEPTS = 16
 #: The first byte of a TLS connection.
 _TLS = b"\x16"
-#: Seconds before accepting again when the process is out of file descriptors or memory.
+#: Seconds to wait before the next accept when the process is out of file descriptors or memory.
 _ACCEPT_PAUSE = 0.1
 
 
 class StoreServer:
-    """The server of `TCPStore`. A launcher can also use it alone.
+    """The server to which `TCPStore` clients connect. A launcher can also run it without a client.
 
     Args:
         host: address of this machine, or ``unix:PATH``, ``unix:@NAME``. Addresses that other machines can reach need a
@@ -86,7 +86,7 @@ class StoreServer:
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
         self._encryption = encryption
         self._unproven: UnprovenConnections[Session] = UnprovenConnections(world_size or 0, Session.abort)
-        # Connections without a session, since they are not encrypted yet.
+        # Connections without a session, because their encryption has not started.
         self._unencrypted: UnprovenConnections[asyncio.Task[None]] = UnprovenConnections(
             world_size or 0, asyncio.Task.cancel
         )
@@ -141,28 +141,28 @@ class StoreServer:
         return self.host, self.port
 
     def put(self, key: str, value: bytes) -> None:
-        """Set a key in the store, from any thread; do nothing if the server is closed."""
+        """Set a key in the store; do nothing if the server is closed. Any thread may call this."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.core.apply, "set", (key, value))
 
     def has(self, key: str) -> bool:
-        """Return whether the store has a key; may be called from any thread."""
+        """Return whether the store has a key. Any thread may call this."""
         found: bool = self.core.apply("check", ([key],))
         return found
 
     def close(self) -> None:
-        """Stop serving and wait until the thread has ended; idempotent, from any thread."""
+        """Stop the server and wait until its thread has ended. Idempotent. Any thread may call this."""
         if self._request_stop() and self._thread is not None:
             self._thread.join()
 
     async def aclose(self) -> None:
-        """Stop serving as `close` does, without blocking the event loop."""
+        """Stop the server as `close` does, without blocking the caller's event loop."""
         if self._request_stop() and self._thread is not None:
             await asyncio.wrap_future(self._finished)
             self._thread.join()
 
     def forget(self, kept: str | None = None) -> None:
-        """End all connections, and remove all keys and queues except those whose names begin with `kept`.
+        """Close all connections, and remove all keys and queues except those whose names begin with `kept`.
 
         Call this from another thread, while the server runs. Later requests of the ended connections are not received.
         """
@@ -178,7 +178,7 @@ class StoreServer:
         self._unproven.release(session)
 
     def session_closed(self, session: Session, reason: Exception | None) -> None:
-        """Remove a closed connection, and log the reason if it had not proven the key."""
+        """Remove a closed connection, and log the reason if its client had not proven the key."""
         if session in self._unproven:
             self._log_refusal(reason or "it sent nothing")
             self._unproven.release(session)
@@ -186,7 +186,7 @@ class StoreServer:
         self._changed.set()
 
     def joined(self) -> StoreCore:
-        """Count a client that opens its store, and return a core with one key per client: "1", "2", ..."""
+        """Count a client that opens its store; return a `StoreCore` with one key per client: "1", "2", ..."""
         self._members.apply("set", (str(self._members.apply("num_keys", ("",)) + 1), b""))
         return self._members
 
@@ -195,7 +195,7 @@ class StoreServer:
         self._members.apply("delete_key", (str(self._members.apply("num_keys", ("",))),))
 
     def _request_stop(self) -> bool:
-        """Request the end of the thread; return whether there is one to wait for."""
+        """Request the end of the server's thread; return whether there is a thread to wait for."""
         with self._lock:
             if self._thread is None:
                 return False
@@ -271,7 +271,7 @@ class StoreServer:
             logger.warning("store on %s %s: %s%s", describe(self.host, self.port), what, why, repeated)
 
     async def _wait_readable(self, sock: socket.socket) -> None:
-        """Wait for a connection or data. Unlike `sock_accept`, a cancellation loses no connection."""
+        """Wait until `sock` has a connection or data. Unlike with `sock_accept`, a cancellation loses no connection."""
         readable = asyncio.Event()
         self._loop.add_reader(sock, readable.set)
         try:
@@ -306,7 +306,7 @@ class StoreServer:
 
     async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
         async with loop_timeout(self.runtime, HANDSHAKE_TIMEOUT, partial(is_ready, connection.fileno())):
-            # Called once, since a second call may return other certificates.
+            # Call this once, because a second call may return renewed certificates.
             tls = self._tls.get() if encrypted else None
             bound = b"" if tls is None else binding(tls.certificate)
             handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes, bound)
@@ -315,7 +315,7 @@ class StoreServer:
                 await self._loop.connect_accepted_socket(lambda: session, connection)
                 return
             await self._wait_readable(connection)
-            if connection.recv(1, socket.MSG_PEEK) != _TLS:  # checked first, since a TLS session takes memory and time
+            if connection.recv(1, socket.MSG_PEEK) != _TLS:  # check first: TLS takes memory and time
                 raise ConnectionResetError("it does not use TLS")
             address, *_ = connection.getpeername()
             try:

@@ -27,14 +27,14 @@ from aiocoll.store.replies import ReplyStatus
 
 __all__ = ["Session", "SessionOwner"]
 
-#: The most concurrent waits of one connection.
+#: Maximum number of concurrent waits of one connection.
 _MAX_WAITS = 1024
 #: Bytes of unread replies after which a client is disconnected. The server stops reading its requests long before.
 _MAX_UNSENT = 4 * MAX_FRAME
 
 
 class SessionOwner(Protocol):
-    """The interface of a server for its sessions."""
+    """The methods of a server that its sessions call."""
 
     core: StoreCore
     runtime: Runtime
@@ -49,18 +49,18 @@ class SessionOwner(Protocol):
         """Remove a closed connection; `reason` is its error or None."""
 
     def joined(self) -> StoreCore:
-        """Count a client that opens its store, and return a core with one key per client: "1", "2", ..."""
+        """Count a client that opens its store; return a `StoreCore` with one key per client: "1", "2", ..."""
 
     def join_abandoned(self) -> None:
         """Subtract a client that stopped waiting for other clients, since it may try again."""
 
 
 class Session(FrameProtocol):
-    """A connection that authenticates a client and carries out its requests. Errors of the client end only this one."""
+    """A server connection that authenticates its client and carries out the requests. A fault of the client ends it."""
 
     def __init__(self, owner: SessionOwner, handshake: ServerHandshake, job: str | None = None) -> None:
         super().__init__()
-        # The job that certificates of clients must name, or None.
+        # The job that the certificates of clients must name; None without such a check.
         self._job = job
         self._owner = owner
         self._handshake = handshake
@@ -68,7 +68,7 @@ class Session(FrameProtocol):
         self._joined = False
         self._held: dict[str, bytes] = {}
         self._reason: Exception | None = None
-        # The time includes encryption, although this session can close the connection only after that.
+        # Set before the TLS handshake, which counts. The session itself can close the connection only after TLS.
         self._end_of_handshake = owner.runtime.time() + HANDSHAKE_TIMEOUT
         # The deadline for proving the key. Later requests of the client have no deadline.
         self._deadline: LoopTimeout | None = None
@@ -108,11 +108,11 @@ class Session(FrameProtocol):
         self.transport.resume_reading()
 
     def record_failure(self, exc: Exception) -> None:
-        """Record the reason for the log."""
+        """Record why the connection fails, for the log."""
         self._reason = exc
 
     def message_received(self, number: int, word: Any, payload: Any) -> None:
-        """Carry out one request."""
+        """Check a request, and carry it out."""
         if not isinstance(word, str) or not isinstance(payload, list):
             raise ProtocolError("received a store request without a command or arguments")
         arguments = tuple(payload)
@@ -131,7 +131,7 @@ class Session(FrameProtocol):
             self._reply(number, ReplyStatus.ERROR, str(exc))
 
     def _carry_out(self, number: int, word: str, arguments: tuple[Any, ...]) -> None:
-        """Carry out a request with checked arguments."""
+        """Carry out a request whose arguments have been checked, and send the reply."""
         if word == "cancel":
             self._cancel(number)
         elif word == "join":
@@ -144,7 +144,7 @@ class Session(FrameProtocol):
             self._reply(number, ReplyStatus.RESULT, self._owner.core.apply(word, arguments))
 
     def _has_arrived(self) -> bool:
-        """Return whether the client has sent data that was not read yet."""
+        """Return whether the client has sent data that the session has not read yet."""
         return is_ready(self.transport.get_extra_info("socket").fileno())
 
     def _hello_received(self, block: bytearray) -> None:
@@ -207,14 +207,14 @@ class Session(FrameProtocol):
                 core.apply("queue_return", (key, result))
             try:
                 self._reply(number, ReplyStatus.RESULT, result)
-            except Exception as exc:  # must not fail the command of another client that ended the wait
+            except Exception as exc:  # catch it: the command that ended the wait, of another client, must not fail
                 self.record_failure(exc)
                 self.abort()
 
         return deliver
 
     def _cancel(self, number: int) -> None:
-        """Drop a wait and send its reply. If the wait has already ended, its reply was sent."""
+        """Cancel a wait and reply with its missing keys; do nothing if the wait has ended, since its reply was sent."""
         wait = self._waits.pop(number, None)
         if wait is not None:
             core, waiter, wanted = wait

@@ -1,4 +1,4 @@
-"""`TCPStore`: a store in a server process. All ranks reach it over TCP or a unix socket."""
+"""`TCPStore`: a store in a server process, which all ranks reach over TCP or a unix socket."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TCPStore(Store):
 
     @property
     def trouble(self) -> str | None:
-        """Reason why the latest attempt to connect failed; once connected, why other hosts may fail to, or None."""
+        """Reason why the last attempt to connect failed; once connected, why other hosts may not reach the server."""
         return self._trouble if self._link is None else self._local_only
 
     @property
@@ -229,12 +229,12 @@ class TCPStore(Store):
 
 
 def security_arguments(options: StoreOptions) -> dict[str, Any]:
-    """Return the arguments for `TCPStore` and `StoreServer` about encryption and certificates."""
+    """Return the arguments for encryption and certificates of `TCPStore` and `StoreServer`, from a group's options."""
     return {name: getattr(options, name) for name in ("encryption", "tls_ca", "tls_certificate", "tls_key")}
 
 
 def tcp_url(host: str, port: int) -> str:
-    """Return the URL of the store server at an address. `host` may be a unix socket."""
+    """Return the URL of a store server. `host` may be the address of a unix socket."""
     return _SCHEME + describe(host, port)
 
 
@@ -254,7 +254,7 @@ class _TCPOpener:
             )
 
     def open(self, request: StoreRequest) -> Store:
-        """Return a client, and start the server at its first call if this rank serves the store."""
+        """Return a client, which starts the server at its first call if this rank serves the store."""
         unix = request.url.removeprefix(_SCHEME)
         host, port = (unix, 0) if is_unix(unix) else parse_endpoint(_address(request.url))
         return TCPStore(
@@ -275,5 +275,5 @@ def _address(url: str) -> str:
     return url.removeprefix(_SCHEME).partition("/")[0]
 
 
-#: The opener of ``tcp://host:port``.
+#: The store opener of ``tcp://host:port`` URLs.
 TCP_OPENER = _TCPOpener()

@@ -1,4 +1,4 @@
-"""Changes of one key's value by commands, for all stores."""
+"""Commands that change one key, as functions from the old value to the new value, for all stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiocoll.store.commands import MAX_INTEGER, MAX_VALUE_BYTES
 
 __all__ = ["UPDATES", "Update"]
 
-#: Whether the value changes, the new value (None for an absent key), and the result of the command.
+#: Effect of a command: whether the value changes, the new value (None removes the key), and the command's result.
 Update = tuple[bool, bytes | None, Any]
 
 
@@ -47,7 +47,7 @@ def _delete_key(key: str, old: bytes | None) -> Update:
     return old is not None, None, old is not None
 
 
-#: Functions of the key, its current value, and the other arguments of the command. They may raise `StoreError`.
+#: Function of each command. It gets the key, its value (None if absent) and further arguments; may raise `StoreError`.
 UPDATES: Final[Mapping[str, Callable[..., Update]]] = MappingProxyType(
     {
         "set": _set,

@@ -11,7 +11,7 @@ __all__ = ["StoreView"]
 
 
 class StoreView(Store):
-    """A view of `store`. It uses the timeout of `store`; closing it does nothing, since the owner closes `store`."""
+    """A view of `store`, with the timeout of `store`. Closing a view does nothing: the owner closes `store`."""
 
     _may_stop = False
 
@@ -22,17 +22,17 @@ class StoreView(Store):
 
     @property
     def trouble(self) -> str | None:
-        """Attribute `trouble` of the store below."""
+        """Attribute `trouble` of the wrapped store."""
         return self._store.trouble
 
     @property
     def reached(self) -> str:
-        """Attribute `reached` of the store below."""
+        """Attribute `reached` of the wrapped store."""
         return self._store.reached
 
     @property
     def timeout(self) -> float:
-        """Attribute `timeout` of the store below."""
+        """Attribute `timeout` of the wrapped store."""
         return self._store.timeout
 
     @timeout.setter
@@ -47,10 +47,10 @@ class StoreView(Store):
         return str(self._store)
 
     async def aclose(self) -> None:
-        """Do nothing; the store below stays open."""
+        """Do nothing: the wrapped store stays open."""
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        if command in ("num_keys", "list_keys", "hold"):  # these take a prefix or have no public method
+        if command in ("num_keys", "list_keys", "hold"):  # commands that take a prefix, or that no public method makes
             return await self._store._call_checked(command, *arguments)
         return await getattr(self._store, command)(*arguments)
 

@@ -1,4 +1,4 @@
-"""Test cases for unittest, which pytest also runs. Every test runs on all ranks.
+"""Base classes of unittest test cases whose tests run on all ranks. pytest also runs them.
 
     class TestSums(InProcessTestCase):
         world_size = 3
@@ -41,7 +41,7 @@ __unittest = True  # makes unittest omit the frames of this module from its repo
 
 
 class RanksTestCase(unittest.TestCase):
-    """Base class of both kinds of test case.
+    """The common base of test cases whose ranks are tasks, and of those whose ranks are processes.
 
     Attributes:
         world_size: number of ranks.
@@ -88,11 +88,11 @@ class RanksTestCase(unittest.TestCase):
         """Clean up after the test on each rank; override as needed."""
 
     def addCleanup(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        """Register a function to call after the test on this rank; the last one registered is called first."""
+        """Register a function to call after the test on this rank, in reverse order of registration."""
         self._exits.callback(function, *args, **kwargs)
 
     def addAsyncCleanup(self, function: Callable[..., Awaitable[Any]], /, *args: Any, **kwargs: Any) -> None:
-        """Register an async function to await after the test on this rank, in one order with `addCleanup`."""
+        """Register an async function to await after the test on this rank, in one reverse order with `addCleanup`."""
         self._exits.push_async_callback(function, *args, **kwargs)
 
     async def enterAsyncContext(self, manager: Any) -> Any:
@@ -101,7 +101,7 @@ class RanksTestCase(unittest.TestCase):
 
     @contextmanager
     def subTest(self, msg: object = None, **params: Any) -> Iterator[None]:
-        """Name a part of the test, for the report of a failure. A failed part ends the test, since other ranks wait."""
+        """Name a part of the test in failure reports. A failed part ends the test, because other ranks may wait."""
         try:
             yield
         except Exception as error:
@@ -158,7 +158,7 @@ class RanksTestCase(unittest.TestCase):
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
-        """Replace the test, its set-up and its cleanups by a function that controls the ranks."""
+        """In the block, replace the test method, `setUp` and `tearDown` by functions that run the test on all ranks."""
         name = self._testMethodName
         test = getattr(self, name)
 
@@ -187,12 +187,12 @@ class RanksTestCase(unittest.TestCase):
         raise NotImplementedError("derive from InProcessTestCase or MultiProcessTestCase")
 
     def _spawn_processes(self) -> None:
-        """Do nothing: the test cases of torch call this in `setUp`, and here the ranks run already."""
+        """Do nothing: torch's test cases call this in `setUp` to start processes, but the ranks already run."""
 
     _spawn_threads = _spawn_processes
 
     async def _run_here(self, pg: ProcessGroup, file_name: str) -> None:
-        """Run the test as one rank."""
+        """Run the test, with set-up and cleanups, on this rank."""
         self.rank, self.pg, self.file_name = pg.rank(), pg, file_name
         async with AsyncExitStack() as self._exits, self._set_up():
             await _finished(getattr(self, self._testMethodName)())
@@ -245,10 +245,10 @@ class MultiProcessTestCase(RanksTestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Start the processes of continuous ranks."""
+        """Start the processes that run all tests of the class, if `continuous` is set."""
         super().setUpClass()
         if cls.continuous:
-            world_size = cls().world_size  # a property in the test cases of torch
+            world_size = cls().world_size  # torch's test cases define it as a property
             skip_early(world_size, cls)
             cls._persistent_ranks = PersistentRanks(
                 cls,
@@ -274,7 +274,7 @@ class MultiProcessTestCase(RanksTestCase):
             self._persistent_ranks.call(pickled(_on_rank, args), time_limit(self.timeout))
 
     async def _run_once(self, *args: Any) -> None:
-        """Run the test in new processes."""
+        """Run the test in new processes, one per rank."""
         team = Team(
             self.world_size,
             type(self),

@@ -1,4 +1,4 @@
-"""The program of a rank's process, which a `Team` starts."""
+"""The code of a rank's process, which a `Team` starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.testing.frames import format_error, keep_all_frames, keeps_all_frames
 from aiocoll.testing.loops import loop_factory
-from aiocoll.testing.report import blocked, pending, stack
+from aiocoll.testing.report import format_pending, task_stack, thread_stack
 from aiocoll.unretrieved import Collector, collecting
 from aiocoll.user_code import describe
 
@@ -40,7 +40,7 @@ MAIN = "__mp_main__"
 
 
 class ChildJob(NamedTuple):
-    """The job of a child: import `module`, or load it from `file`; then unpickle `call` and run it.
+    """The task of a child process: import `module`, or load it from `file`; then unpickle `call` and run it.
 
     With None as `call`, the child waits for `RemoteCall`s and makes each of them.
     """
@@ -54,13 +54,13 @@ class ChildJob(NamedTuple):
 
     @classmethod
     def of(cls, source: Any, options: GroupOptions, loop: str | bytes) -> ChildJob:
-        """Return the job of a child that waits for calls of functions in the module of `source`."""
+        """Return a job for a persistent child, which waits for calls of functions in the module of `source`."""
         module = str(getattr(source, "__module__", "__main__"))
         return cls(module, getattr(sys.modules.get(module), "__file__", None), None, options, loop, keeps_all_frames())
 
 
 class RemoteCall(NamedTuple):
-    """A call that all persistent ranks make, in the group with the number `group`; a higher number means a new group.
+    """A function call that all persistent ranks make in the group number `group`; a higher number means a new group.
 
     With None as `call`, the ranks close the group.
     """
@@ -80,7 +80,7 @@ def main(channel_fd: int, trace_fd: int) -> None:
     os.set_inheritable(trace_fd, False)
     import resource  # not at the top: Windows lacks it, and `run_ranks` must be importable there
 
-    # The parent aborts a process that does not answer, to get its stack, not a core file.
+    # The parent aborts a process that does not answer, only to get its stack, so disable core files.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with open(trace_fd, "wb") as trace, _Channel(socket.socket(fileno=channel_fd)) as channel:
         faulthandler.enable(trace)
@@ -104,7 +104,7 @@ class _Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Not closed: the socket closes with the process, which notifies the parent that no more messages follow.
+        # Do not close the socket: the end of the process closes it, which notifies the parent that no messages follow.
         self._sock.detach()
 
     def send(self, message: Any) -> None:
@@ -142,7 +142,7 @@ class _Rank:
         if isinstance(job.loop, bytes):
             _load(job)  # the module may define the class of the loop
         with (
-            collecting() as self._collector,  # before the runner, which runs everything in a copy of this context
+            collecting() as self._collector,  # entered before the runner, whose tasks run in a copy of this context
             asyncio.Runner(loop_factory=loop_factory(job.loop)) as runner,
         ):
             loop = runner.get_loop()
@@ -169,14 +169,14 @@ class _Rank:
                     raise
 
     async def _serve_calls(self, options: GroupOptions) -> None:
-        """Make calls until the parent stops; the next call uses the same group unless a call failed."""
+        """Make the parent's calls until it sends "stop". Calls with the same group number use the same group."""
         number = 0
         while (call := await self._calls.get()) is not None:
             if call.group != number:
                 number, last, self._pg = call.group, self._pg, None
             else:
                 last = None
-            # A separate task can be cancelled, and the exceptions of a test do not end the loop.
+            # Use a separate task, which can be cancelled, and whose exceptions do not end this loop.
             self._calling = asyncio.create_task(self._answer(call, last, options), name="test")
             await asyncio.wait([self._calling])
             await _end_tasks()
@@ -194,7 +194,7 @@ class _Rank:
                 if last is not None:
                     last.abort("the test of this group has ended")
                     await last.shutdown()
-                self._collector.finish()  # failures of the test that failed
+                self._collector.finish()  # drop the unretrieved failures of the failed test
                 self._pg = await new_group(options=options, name=f"test group {call.group}")
             fn, args = pickle.loads(call.call)
             with process_group(self._pg):
@@ -208,7 +208,7 @@ class _Rank:
         return "returned", result, clean, self._collector.finish()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Answer the parent's messages; when the parent has ended, kill this process and its children."""
+        """Receive the parent's messages in a thread; when the parent has ended, kill this process and its children."""
         with suppress(EOFError, OSError):
             while True:
                 message = self._channel.receive()
@@ -225,7 +225,7 @@ class _Rank:
             self._calling.cancel()
 
     def _report(self) -> str:
-        lines = [pending(self._pg)]
+        lines = [format_pending(self._pg)]
         loop = self._loop
         running = None if loop is None else asyncio.current_task(loop)
         if loop is None or running is not None:
@@ -233,23 +233,23 @@ class _Rank:
                 "before its event loop runs" if running is None else f"in {running.get_name()}, holding the event loop"
             )
             frame = sys._current_frames()[threading.main_thread().ident or 0]
-            lines += [f"  {held}:\n", blocked(frame)]
+            lines += [f"  {held}:\n", thread_stack(frame)]
         for task in [] if loop is None else asyncio.all_tasks(loop):
             if task is not running:
-                lines += [f"  {task.get_name()}:\n", stack(task)]
+                lines += [f"  {task.get_name()}:\n", task_stack(task)]
         return "".join([*lines, *_threads()])
 
 
 def _threads() -> Iterator[str]:
-    """Yield the stacks of threads that the test has started."""
+    """Yield the stack of each thread that the test has started, as text."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread not in (threading.main_thread(), threading.current_thread()) and thread.ident in frames:
-            yield f"  thread {thread.name}:\n" + blocked(frames[thread.ident])
+            yield f"  thread {thread.name}:\n" + thread_stack(frames[thread.ident])
 
 
 def _load(job: ChildJob) -> None:
-    """Make the module of the function importable by its name, as pytest or a shell has loaded it."""
+    """Import the module of the function under its name, even if pytest or a shell has loaded it from a file."""
     if job.module != "__main__":
         with suppress(ModuleNotFoundError):
             importlib.import_module(job.module)
@@ -266,7 +266,7 @@ def _load(job: ChildJob) -> None:
 
 
 async def _end_tasks() -> None:
-    """Cancel the tasks that a test has left running, as the end of its loop would do."""
+    """Cancel the tasks that a test has left running, as `asyncio.run` does at its end."""
     here = asyncio.current_task()
     left = [task for task in asyncio.all_tasks() if task is not here and not task.get_name().startswith("aiocoll")]
     for task in left:
@@ -280,7 +280,7 @@ def _make_failure(error: BaseException, when: float) -> tuple[Any, ...]:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Return `error` as a pickle; None if it cannot be unpickled, or is an exception that ends the process."""
+    """Pickle `error`; return None if it cannot be unpickled, or is an exception that ends the process."""
     if isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit | asyncio.CancelledError):
         return None
     try:

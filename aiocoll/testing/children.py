@@ -1,4 +1,4 @@
-"""The processes of ranks, from the side of their parent.
+"""The parent's handles of the processes of ranks.
 
 Parent and child communicate over a socket pair, by pickled messages with a length in front. The parent sends the job,
 and requests a report at the timeout. A thread of the child answers, so a report also shows the position of a blocked
@@ -26,18 +26,18 @@ from aiocoll.testing.deaths import Death, describe_end, describe_expected, is_de
 
 __all__ = ["GRACE", "Child"]
 
-#: Seconds in which ranks have to end after a request to end, or after they closed their channel.
+#: Seconds in which a process must end after a request to end, or after it has closed its channel.
 GRACE = 2.0
-#: Seconds in which a child has to answer, and then to write its traceback.
+#: Seconds in which a child must send its report; after an abort, seconds in which it must write its traceback.
 ANSWER = 2.0
 #: Seconds between two checks whether a process that has closed its channel has ended.
 LOOK = 0.002
-#: Program of a child. It must find this package where its parent found it, so `sys.path` is set before.
+#: Code that a child runs. `sys.path` is set before, because the child must import this package from the same place.
 START = "from aiocoll.testing.child import main; main"
 
 
 class Child:
-    """The process of one rank, and the parent's end of its channel.
+    """The process of one rank, with the parent's end of the channel to it.
 
     Args:
         rank: rank of the child.
@@ -87,8 +87,8 @@ class Child:
         return self._unwrap(outcome)
 
     def _check_death(self, death: Death, outcome: tuple[Any, ...] | None, code: int) -> Death:
-        """Return the death of a process that was expected to die, or raise the outcome that occurred instead."""
-        # A function that raises SystemExit has an outcome, too.
+        """Return the expected death if the process has died in this way; otherwise raise an error with its outcome."""
+        # A function that raises SystemExit has an outcome as well.
         if is_death(code, death) and (outcome is None or code):
             return death
         if outcome is None or outcome[0] == "returned":
@@ -113,7 +113,7 @@ class Child:
         return self._unwrap(outcome)
 
     async def report(self) -> str:
-        """Return the report of the rank; abort a rank that does not answer."""
+        """Return what the rank does now (operations in flight, stacks) as text; abort a rank that does not answer."""
         self._answer = asyncio.get_running_loop().create_future()
         self.send("report")
         await asyncio.wait([self._answer], timeout=ANSWER)
@@ -124,7 +124,7 @@ class Child:
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER):
                 await self.ended()
-        return self._read_trace() or "  it does not answer, and cannot even abort: it may be stopped\n"
+        return self._read_trace() or "  it does not answer, and SIGABRT does not end it: it may be stopped\n"
 
     def kill(self) -> None:
         """Kill the process and its children, if they still exist."""
@@ -148,7 +148,7 @@ class Child:
         self._writer.write(HEADER.pack(len(data)) + data)
 
     async def _next_outcome(self) -> tuple[Any, ...] | None:
-        """Return the next outcome, or None if the child has closed its channel; deliver reports on the way."""
+        """Return the next outcome; None if the child has closed its channel. Deliver reports that come before it."""
         assert self._reader is not None
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -203,7 +203,7 @@ def _loads(data: bytes) -> Any:
 
 
 def _rebuild_error(name: str, data: bytes | None, text: str, trace: str) -> BaseException:
-    """Rebuild the exception of a rank, or a `RuntimeError` with its text if it cannot be unpickled."""
+    """Unpickle the exception of a rank; if that fails, return a `RuntimeError` with its text."""
     error: BaseException = RuntimeError(f"{name} raised {text}")
     if data is not None:
         with suppress(Exception):

@@ -14,7 +14,7 @@ __all__ = ["find_difference", "has_arrays"]
 def find_difference(
     first: Any, second: Any, *, rtol: float = 0.0, atol: float = 0.0, exact_dtype: bool = True, where: str = ""
 ) -> str | None:
-    """Describe the first difference between two values; return None if they are equal. NaNs are equal.
+    """Describe the first difference between two values; return None if they are equal. NaN equals NaN.
 
     Args:
         first: a value: an array of a kind in `aiocoll.typing.Array`, a list, tuple or dict of values, or any other
@@ -76,11 +76,11 @@ def _between_arrays(first: Any, second: Any, rtol: float, atol: float, exact_dty
 
 
 def _on_host(value: Any) -> tuple[npt.NDArray[Any], str]:
-    """Return a value as an ndarray, and the name of its dtype."""
+    """Copy an array to the host as an ndarray; return it, and the name of its original dtype."""
     if hasattr(value, "detach") and hasattr(value, "cpu"):  # a torch tensor
         tensor = value.detach().cpu()
         tensor = tensor.to_dense() if "sparse" in str(tensor.layout) else tensor.resolve_conj().resolve_neg()
-        # NumPy lacks some float types; float64 can represent all of their values.
+        # Convert to float64, which represents all values of the float types that NumPy lacks.
         return (tensor.double() if tensor.is_floating_point() else tensor).numpy(), str(tensor.dtype)
     if hasattr(value, "__cuda_array_interface__") and hasattr(value, "get"):  # a CuPy array
         value = value.get()

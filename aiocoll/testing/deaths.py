@@ -1,4 +1,4 @@
-"""Descriptions of how a rank's process ended, and checks of the deaths that a test expects."""
+"""Expected deaths of ranks in tests, and texts about how a rank's process ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Death = signal.Signals | int
 
 
 def check_deaths(expected: Mapping[int, Death] | None, world_size: int) -> dict[int, Death]:
-    """Return the expected deaths by rank.
+    """Check the argument `expect_death`, and return the expected deaths by rank.
 
     Raises:
         TypeError: `expected` is not a mapping from ranks to signals or exit codes.
@@ -34,12 +34,12 @@ def check_deaths(expected: Mapping[int, Death] | None, world_size: int) -> dict[
 
 
 def is_death(code: int, death: Death) -> bool:
-    """Return whether an exit code, or the negative number of a signal, is the death `death`."""
+    """Return whether a process that ended with `code` (negative: a signal) died in the way `death`."""
     return code == (-death if isinstance(death, signal.Signals) else death)
 
 
 def describe_end(code: int, *, returned: bool = False) -> str:
-    """Describe the end of a process; `returned` means that its function had returned before."""
+    """Return a text about the end of a process; `returned` means that its function had returned before."""
     if code == 0:
         return "returned" if returned else "exited with code 0 before its function had returned"
     if code > 0:
@@ -51,5 +51,5 @@ def describe_end(code: int, *, returned: bool = False) -> str:
 
 
 def describe_expected(death: Death) -> str:
-    """Return the expected death as the end of a sentence."""
+    """Return a text about an expected death, to follow "was expected to"."""
     return f"be killed by {death.name}" if isinstance(death, signal.Signals) else f"exit with code {death}"

@@ -27,12 +27,12 @@ from aiocoll.testing.team import pickled
 
 __all__ = ["inner_test", "on_all_ranks"]
 
-#: Seconds for one example on ranks that are processes, as in `run_processes`.
+#: Timeout in seconds of one example on ranks that are processes, as in `run_processes`.
 _TIMEOUT = 120.0
 
 
 def inner_test(test: Any) -> Any:
-    """Return the function that ``@given`` has decorated, or `test` itself without that decorator."""
+    """Return the function that ``@given`` has decorated; `test` itself if it has no such decorator."""
     return test.hypothesis.inner_test if getattr(test, "is_hypothesis_test", False) else test
 
 
@@ -78,7 +78,8 @@ def on_all_ranks(
             test.hypothesis.inner_test = inner
 
 
-#: A function that runs an example. Its arguments are the values that ranks share, and values that a rank may change.
+#: A function that runs an example on all ranks. It gets the values that ranks share, and the values that a rank may
+#: change.
 _Run = Callable[[dict[str, Any], dict[str, Any]], Awaitable[object]]
 
 
@@ -105,7 +106,7 @@ def _processes(
     ranks = PersistentRanks(test, world_size, options=options, loop=loop, allow_unretrieved=allow_unretrieved)
     try:
         ranks.start()
-        # The processes start before the first example, because hypothesis limits the time of examples.
+        # Let the processes start before the first example, because hypothesis limits the time of an example.
         ranks.call(pickled(_meet, ()), limit)
 
         async def run(shared: dict[str, Any], drawn: dict[str, Any]) -> None:
@@ -120,7 +121,7 @@ def _processes(
 async def _on_task(
     group: ProcessGroup, test: Callable[..., Any], shared: dict[str, Any], drawn: dict[str, Any]
 ) -> None:
-    # A rank may change its values, as an allreduce does. The other ranks and hypothesis keep the original values.
+    # Copy the values, because a rank may change them, as an allreduce does. Other ranks need the original values.
     await test(pg=group, **shared, **copy.deepcopy(drawn))
 
 
@@ -129,13 +130,13 @@ async def _meet(group: ProcessGroup) -> None:
 
 
 async def _in_process(group: ProcessGroup, owner: type | None, module: str, name: str, values: dict[str, Any]) -> None:
-    # By name: functions made by ``@given`` cannot be pickled.
+    # The function is found by its name, because functions made by ``@given`` cannot be pickled.
     test = getattr(sys.modules[module] if owner is None else owner, name)
     await inner_test(test)(pg=group, **values)
 
 
 def _refuse_interactive(values: dict[str, Any]) -> None:
-    """Check that a test does not use `st.data()`: the ranks would draw from it in turns, and get different values."""
+    """Fail a test that uses `st.data()`, because the ranks would draw different values from it."""
     strategies = sys.modules["hypothesis.strategies"]
     for name, value in values.items():
         if isinstance(value, strategies.DataObject):

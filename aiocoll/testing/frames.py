@@ -1,4 +1,4 @@
-"""Traceback frames in the report of a failed test: those of the user, without those of this package.
+"""Removal of this package's frames from the tracebacks in reports of failed tests.
 
 The option ``--full-trace`` of pytest keeps all frames.
 """
@@ -26,26 +26,26 @@ __all__ = [
 
 #: Directory of this package.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-#: Modules that call the test, or that this package calls to end a task.
+#: Modules of event loops, which call the test, or which this package calls to end a task.
 _CALLERS = (str(Path(asyncio.__file__).parent) + os.sep, "uvloop")
-#: Modules that call this package for the user: ``asyncio.run``, ``async with``.
+#: Modules between the user's code and this package: ``asyncio.run``, ``async with``.
 _ENTRY_MODULES = (*_CALLERS, contextlib.__file__)
 
 _all_frames: ContextVar[bool] = ContextVar("all frames", default=False)
 
 
 def keep_all_frames() -> None:
-    """Keep all frames in reports from now on, in this context."""
+    """From now on, let reports in this context show all frames."""
     _all_frames.set(True)
 
 
 def keeps_all_frames() -> bool:
-    """Return whether reports keep all frames."""
+    """Return whether reports in this context show all frames."""
     return _all_frames.get()
 
 
 def trim(error: BaseException) -> BaseException:
-    """Return `error` with a traceback of only the frames of the test."""
+    """Return `error` with a traceback that has only the test's frames."""
     return (
         error
         if keeps_all_frames()
@@ -54,7 +54,7 @@ def trim(error: BaseException) -> BaseException:
 
 
 def clean_up(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """Remove repetitions from `error` and its causes; return the frames of `trace` to show."""
+    """Remove package frames and repeated causes from the causes of `error`; return `trace` without package frames."""
     seen = [error]
     effect, cause = error, _cause(error)
     _clean_up_group(error)
@@ -71,13 +71,13 @@ def clean_up(error: BaseException, trace: TracebackType | None) -> TracebackType
 
 
 def _clean_up_group(error: BaseException) -> None:
-    """Apply `clean_up` to the exceptions of an exception group."""
+    """Apply `clean_up` to each exception in an exception group."""
     for each in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
         each.__traceback__ = clean_up(each, each.__traceback__)
 
 
 def format_error(error: BaseException) -> str:
-    """Return the traceback of `error` as text, from the test on."""
+    """Return the traceback of `error` as text, beginning with the test's frame."""
     trace = error.__traceback__
     if not keeps_all_frames():
         trace = clean_up(error, trim(error).__traceback__)
@@ -85,7 +85,7 @@ def format_error(error: BaseException) -> str:
 
 
 def is_without_frames(error: BaseException) -> bool:
-    """Return whether this package raised `error` for a test, so that it has no frame of the test; see `trim`."""
+    """Return whether this package itself raised `error`, so that no frame of the test is left after `trim`."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -102,7 +102,7 @@ def _cause(error: BaseException) -> BaseException | None:
 
 
 def _remove_package_frames(trace: TracebackType | None, *, in_package: bool) -> TracebackType | None:
-    """Return `trace` without the frames of this package, and without those between them and the user's frames.
+    """Return `trace` without this package's frames, and without the asyncio frames next to them.
 
     Args:
         trace: the traceback of an exception.

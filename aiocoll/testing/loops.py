@@ -1,4 +1,4 @@
-"""Event loops of ranks that are processes: chosen by name, or of the same class as the loop of the test."""
+"""Choice of the event loop for ranks that are processes: by name, or by the class of the test's loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["loop_factory", "loop_of_fixtures", "portable_loop"]
 
 
 def loop_factory(loop: str | bytes) -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return the factory of an event loop.
+    """Return a factory for the event loop that `loop` describes.
 
     Args:
         loop: "asyncio" or "uvloop", or the pickled class of a loop; see `portable_loop`.
@@ -48,7 +48,7 @@ def loop_factory(loop: str | bytes) -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def portable_loop(name: str | None) -> str | bytes:
-    """Return a description of an event loop, for `loop_factory` in another process.
+    """Return a picklable description of an event loop, for `loop_factory` in another process.
 
     Args:
         name: "asyncio" or "uvloop"; None means the class of the running loop, made without arguments.
@@ -65,7 +65,7 @@ def portable_loop(name: str | None) -> str | bytes:
 
 
 def loop_of_fixtures(fixtures: Mapping[str, Any]) -> str | bytes:
-    """Return a description of the event loop that a test will use: that of a fixture's runner, or of anyio.
+    """Return a picklable description of the loop that a test's fixtures choose, by `asyncio.Runner` or anyio's backend.
 
     Args:
         fixtures: values of the test's fixtures.

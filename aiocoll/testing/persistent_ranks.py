@@ -1,4 +1,4 @@
-"""Persistent ranks: processes that serve many calls, with a loop for callers without one."""
+"""Persistent ranks: processes that serve many calls of a synchronous caller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PersistentRanks"]
 
 
 class PersistentRanks:
-    """Standing processes of all ranks, and the loop that calls them.
+    """The processes of all ranks, which serve many calls, and the event loop on which the parent makes the calls.
 
     Args:
         source: a function or class of the module that each rank must be able to import by its name.
@@ -40,15 +40,15 @@ class PersistentRanks:
         self._team: Team | None = None
 
     def start(self) -> None:
-        """Start the processes without waiting for them."""
+        """Start the processes, without waiting until they are ready."""
         self._runner.run(self._start())
 
     def call(self, call: bytes, limit: float) -> None:
-        """Make a call on all ranks, after replacing ranks that were lost in the last call."""
+        """Make a call on all ranks. If a rank was lost in the last call, start new processes for all ranks before."""
         self._runner.run(self._call(call, limit))
 
     def close(self) -> None:
-        """End the processes and the loop."""
+        """End the processes and close the loop."""
         with self._runner:
             self._runner.run(self._close())
 

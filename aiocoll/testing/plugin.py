@@ -53,7 +53,7 @@ _ARGUMENTS = {"allow_unretrieved", "expect_death", "options", "processes", "time
 
 
 class _OnEachRank:
-    """The value of the fixture `pg` outside ranks, as other fixtures get it."""
+    """The placeholder that other fixtures get as `pg`, before the ranks exist."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -74,8 +74,8 @@ def pg(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and read from the options whether reports show all frames."""
-    if config.getoption("fulltrace", False):  # the option is missing without the plugin that reports
+    """Register the mark `ranks`, and read from the options whether reports show all frames."""
+    if config.getoption("fulltrace", False):  # the option is missing if pytest's terminal plugin is disabled
         keep_all_frames()
     config.addinivalue_line(
         "markers",
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-    """Mark a test for pytest-asyncio's strict mode, unless anyio runs it; select its world sizes.
+    """Add pytest-asyncio's mark to a test with ranks, unless anyio runs it; keep items with a requested world size.
 
     pytest-asyncio looks for its mark in the rest of this hook.
     """
@@ -104,7 +104,7 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generat
 
 
 def _has_world_size(item: Any) -> bool:
-    """Return whether a test has one of the world sizes in its mark; parameters may have marks of their own."""
+    """Return whether the mark of this item, which may be a parameter's own mark, contains the item's world size."""
     mark, case = _mark_of(item), getattr(item, "callspec", None)
     if case is None or "pg" not in case.params:
         return True
@@ -115,7 +115,7 @@ def _has_world_size(item: Any) -> bool:
 
 
 def _mark_of(item: Any) -> pytest.Mark | None:
-    """Return the mark `ranks` of a test: the mark of its parameters, else the closest one."""
+    """Return the mark `ranks` that applies to a test item: the mark of its parameters, else the closest mark."""
     case = getattr(item, "callspec", None)
     marks = () if case is None else (mark for mark in case.marks if mark.name == "ranks")
     mark: pytest.Mark | None = next(iter(marks), None) or item.get_closest_marker("ranks")
@@ -123,7 +123,7 @@ def _mark_of(item: Any) -> pytest.Mark | None:
 
 
 def _marks_of_parameters(marks: Iterable[pytest.Mark]) -> Iterator[pytest.Mark]:
-    """Yield the marks in ``pytest.param(..., marks=...)`` among the marks of a test."""
+    """Yield the marks that ``pytest.param(..., marks=...)`` in the test's parametrizations contain."""
     for mark in marks:
         given = mark.args[1:2] or [mark.kwargs.get("argvalues")]
         values = given[0] if mark.name == "parametrize" else None
@@ -133,7 +133,7 @@ def _marks_of_parameters(marks: Iterable[pytest.Mark]) -> Iterator[pytest.Mark]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test per world size."""
+    """Parametrize a test with the world sizes of its marks `ranks`."""
     closest = metafunc.definition.get_closest_marker("ranks")
     marks = [mark for mark in _marks_of_parameters(metafunc.definition.iter_markers()) if mark.name == "ranks"]
     if closest is not None:
@@ -194,7 +194,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Show only the frames of the test. Show no traceback for an error without such frames."""
+    """Show only the test's frames in a failure report, and no traceback if there are none."""
     report = yield
     if call.excinfo is None or not report.failed or keeps_all_frames():
         return report
@@ -208,7 +208,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _error_alone(excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
-    """Return pytest's text of an exception, without its frames."""
+    """Return the text that pytest shows for an exception, without frames."""
     shown = excinfo.getrepr(style="long")
     traceback = shown.reprtraceback
     last: Any = traceback.reprentries[-1]

@@ -101,7 +101,7 @@ async def run_processes(
 async def run_team(
     team: Team, timeout: float | timedelta | None, fn: Callable[..., Awaitable[R]], *args: Any
 ) -> list[Any]:
-    """Run a call as `run_processes` does, on the ranks of `team`."""
+    """Start the processes of `team`, and run `fn` on its ranks as `run_processes` does."""
     limit, call = time_limit(timeout), pickled(fn, args)
     async with team:
         return await team.carry_out(call, limit)

@@ -18,7 +18,7 @@ from aiocoll.options import GroupOptions, seconds
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.runtime import running_loop
 from aiocoll.store import HashStore, Store
-from aiocoll.testing.report import listed, pending, stack, unretrieved, verdict
+from aiocoll.testing.report import first_failure, format_pending, format_ranks, task_stack, unretrieved
 from aiocoll.unretrieved import Collector, collecting
 
 __all__ = ["check_call", "check_world_size", "run_ranks", "run_within", "time_limit"]
@@ -26,7 +26,7 @@ __all__ = ["check_call", "check_world_size", "run_ranks", "run_within", "time_li
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-#: Seconds in which ranks may end by themselves after another one has failed. The failed rank's abort releases ranks
+#: Seconds in which ranks may end by themselves after another rank has failed. The failed rank's abort releases ranks
 #: that wait for it, and their errors belong in the report. Ranks that wait for other things are cancelled afterwards.
 GRACE = 1.0
 
@@ -78,7 +78,7 @@ async def run_within(
     store: Store | None,
     allow_unretrieved: bool,
 ) -> list[R]:
-    """Run ranks as `run_ranks` does, within `limit` seconds of the loop's clock."""
+    """Run `fn` as `run_ranks` does, with a limit of `limit` seconds on the loop's clock."""
     running_loop()
     check_call(world_size, fn)
     own = HashStore() if store is None else None
@@ -90,7 +90,7 @@ async def run_within(
 
 
 def time_limit(timeout: float | timedelta | None) -> float:
-    """Return the seconds that a run on real time may take.
+    """Return a timeout in seconds, multiplied by the environment's AIOCOLL_TEST_TIMEOUT_SCALE.
 
     Raises:
         ValueError: AIOCOLL_TEST_TIMEOUT_SCALE is not a positive number.
@@ -115,7 +115,7 @@ def check_world_size(world_size: int) -> None:
 
 
 def check_call(world_size: int, fn: Callable[..., Any]) -> None:
-    """Check the arguments of a run."""
+    """Check that `world_size` is a positive int, and that `fn` can be called."""
     check_world_size(world_size)
     if not callable(fn):
         raise TypeError(f"fn must be an async function that takes a group, not {type(fn).__name__}")
@@ -159,7 +159,7 @@ class _Run:
             await self._stop()
         found = {} if self.allow_unretrieved else self._unretrieved()
         if self.failures:
-            raise verdict(self.failures, self.world_size, stopped, found)
+            raise first_failure(self.failures, self.world_size, stopped, found)
         if found:
             raise unretrieved(found, self.world_size)
         return [task.result() for task in self.tasks]
@@ -174,7 +174,7 @@ class _Run:
             group = new_group(store=self.store, rank=rank, world_size=self.world_size, options=self.options)
             async with group as pg:
                 self.groups[rank] = pg
-                # Watched inside the group, too: a failure is recorded before its abort makes other ranks fail.
+                # Record the failure here, inside the group, before the group's abort makes other ranks fail.
                 with process_group(pg), self._recording_failure(rank):
                     made = self.fn(pg, *self.args)
                     if not inspect.isawaitable(made):
@@ -188,7 +188,7 @@ class _Run:
         except asyncio.CancelledError as error:
             if self.stopping:
                 raise
-            # `asyncio.wait` does not report the cancellation of a task.
+            # `asyncio.wait` does not count a cancelled task as failed, so raise an error instead.
             failure = RuntimeError(f"fn was cancelled on rank {rank}, by itself")
             self.failures.setdefault(rank, failure)
             raise failure from error
@@ -210,7 +210,7 @@ class _Run:
 
     def _report(self, limit: float) -> str:
         late = self._find_late()
-        lines = [f"{listed(late)} of {self.world_size} did not end within {limit:g} s\n"]
+        lines = [f"{format_ranks(late)} of {self.world_size} did not end within {limit:g} s\n"]
         for rank in late:
-            lines += [f"rank {rank}\n", pending(self.groups.get(rank)), stack(self.tasks[rank])]
+            lines += [f"rank {rank}\n", format_pending(self.groups.get(rank)), task_stack(self.tasks[rank])]
         return "".join(lines)

@@ -1,4 +1,4 @@
-"""Report of a failed run: the rank that failed first, and the position of each rank."""
+"""Report of a failed run: which rank failed first, and where each rank waits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from aiocoll.errors import GroupError
 from aiocoll.group.process_group import ProcessGroup
 
-__all__ = ["blocked", "listed", "pending", "stack", "unretrieved", "verdict"]
+__all__ = ["first_failure", "format_pending", "format_ranks", "task_stack", "thread_stack", "unretrieved"]
 
 _HERE = str(Path(__file__).parent)
 
 
-def stack(task: asyncio.Task[Any]) -> str:
-    """Return the stack of a waiting task: the lines of its coroutine and of awaited coroutines, outermost first.
+def task_stack(task: asyncio.Task[Any]) -> str:
+    """Return the stack of a waiting task as text: its coroutine and the awaited coroutines, outermost first.
 
     `Task.get_stack` returns only the outermost coroutine. Frames of this package are left out.
     """
@@ -40,8 +40,8 @@ def _frames(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
         )
 
 
-def blocked(frame: FrameType) -> str:
-    """Return the stack of a thread that runs `frame`, without the frames of this package that lead to it."""
+def thread_stack(frame: FrameType) -> str:
+    """Return the stack of a thread that runs `frame` as text, without this package's frames at its start."""
     frames: list[tuple[FrameType, int]] = []
     for called, line in traceback.walk_stack(frame):
         if called.f_code.co_filename.startswith(_HERE):
@@ -50,18 +50,18 @@ def blocked(frame: FrameType) -> str:
     return "".join(traceback.StackSummary.extract(reversed(frames)).format())
 
 
-def pending(pg: ProcessGroup | None) -> str:
-    """Return the operations in flight of `pg`, as one line."""
+def format_pending(pg: ProcessGroup | None) -> str:
+    """Return a line that lists the operations in flight of `pg`."""
     if pg is None:
         return "  the group is not formed\n"
     works = ", ".join(map(repr, pg.pending()))
     return f"  pending: {works or 'no operation'}\n"
 
 
-def verdict(
+def first_failure(
     failures: Mapping[int, BaseException], world_size: int, cut_off: list[int], found: Mapping[int, list[str]]
 ) -> BaseException:
-    """Return the first failure, with notes that name its rank, the failures of others and the ranks that did not end.
+    """Return the first failure; its notes name its rank, the failures of other ranks, and the ranks that did not end.
 
     A skip is returned only if no rank failed otherwise, because a skip must not hide a failure.
 
@@ -86,12 +86,12 @@ def verdict(
         for line in _describe_unretrieved(found, world_size):
             error.add_note(line)
     if cut_off:
-        error.add_note(f"{listed(cut_off)} of {world_size} continued, and had to be stopped")
+        error.add_note(f"{format_ranks(cut_off)} of {world_size} continued, and had to be stopped")
     return error
 
 
 def unretrieved(found: Mapping[int, list[str]], world_size: int) -> AssertionError:
-    """Return the error of a test whose ranks all returned, some with failures that they never retrieved."""
+    """Return the error for a test on which all ranks returned, but some never retrieved the failure of a call."""
     advice = "await these calls, or pass allow_unretrieved=True"
     return AssertionError("\n".join([*_describe_unretrieved(found, world_size), advice]))
 
@@ -108,11 +108,11 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _is_skip(error: BaseException) -> bool:
-    pytest = sys.modules.get("pytest")  # without an import of pytest, its skip cannot have been raised
+    pytest = sys.modules.get("pytest")  # if pytest was not imported, the error cannot be its skip
     return isinstance(error, unittest.SkipTest) or (pytest is not None and isinstance(error, pytest.skip.Exception))
 
 
-def listed(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """Return the ranks as a phrase, such as ``rank 1`` or ``ranks 0, 2 and 3``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -1,4 +1,4 @@
-"""Decorators that skip a test, with a reason, if it cannot run.
+"""Decorators that skip a test if its world size, GPUs or modules do not suffice.
 
     @pytest.mark.ranks(1, 2, 7)
     @skip_if_world_smaller_than(2)
@@ -49,7 +49,7 @@ def skip_if_world_is_odd() -> Callable[[T], T]:
 
 
 def requires_gpu(n: int | None = None) -> Callable[[T], T]:
-    """Skip the test on a machine with too few CUDA devices that this process may use.
+    """Skip the test if this process may use fewer than `n` CUDA devices.
 
     The number comes from the driver, so no package has to be installed.
 
@@ -84,7 +84,7 @@ def requires_module(*names: str) -> Callable[[T], T]:
 
 
 def skip_early(world_size: int, *holders: object) -> None:
-    """Raise `unittest.SkipTest` if a skip decorator on one of `holders` applies."""
+    """Raise `unittest.SkipTest` if a skip decorator on one of `holders` (tests or classes) applies."""
     for holder in holders:
         for check in getattr(holder, _CHECKS, ()):
             if reason := check(world_size):
@@ -107,7 +107,7 @@ def _make_decorator(check: Check) -> Callable[[T], T]:
 
 def _wrap_test(test: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(test, _CHECKS, None):
-        return test  # the existing wrapper checks all of them
+        return test  # the existing wrapper runs the checks of all skip decorators
 
     @functools.wraps(test)
     async def check_first(*args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,9 @@ def spawn_ranks(
         raise ValueError("expect_death: only ranks that are processes can die; add processes=True")
 
     def decorate(test: Callable[..., Awaitable[object]]) -> Callable[..., Coroutine[Any, Any, None]]:
-        if not inspect.iscoroutinefunction(inspect.unwrap(test)):  # `unittest.skip` wraps in a plain function
+        if not inspect.iscoroutinefunction(
+            inspect.unwrap(test)
+        ):  # unwrap, because `unittest.skip` wraps it in a plain function
             raise TypeError(f"spawn_ranks is for async tests: write `async def {getattr(test, '__name__', test)}`")
         signature = inspect.signature(test)
         others = [parameter for name, parameter in signature.parameters.items() if name != "pg"]
@@ -123,5 +125,5 @@ async def _in_process(pg: ProcessGroup, where: tuple[str, str], arguments: dict[
 
 
 def _portable(value: Any) -> Any:
-    """Return a picklable factory for a test case, which cannot be pickled because it refers to its runner."""
+    """Return a picklable factory in place of a unittest test case, which refers to its runner; else `value` itself."""
     return functools.partial(type(value), value._testMethodName) if isinstance(value, unittest.TestCase) else value

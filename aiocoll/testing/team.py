@@ -1,4 +1,4 @@
-"""The processes of all ranks, and the choice of the first failure, for `run_processes` and continuous test cases.
+"""`Team`: the processes of all ranks, for `run_processes` and continuous test cases.
 
 The ranks of a `run_processes` carry out one job and end. Persistent ranks serve many calls. They keep their group from
 call to call, and make a new one after a call that failed or left an operation pending.
@@ -21,16 +21,16 @@ from aiocoll.testing.child import ChildJob, RemoteCall
 from aiocoll.testing.children import GRACE, Child
 from aiocoll.testing.deaths import Death, check_deaths, describe_expected
 from aiocoll.testing.ranks import check_world_size
-from aiocoll.testing.report import listed, unretrieved, verdict
+from aiocoll.testing.report import first_failure, format_ranks, unretrieved
 
 __all__ = ["Team", "pickled"]
 
-#: Seconds in which ranks may end by themselves after another one has failed; an unreachable rank is detected after 6 s.
+#: Seconds in which ranks may end by themselves after a rank has failed; an unreachable rank is detected after 6 s.
 RELEASE = 6.0
 
 
 class Team:
-    """The processes of all ranks, one per rank, for ``async with``. No process is left after the block.
+    """A context manager of processes, one per rank. No process is left after the block.
 
     Args:
         world_size: number of ranks.
@@ -62,7 +62,7 @@ class Team:
 
     @property
     def intact(self) -> bool:
-        """Return whether all processes run."""
+        """Return whether all processes still run."""
         return all(child.process.poll() is None for child in self._children)
 
     async def __aenter__(self) -> Self:
@@ -85,12 +85,12 @@ class Team:
         await self._server.aclose()
 
     async def start_persistent(self) -> None:
-        """Make the ranks wait for calls."""
+        """Let the ranks wait for calls."""
         for child in self._children:
             await child.send_job(self._job)
 
     async def stop(self) -> None:
-        """Make persistent ranks leave their group and end."""
+        """Let the persistent ranks leave their group and end."""
         for child in self._children:
             child.send("stop")
         await asyncio.wait([asyncio.create_task(child.ended()) for child in self._children], timeout=GRACE)
@@ -102,14 +102,14 @@ class Team:
         results = await self._results(lambda child: child.call(RemoteCall(call, self._calls)), limit)
         found = self._unretrieved()
         if not all(child.clean for child in self._children):
-            # Operations that the call has left pending may still fail. So all ranks leave the group, as other runs do.
+            # Operations that the call has left pending may still fail. Let all ranks leave the group, which ends them.
             await self._results(lambda child: child.call(RemoteCall(None, self._calls)), limit)
             for rank, texts in self._unretrieved().items():
                 found[rank] = found.get(rank, []) + texts
         return self._check_results(results, found)
 
     async def carry_out(self, call: bytes, limit: float) -> list[Any]:
-        """Make a call on all ranks, which then end."""
+        """Make one call on all ranks, whose processes end after it."""
         job = self._job._replace(call=call)
         results = await self._results(lambda child: child.carry_out(job), limit)
         return self._check_results(results, self._unretrieved())
@@ -145,11 +145,11 @@ class Team:
         finally:
             await self._end_calls(tasks)
         if failures:
-            raise verdict(failures, self._world_size, cut_off, self._unretrieved())
+            raise first_failure(failures, self._world_size, cut_off, self._unretrieved())
         return [task.result() for task in tasks]
 
     def _failure_time(self, failure: tuple[int, BaseException]) -> float:
-        """Return when a rank failed, because reports may overtake each other; 0 for a rank that died."""
+        """Return the time when a rank failed (0 if it died), to sort failures whose reports overtook each other."""
         return self._children[failure[0]].failed
 
     def _find_late(self, tasks: list[asyncio.Task[Any]]) -> list[Child]:
@@ -157,7 +157,9 @@ class Team:
 
     async def _report(self, tasks: list[asyncio.Task[Any]], limit: float) -> str:
         late = self._find_late(tasks)
-        lines = [f"{listed([child.rank for child in late])} of {self._world_size} did not end within {limit:g} s\n"]
+        lines = [
+            f"{format_ranks([child.rank for child in late])} of {self._world_size} did not end within {limit:g} s\n"
+        ]
         for child, words in zip(late, await asyncio.gather(*(child.report() for child in late)), strict=True):
             death = self._deaths.get(child.rank)
             expected = "" if death is None else f", which was expected to {describe_expected(death)}"
@@ -165,7 +167,7 @@ class Team:
         return "".join(lines)
 
     async def _end_calls(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """End the calls that still run: persistent ranks may cancel the call, other ranks are killed."""
+        """End the calls that still run: let persistent ranks cancel the call, and kill ranks that do not end it."""
         late = self._find_late(tasks)
         if late and self._calls:
             for child in late:
@@ -189,7 +191,7 @@ async def _record_failure(rank: int, call: Coroutine[Any, Any, Any], failures: d
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return a call as a pickle for another process."""
+    """Pickle a call of `fn` for another process."""
     try:
         return pickle.dumps((fn, args))
     except Exception as error:
@@ -200,7 +202,7 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _environment(rank: int, world_size: int, host: str, port: int, job: str) -> dict[str, str]:
-    """Return the environment of a rank, as `aiocoll run` sets it, without the keys of this process's own job."""
+    """Return a rank's environment variables, as `aiocoll run` sets them, without the keys of this process's own job."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_JOB_KEY")}
     return kept | {
         "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""A virtual clock: an event loop on which time passes only when no task can run.
+"""`VirtualLoop`: an event loop with a virtual clock, which advances only when no task can run.
 
 Timeouts of minutes pass in milliseconds. A run is a function of its seed: the same seed gives the same order of events,
 down to each frame. Another seed gives other latencies, another order of tasks that are ready at the same time, and
@@ -27,8 +27,8 @@ __all__ = ["VirtualLoop", "VirtualRuntime", "run_virtual"]
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-#: Seconds that pass at each reading of `Runtime.ticks`. A callback is bounded to some dozens of readings, so the
-#: simulation includes the pauses and yields of long work.
+#: Seconds that pass with each reading of `Runtime.ticks`. Long work thus reaches its time budget after some dozens of
+#: readings, so that the simulation includes its pauses and yields.
 TICK = 10e-6
 
 
@@ -65,7 +65,7 @@ def run_virtual(
 
 
 class VirtualRuntime(Runtime):
-    """Seeded randomness and clock of a `VirtualLoop`, which its ranks share."""
+    """The clock and the seeded randomness of a `VirtualLoop`, which all ranks on the loop share."""
 
     may_spin = False
     may_listen = False
@@ -95,7 +95,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, seed: int = 0, latency: tuple[float, float] | None = None) -> None:
         self.random = random.Random(seed)
-        # Separate from `random`, so that a draw from `random` does not change the order of tasks.
+        # A generator of its own, so that a draw from `random` does not change the order of tasks.
         self._order = random.Random(f"order {seed}")
         self._now = 0.0
         self._ticks = 0
@@ -107,7 +107,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def tick(self) -> float:
-        """Return a time that advances with each reading."""
+        """Return a clock reading that is larger than the one before, by `TICK` seconds."""
         self._ticks += 1
         return self._ticks * TICK
 
@@ -120,22 +120,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return lambda source, target: self.random.uniform(shortest, longest)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
-        """Raise an error: a virtual clock does not wait for threads."""
+        """Raise RuntimeError, because a virtual clock does not wait for threads."""
         raise RuntimeError(f"{func!r} cannot run in a thread on a virtual clock; use run_ranks instead")
 
     def jump(self, seconds: float | None) -> None:
-        """Advance the time to the next timer."""
+        """Advance the virtual time by `seconds`, to the next timer; raise RuntimeError if no timer is set."""
         if seconds is None:
             raise RuntimeError("deadlock: every task on the virtual clock waits, and no timer is set")
         self._now += seconds
 
     def _shuffle(self) -> None:
-        """Shuffle the callbacks of a loop iteration as far as asyncio does not define their order.
+        """Shuffle the callbacks of a loop iteration whose order asyncio does not define.
 
         Timers with the same deadline and adjacent steps of tasks change places. A callback of `call_soon` keeps
         its place among all others, as asyncio promises.
         """
-        loop: Any = self  # private parts of asyncio: the handles of this turn, and the timers as a heap
+        loop: Any = self  # asyncio's private attributes: the ready callbacks, and the heap of timers
         ready, scheduled, due = loop._ready, loop._scheduled, []
         while scheduled and scheduled[0]._when <= self._now:
             due.append(handle := heapq.heappop(scheduled))
@@ -166,7 +166,7 @@ def _is_step(handle: Any) -> bool:
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """A selector that never waits: it makes the clock of `loop` jump instead."""
+    """A selector that never waits: it advances the clock of `loop` instead."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

@@ -1,1 +1,1 @@
-"""Service behind `aiocoll top`: processes report their groups over unix sockets in one folder per job."""
+"""Service behind `aiocoll top`: each process reports its groups over a unix socket in the folder of its job."""

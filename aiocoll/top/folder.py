@@ -1,4 +1,4 @@
-"""Folder of a job: each process of the job listens on a unix socket there. Only the owner may enter the folder."""
+"""Folder of a job, where each process of the job listens on a unix socket. Only its owner may enter it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_folder(path: str) -> int:
 
 
 def listen(folder: int) -> socket.socket:
-    """Return a socket that listens in a folder under the number of this process.
+    """Return a listening unix socket in a folder, named after this process's id.
 
     The socket gets its final name only once it listens. So a viewer whose connection is refused knows that the process
     has ended.
@@ -57,13 +57,13 @@ def listen(folder: int) -> socket.socket:
 
 
 def remove(folder: int, name: str | None = None) -> None:
-    """Remove the socket of this process, or another name in the folder; do nothing if it does not exist."""
+    """Remove this process's socket from the folder, or the entry `name`; do nothing if it does not exist."""
     with suppress(OSError):
         os.unlink(_name(os.getpid()) if name is None else name, dir_fd=folder)
 
 
 def processes(folder: int) -> list[int]:
-    """Return the numbers of the processes with a socket in the folder; a process removes its socket when it closes."""
+    """Return the ids of the processes with a socket in the folder; a process removes its socket when it closes."""
     found = []
     for name in os.listdir(folder):
         if name.endswith(_SUFFIX):
@@ -73,7 +73,7 @@ def processes(folder: int) -> list[int]:
 
 
 def connect(folder: int, process: int) -> socket.socket:
-    """Return a non-blocking connection to a process.
+    """Return a non-blocking connection to the socket of a process.
 
     Raises:
         FileNotFoundError: the process no longer listens.

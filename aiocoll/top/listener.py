@@ -1,4 +1,4 @@
-"""Thread that answers `aiocoll top` for all groups of a process. It sleeps until a viewer sends a request.
+"""Thread that answers the requests of `aiocoll top` for all groups of a process. It sleeps between requests.
 
 It is a thread, not a task, because users run `aiocoll top` to find ranks whose event loop is blocked. The thread never
 waits for a viewer. If an answer does not fit into the connection, the rest is sent once there is room. Until then the
@@ -24,25 +24,25 @@ from aiocoll.users import peer_trouble
 
 __all__ = ["Source", "join", "leave"]
 
-#: Largest number of viewers. A further one replaces the viewer whose last request is oldest.
+#: Maximum number of viewers. A further viewer replaces the one whose last request is oldest.
 MOST: Final = 8
-#: Seconds after an answer in which no request of that viewer is read.
+#: Seconds after an answer in which the thread reads no further request of that viewer.
 REST: Final = 0.25
-#: Seconds for which one answer also serves other viewers.
+#: Seconds for which an answer is reused for other viewers.
 FRESH: Final = 0.1
 #: Seconds to wait for the end of the thread; an answer takes about a thousandth of that.
 JOIN_TIMEOUT: Final = 1.0
 
 
 class Source(Protocol):
-    """A group that `aiocoll top` shows."""
+    """A group whose state `aiocoll top` shows."""
 
     def to_data(self) -> dict[str, Any]:
         """Return the state of the group as plain data; runs in the listener's thread."""
 
 
 class _Viewer:
-    """Connection of a viewer.
+    """The listener's connection to one viewer, a running `aiocoll top`.
 
     Attributes:
         connection: the non-blocking socket.
@@ -60,7 +60,7 @@ class _Viewer:
 
 
 class _Listener:
-    """Thread for one folder.
+    """The thread that answers viewers in one folder.
 
     Args:
         path: path of the folder.
@@ -73,7 +73,7 @@ class _Listener:
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
         self.pid = os.getpid()
         self._clock = clock
-        #: Replaced, never modified: the thread may be reading it.
+        #: This tuple is replaced, never modified, because the thread may be reading it.
         self._sources: tuple[ref[Source], ...] = ()
         self._folder = folders.open_folder(path)
         try:
@@ -95,11 +95,11 @@ class _Listener:
             raise
 
     def sources(self) -> list[Source]:
-        """Return the groups that are shown."""
+        """Return the groups that the thread reports to viewers."""
         return [source for each in self._sources if (source := each()) is not None]
 
     def show(self, sources: list[Source]) -> None:
-        """Replace the groups that are shown."""
+        """Set the groups that the thread reports to viewers."""
         self._sources = tuple(map(ref, sources))
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ _lock = threading.Lock()
 
 
 def join(source: Source, path: str, clock: Callable[[], float]) -> None:
-    """Show a group in a folder, which is created if it does not exist.
+    """Report a group to the viewers of a folder, which is created if it does not exist.
 
     Args:
         source: the group; the listener holds only a weak reference.
@@ -224,7 +224,7 @@ def join(source: Source, path: str, clock: Callable[[], float]) -> None:
 
 
 def leave(source: Source, path: str) -> None:
-    """Stop showing a group; do nothing if it is not shown."""
+    """Stop reporting a group to viewers; do nothing if it is not reported."""
     with _lock:
         listener = _listeners.get(path)
         if listener is None or listener.pid != os.getpid():

@@ -18,15 +18,15 @@ from aiocoll.errors import ProtocolError
 __all__ = ["ASK", "MOST", "Reader", "answer"]
 
 ASK: Final = b"?"
-#: Largest answer in bytes: about a hundred groups, or ten of a thousand ranks each.
+#: Maximum bytes of an answer: enough for about a hundred groups, or ten groups of a thousand ranks each.
 MOST: Final = 256 << 10
 _LENGTH: Final = struct.Struct("<I")
-#: Bytes reserved for the map around the groups.
+#: Bytes of an answer that are reserved for everything but the groups.
 _HEADER_ROOM: Final = 64
 
 
 def answer(process: int, groups: Iterable[dict[str, Any]]) -> bytes:
-    """Return the bytes of an answer; groups that do not fit are only counted."""
+    """Encode the answer of a process; groups that do not fit are only counted."""
     packed: list[bytes] = []
     size = left_out = 0
     for group in groups:
@@ -47,7 +47,7 @@ class Reader:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Add received bytes; return the answers that are complete now.
+        """Parse further received bytes; return the answers that they complete.
 
         Raises:
             ProtocolError: the bytes are not an answer.

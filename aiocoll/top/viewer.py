@@ -1,4 +1,4 @@
-"""Client side of `aiocoll top`: requests to all processes of a folder, and the state of each process."""
+"""Client side of `aiocoll top`: requests to all processes in a job's folder, and the state of each process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK: Final = 1 << 16
 
 
 class State(StrEnum):
-    """State of a process, as far as the viewer knows."""
+    """The state of a process as the viewer knows it."""
 
     ANSWERS = "answers"
     #: Connected without an answer: the process holds the GIL, or gets no CPU time.
@@ -34,7 +34,7 @@ class State(StrEnum):
 
 
 class Process:
-    """A process that listens, or once listened, in the folder.
+    """A process that listens, or has listened, in the job's folder.
 
     Attributes:
         number: process id, as reported by the process itself.
@@ -58,11 +58,11 @@ class Process:
 
     @property
     def due_connection(self) -> socket.socket | None:
-        """Return the connection on which an answer is due, or None."""
+        """Return the connection if an answer is outstanding, else None."""
         return self._connection if self._has_asked else None
 
     def request(self, folder: int) -> None:
-        """Send a request, unless an answer is still due."""
+        """Send a request, unless the answer to the last request is outstanding."""
         if self.state in (State.GONE, State.CLOSED) or self._has_asked:
             return
         try:
@@ -82,7 +82,7 @@ class Process:
             self.close()
 
     def receive(self, now: float) -> None:
-        """Receive the bytes that the process has sent."""
+        """Receive bytes from the process, and record a complete answer."""
         assert self._connection is not None
         try:
             data = self._connection.recv(_CHUNK)
@@ -100,7 +100,7 @@ class Process:
             self.groups, self.left_out = answer["groups"], answer["left_out"]
 
     def on_timeout(self) -> None:
-        """Find out the state of a process that has not answered in time."""
+        """Determine the state of a process that has not answered in time."""
         found = process.state(self._identity, self._pidfd)
         if found == process.GONE:
             self._end(State.GONE)

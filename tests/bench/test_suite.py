@@ -239,6 +239,14 @@ def test_launch_is_repeated_while_the_load_is_high(
     assert (best.load, best.repeats) == (load(loads[kept]), launches - 1)
 
 
+def test_launch_of_any_timings_is_repeated(bench: Any) -> None:
+    launches = iter(
+        [bench.launch.Launch({"step": [2e-3]}, None, 1.0), bench.launch.Launch({"step": [1e-3]}, None, 1.0)]
+    )
+    best = bench.launch.launch_until_quiet(lambda: next(launches), Meter(0.5, 0.1), 5)
+    assert (best.timings, best.load, best.repeats) == ({"step": [1e-3]}, load(0.1), 1)
+
+
 def test_failed_launch_is_not_repeated(bench: Any) -> None:
     results = iter([make_launch(bench, SMALL, 1), make_launch(bench, SMALL, 0, "exit code 1")])
     best = bench.launch.launch_until_quiet(lambda: next(results), Meter(0.5, 0.4), 5)

@@ -181,7 +181,7 @@ def test_first_reporting_rank_comes_last_if_no_rank_failed_by_itself(launch: Lau
         last[0],
     )
     assert "rank 1" in last[-1]
-    assert "aiocoll run: rank 1 ended well" in (block[0] for block in others)
+    assert "aiocoll run: rank 1 exited with code 0" in (block[0] for block in others)
 
 
 STUCK = """

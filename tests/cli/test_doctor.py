@@ -126,16 +126,16 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
         (
             {},
             "nothing that env:// recognises",
-            "recognised are, in this order: torchrun (TORCHELASTIC_RUN_ID), explicit variables (RANK or WORLD_SIZE or "
+            "it recognises, in this order: torchrun (TORCHELASTIC_RUN_ID), explicit variables (RANK or WORLD_SIZE or "
             "MASTER_ADDR or MASTER_PORT), PMI-1 (PMI_FD), Open MPI (OMPI_COMM_WORLD_RANK), Kubernetes "
             "(JOB_COMPLETION_INDEX), Slurm (SLURM_STEP_ID)",
             True,
         ),
         (
             SLURM,
-            "Slurm (SLURM_STEP_ID): rank 1 of 3, 1 of 2 on this host; the store is at n01:31000; the job key comes "
-            "from nowhere",
-            "ranks on several hosts need one: set AIOCOLL_JOB_KEY_FILE to the path of a file that only you can read",
+            "Slurm (SLURM_STEP_ID): rank 1 of 3, 1 of 2 on this host; the store is at n01:31000; no job key is set",
+            "ranks on several hosts need a job key: set AIOCOLL_JOB_KEY_FILE to the path of a file that only you can "
+            "read",
             False,
         ),
         (
@@ -372,7 +372,7 @@ def test_missing_package_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch)
 
 def test_unresolvable_master_address_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert finding_of("address for peers").value == "127.0.0.1 (the way to MASTER_ADDR=127.0.0.1)"
+    assert finding_of("address for peers").value == "127.0.0.1 (the route to MASTER_ADDR=127.0.0.1)"
     monkeypatch.setattr(socket, "getaddrinfo", failing_call(errno.ENOENT))
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
     finding = finding_of("address for peers")
@@ -432,7 +432,9 @@ def test_certificate_of_the_users_ca_is_checked(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("AIOCOLL_JOB_ID", "train")
     assert finding_of("between hosts").fine
     monkeypatch.setenv("AIOCOLL_JOB_ID", "other")
-    assert "no name in it belongs to this job: expected aiocoll://other/..." in finding_of("between hosts").advice
+    assert (
+        "the certificate has no name for this job: expected aiocoll://other/..." in finding_of("between hosts").advice
+    )
     authority.make("aiocoll://other/rank/*", days=(-1, 1.5))
     finding = finding_of("between hosts")
     assert (finding.fine, finding.advice[:29]) == (True, "a group keeps its certificate")
@@ -502,7 +504,7 @@ def test_single_copy_refused_by_the_kernel_is_a_problem(monkeypatch: pytest.Monk
     [
         ("AIOCOLL_TRANSPORT=tcp", "slower than in C; the accelerator needs shared memory"),
         ("AIOCOLL_TRANSPORT=unix", "slower than in C; the accelerator needs shared memory"),
-        ("AIOCOLL_DEBUG=detail", "slower than in C; it compares all calls"),
+        ("AIOCOLL_DEBUG=detail", "slower than in C; this debug level compares all calls"),
         ("AIOCOLL_TRANSPORT=shm", ""),
         ("PYTHONASYNCIODEBUG=1", ""),
     ],

@@ -168,7 +168,8 @@ async def test_store_of_another_program_is_reported(meet: Meet, limits: Limits, 
     limits(doctor_slack=0.1)
     async with store_server(port):
         with pytest.raises(
-            RendezvousError, match=r"host 0 has a store, but has not ended the round within 0\.2 s: check that `aiocoll"
+            RendezvousError,
+            match=r"host 0 serves a store, but has not completed this step of the check within 0\.2 s: check that",
         ):
             await meet(1, 2, timeout=0.1)
 
@@ -179,7 +180,7 @@ async def test_second_host_of_one_number_is_refused(meet: Meet) -> None:
     assert advice(first) == {}
     (error,) = (each for each in (one, other) if isinstance(each, Exception))
     assert isinstance(error, RendezvousError)
-    assert re.match(r"host 1 is .* \(process \d+\) already: give each host its own --node-rank", str(error))
+    assert re.match(r"host number 1 is taken by .* \(process \d+\): give each host its own --node-rank", str(error))
 
 
 async def test_different_number_of_hosts_is_refused(meet: Meet, limits: Limits) -> None:

@@ -121,7 +121,7 @@ def test_file_that_cannot_be_written_does_not_end_the_job(launch: Launch, tmp_pa
     (job,) = (tmp_path / "logs").iterdir()
     first, *errors = done.stderr.splitlines()
     assert first == f"aiocoll run: output of the ranks is kept in {job}"
-    trouble = "cannot be written (File too large): it lacks what comes from now on"
+    trouble = "cannot be written (File too large): later output is missing from it"
     assert sorted(errors) == [f"aiocoll run: {job}/restart-0/rank-{rank}.out {trouble}" for rank in range(2)]
     assert [(job / "restart-0" / f"rank-{rank}.out").stat().st_size for rank in range(2)] == [1024, 1024]
 
@@ -134,7 +134,7 @@ def test_file_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     out, err = logs.open(0, 3)
     out.write(b"1")
     assert not logs.complete
-    trouble = "cannot be written (Not a directory): it lacks what comes from now on"
+    trouble = "cannot be written (Not a directory): later output is missing from it"
     assert reported == [
         f"{logs.path}/restart-0 cannot be made (File exists)",
         *(f"{logs.path}/restart-0/rank-3.{stream} {trouble}" for stream in ("out", "err")),

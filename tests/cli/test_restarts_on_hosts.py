@@ -275,9 +275,9 @@ def test_death_of_a_launcher_ends_the_job_on_other_hosts(start: Start, host: int
 
 WRONG = [
     (("-n", 2, "--max-restarts", 3), "host 1 was started with --nproc-list 2,2 --max-restarts 3, another host with "
-     "--nproc-list 1,1 --max-restarts 3: use the same on all hosts"),
+     "--nproc-list 1,1 --max-restarts 3: use the same arguments on all hosts"),
     (("-n", 1, "--max-restarts", 2), "host 1 was started with --nproc-list 1,1 --max-restarts 2, another host with "
-     "--nproc-list 1,1 --max-restarts 3: use the same on all hosts"),
+     "--nproc-list 1,1 --max-restarts 3: use the same arguments on all hosts"),
 ]  # fmt: skip
 
 
@@ -298,7 +298,8 @@ def test_second_launcher_of_a_host_is_refused(start: Start) -> None:
     wait_until_ready(second)
     done = start(1, "-n", 1, "--max-restarts", 3, script=WAITS).finish()
     assert done.returncode == 1
-    text = rf"aiocoll run: host 1 is \S+ \(process {second.process.pid}\) already: give each host its own --node-rank\n"
+    taken = rf"host number 1 is taken by \S+ \(process {second.process.pid}\)"
+    text = rf"aiocoll run: {taken}: give each host its own --node-rank\n"
     assert re.fullmatch(text, done.stderr)
     first.process.terminate()
     assert (first.finish().returncode, second.finish().returncode) == (143, 1)

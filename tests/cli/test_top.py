@@ -229,7 +229,7 @@ def test_outcome_of_a_job_can_be_read_after_the_removal_of_its_folder(env: Mappi
 def test_job_is_chosen_by_number_if_there_are_several(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
     nothing = top(tmp_path, env, "--once")
     assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert nothing.stderr.startswith("aiocoll top: no job that this user has started with aiocoll run is running here")
+    assert nothing.stderr.startswith("aiocoll top: this user runs no job on this host that `aiocoll run` has started")
     script = "import os, sys\nprint('ready', flush=True)\nos.read(os.open(sys.argv[1], os.O_RDWR), 1)\n"
     os.mkfifo(tmp_path / "fifo")
     both = [launch("-n", 1, script=script, args=[tmp_path / "fifo"], env=env) for _ in range(2)]
@@ -237,7 +237,7 @@ def test_job_is_chosen_by_number_if_there_are_several(launch: Launch, env: Mappi
         job.read("[0] ready")
     several = top(tmp_path, env, "--once")
     assert several.returncode == 2
-    assert "several jobs run here; give the number of one:" in several.stderr
+    assert "several jobs run here; pass the number of one of them as JOB:" in several.stderr
     first, second = (job.process.pid for job in both)
     assert all(f"\n  {number}  1 ranks  " in several.stderr for number in (first, second))
     one = top(tmp_path, env, "--once", str(first))
@@ -267,7 +267,7 @@ def test_launchers_in_several_containers_may_have_the_same_pid(
             ]
             several = top(tmp_path, env, "--once", "1")
             assert several.returncode == 2
-            assert f"jobs in several containers have number 1; give the folder of one:\n  {first}  a.py\n" in (
+            assert f"jobs in several containers have number 1; pass the folder of one as JOB:\n  {first}  a.py\n" in (
                 several.stderr
             )
             assert top(tmp_path, env, "--once", second).stdout == "no rank has an open group\n"

@@ -275,7 +275,7 @@ def test_live_table_leaves_room_for_the_verdict() -> None:
         console.print(terminal.render("job 7", [wide_group(60)], 80, 24))
         lines = console.export_text().splitlines()
     assert len(lines) <= 24
-    assert "and 52 more ranks, which are waited for less" in lines
+    assert "and 52 more ranks, for which others wait less" in lines
 
 
 # -- the verdict

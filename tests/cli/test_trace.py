@@ -78,7 +78,7 @@ async def test_hang_names_the_collective_the_line_and_the_missing_rank(
     # The dumps of the waiting ranks do not show the calls of the missing one.
     code, output = trace(capsys, *(files(tmp_path)[rank] for rank in (0, 2)))
     assert code == 1
-    assert "no dump of rank 1: killed, blocked, or not given here" in output
+    assert "no dump of rank 1: killed, blocked, or its dump was not passed" in output
     assert "\n    rank 1, as its peers recorded it: waiting in RECV; last in ALLGATHER_OBJECT, " in output
     assert "missing" not in output
 
@@ -357,7 +357,7 @@ def valid_dump(**changes: Any) -> dict[str, Any]:
         (valid_dump(rank=2), "is damaged: rank: it is not a rank of the group"),
         (valid_dump(rank=True), "is damaged: rank: True is not a number"),
         (valid_dump(clock={}), "is damaged: clock: host is missing"),
-        (valid_dump(entries=[1]), "is damaged: entries: one is not a map"),
+        (valid_dump(entries=[1]), "is damaged: entries: an entry is not a map"),
         (valid_dump(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),
         ({key: value for key, value in valid_dump().items() if key != "cause"}, "is damaged: cause is missing"),
     ],
@@ -377,10 +377,16 @@ def test_dumps_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: p
     one.write_text(json.dumps(valid_dump()))
     two.write_text(json.dumps(valid_dump()))
     code, output = trace(capsys, one, two)
-    assert (code, f"{one} and {two} are both of rank 0 of group 'g': give one per rank" in output) == (2, True)
+    assert (code, f"{one} and {two} are both dumps of rank 0 of group 'g': give one dump per rank" in output) == (
+        2,
+        True,
+    )
     two.write_text(json.dumps(valid_dump(rank=1, global_ranks=[0, 2])))
     code, output = trace(capsys, one, two)
-    assert (code, f"{one} and {two} disagree on the ranks of group 'g': they are of two jobs" in output) == (2, True)
+    assert (code, f"{one} and {two} disagree on the ranks of group 'g': they are from different jobs" in output) == (
+        2,
+        True,
+    )
 
 
 def test_unwritable_trace_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,8 +95,11 @@ def test_state_dict_is_broadcast_to_all_ranks() -> None:
 def test_unsupported_tensor_is_refused() -> None:
     for given, why in (
         (torch().nn.Parameter(torch().ones(1)), r"Parameter would arrive as a torch.Tensor: send x.detach\(\)"),
-        (torch().eye(2).to_sparse(), "a torch tensor of float32, torch.sparse_coo on cpu: send a dense one on the CPU"),
-        (torch().ones(1, device="meta"), "on meta: send a dense one"),
+        (
+            torch().eye(2).to_sparse(),
+            "a torch tensor of float32, torch.sparse_coo on cpu: send a dense tensor on the CPU",
+        ),
+        (torch().ones(1, device="meta"), "on meta: send a dense tensor"),
     ):
         with pytest.raises(SerializationError, match=rf"cannot send obj\[0\]: .*{why}"):
             dumps([given])

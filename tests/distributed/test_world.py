@@ -195,7 +195,7 @@ async def test_threads_with_a_loop_are_separate_ranks() -> None:
 async def test_init_refuses_the_same_arguments_as_new_group() -> None:
     with pytest.raises(ValueError, match="exclude each other"):
         await dist.init_process_group(init_method="env://", store=HashStore())
-    with pytest.raises(ValueError, match=r"backend='gloo' is not known; .*, or leave backend out: only torch has"):
+    with pytest.raises(ValueError, match=r"backend='gloo' is not known; .*, or leave out backend=: only torch has"):
         await dist.init_process_group("gloo")
     with pytest.raises(ValueError, match="rank is missing"):
         await dist.init_process_group(store=HashStore(), world_size=2)

@@ -100,7 +100,8 @@ def test_tensors_without_memory_of_their_own_are_refused(torch: Any) -> None:
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
         assert not is_sparse(nested)
-        with pytest.raises(TypeError, match=r"^x must be a dense tensor on .*, not a nested one; pass its parts$"):
+        expected = r"^x must be a dense tensor on .*, not a nested tensor; pass its component tensors$"
+        with pytest.raises(TypeError, match=expected):
             view(nested, name="x")
     with FakeTensorMode():
         fake = torch.ones(3)

@@ -521,7 +521,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
         RedisStore(b"redis://host")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="job must be str, got int"):
         RedisStore("redis://host", job=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tls_ca, tls_certificate and tls_key are for a url that begins with rediss"):
+    with pytest.raises(ValueError, match="tls_ca, tls_certificate and tls_key need a url that begins with rediss"):
         RedisStore("redis://host", tls_ca="ca.pem")
     with pytest.raises(ValueError, match="tls_certificate and tls_key belong together"):
         RedisStore("rediss://host", tls_certificate="own.pem")

@@ -117,7 +117,7 @@ async def test_timeout_shows_the_place_of_every_rank(monkeypatch: pytest.MonkeyP
     assert "in hang" in spins
     assert "Fatal Python error: Aborted" in holds
     assert "in hang" in holds
-    assert stopped == "  it does not answer, and cannot even abort: it may be stopped\n"
+    assert stopped == "  it does not answer, and SIGABRT does not end it: it may be stopped\n"
 
 
 async def wait_until_all_hang(file: Path) -> None:

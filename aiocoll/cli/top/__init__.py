@@ -1,1 +1,1 @@
-"""`aiocoll top`: what the ranks of a running job do, on a terminal, as JSON, or on a page."""
+"""`aiocoll top`: the activity of a running job's ranks, on a terminal, as JSON, or on a web page."""

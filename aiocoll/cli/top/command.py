@@ -23,7 +23,7 @@ from aiocoll.top.viewer import Viewer
 
 __all__ = ["Watch", "configure"]
 
-#: Seconds between two requests, and seconds to wait for the answers.
+#: Seconds between two requests to the ranks, and seconds to wait for their answers.
 INTERVAL: Final = 1.0
 MAX_WAIT: Final = 0.4
 
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "The live table needs rich: pip install 'aiocoll[top]'.",
     )
     parser.add_argument(
-        "job", nargs="?", metavar="JOB", help="number of the launcher, or the folder of AIOCOLL_TOP_DIR"
+        "job", nargs="?", metavar="JOB", help="process id of the launcher, or the folder of AIOCOLL_TOP_DIR"
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print a line of JSON per second")
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 class Watch:
-    """A viewer of a job that keeps the last state of its groups after the end of the job.
+    """A viewer of a job, which keeps the last state of the job's groups after the job has ended.
 
     Args:
         folder: the folder in which the ranks listen.
@@ -76,7 +76,7 @@ class Watch:
         self._viewer.request_answers(MAX_WAIT)
         self.load = _read_load()
         groups = self._model.look(self._viewer.processes.values(), time.monotonic(), self.load)
-        # When a job ends, its ranks close their groups one after another: keep the state before that.
+        # At the end of a job, ranks close their groups one after another. Keep the state from before that.
         if any(_is_running(group) for group in groups):
             self._last = groups
         return groups
@@ -105,7 +105,7 @@ class Watch:
 
     @property
     def last(self) -> list[GroupView]:
-        """Return the groups in the last answers while a group was open."""
+        """Return the groups as they were when a group was last open."""
         return self._last
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
         serve(title, watch.news, lambda address: print(address, flush=True))
         return 0
     if not sys.stdout.isatty():
-        write_stderr(["aiocoll top: standard output is no terminal; use --once for text, or --json for data"])
+        write_stderr(["aiocoll top: standard output is not a terminal; use --once for text, or --json for data"])
         return 2
     from aiocoll.cli.top import terminal
 
@@ -183,7 +183,7 @@ def _print(args: argparse.Namespace, watch: Watch) -> int:
 
 
 class _JobNotFoundError(Exception):
-    """No job matches, or several do."""
+    """Raised if no running job, or more than one, matches the argument JOB."""
 
 
 def _find(job: str | None) -> tuple[str, str]:
@@ -202,14 +202,14 @@ def _find(job: str | None) -> tuple[str, str]:
         return f"job {found[0].number}: {found[0].command}", found[0].folder
     if not running:
         raise _JobNotFoundError(
-            "no job that this user has started with aiocoll run is running here; for ranks that something else "
-            "has started, set AIOCOLL_TOP_DIR for them, and pass that folder as JOB"
+            "this user runs no job on this host that `aiocoll run` has started; for ranks that another program "
+            "has started, set AIOCOLL_TOP_DIR to a folder in their environment, and pass that folder as JOB"
         )
     if job is None:
-        raise _JobNotFoundError(f"several jobs run here; give the number of one:{_list_jobs(running)}")
+        raise _JobNotFoundError(f"several jobs run here; pass the number of one of them as JOB:{_list_jobs(running)}")
     if found:
         lines = "".join(f"\n  {each.folder}  {each.command}" for each in found)
-        raise _JobNotFoundError(f"jobs in several containers have number {job}; give the folder of one:{lines}")
+        raise _JobNotFoundError(f"jobs in several containers have number {job}; pass the folder of one as JOB:{lines}")
     raise _JobNotFoundError(f"no job {job} of this user runs here; these do:{_list_jobs(running)}")
 
 

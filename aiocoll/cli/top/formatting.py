@@ -1,4 +1,4 @@
-"""The texts of `aiocoll top`: cells of tables and the lines around them, as plain text or for `rich`."""
+"""Texts of `aiocoll top`: table cells and the lines around tables, as plain text or for `rich`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 #: States in which a rank delays the others.
 LIMITED: Final = ("late", "blocked", "stopped", "silent", "slow")
 BAD: Final = ("gone", "lost")
-#: Largest number of rows of a group; further ranks are only counted.
+#: Maximum number of ranks in the table of a group; further ranks are only counted.
 ROWS: Final = 40
-#: Smallest width at which process ids are shown.
+#: Minimum terminal width at which process ids are shown.
 WIDE: Final = 100
-#: Smallest number of rounds that are shown as history.
+#: Minimum number of rounds for which the bar chart is shown.
 ROUNDS: Final = 3
 _BARS: Final = "▁▂▃▄▅▆▇█"
 
@@ -44,7 +44,7 @@ Table = tuple[Sequence[str], int, list[Sequence[str]]]
 
 
 def format_headline(group: GroupView) -> str:
-    """Return the line above a group."""
+    """Return the line above the tables of a group: name, size, state and rates."""
     rates = "" if group.ops is None else f", {_count(group.ops)} ops/s, {size(group.nbytes)}/s"
     state = group.state if group.cause is None else f"{group.state}: {group.cause}"
     return f"{group.name}: {group.size} ranks, {state}{rates}"
@@ -59,7 +59,7 @@ def format_host_load(load: HostLoad | None) -> str:
 
 
 def history(group: GroupView) -> str:
-    """Return the operations per second of the last rounds as a line of bars; "" if there are too few rounds."""
+    """Return a line with a bar chart of the operations per second in the last rounds; "" for too few rounds."""
     if len(group.history) < ROUNDS:
         return ""
     most = max(group.history) or 1.0
@@ -102,9 +102,9 @@ def kind_table(group: GroupView) -> Table:
 
 
 def notes(group: GroupView, most: int = ROWS) -> Iterable[tuple[str, str]]:
-    """Yield the lines below the table of ranks, each with the rank state that it describes, or ""."""
+    """Yield pairs of a rank state (or "") and a line about it, to print below the table of ranks."""
     if len(group.ranks) > most:
-        yield "", f"and {len(group.ranks) - most} more ranks, which are waited for less"
+        yield "", f"and {len(group.ranks) - most} more ranks, for which others wait less"
     by_detail: dict[tuple[str, str], list[int]] = {}
     for rank in group.ranks:
         if rank.detail and rank.state not in ("revoked", "remote", "closed", "left"):
@@ -114,7 +114,7 @@ def notes(group: GroupView, most: int = ROWS) -> Iterable[tuple[str, str]]:
     for each in group.pending:
         yield "", _in_flight(each)
     if not group.counted:
-        yield "", "its ranks do not count operations: GroupOptions(stats=False), or AIOCOLL_STATS=0"
+        yield "", "no rates: GroupOptions(stats=False) or AIOCOLL_STATS=0 disables the counters of the ranks"
 
 
 def format_groups(groups: Sequence[GroupView], width: int, load: HostLoad | None = None) -> str:
@@ -135,7 +135,7 @@ def format_groups(groups: Sequence[GroupView], width: int, load: HostLoad | None
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return seconds with a unit."""
+    """Return a time in seconds as text with a unit."""
     if seconds is None:
         return "-"
     if seconds < 1e-3:
@@ -144,7 +144,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def size(nbytes: float | None) -> str:
-    """Return bytes with a unit."""
+    """Return a number of bytes as text with a unit."""
     if nbytes is None:
         return "-"
     step = min(max(int(nbytes).bit_length() - 1, 0) // 10, len(_UNITS) - 1)

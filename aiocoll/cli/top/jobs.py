@@ -59,7 +59,7 @@ class JobOutcome(NamedTuple):
 
 
 class JobFolder(NamedTuple):
-    """The folder of a running job.
+    """The folder of a job that this process launches.
 
     Attributes:
         path: its path.
@@ -72,7 +72,7 @@ class JobFolder(NamedTuple):
 
 @contextmanager
 def job_folder(env: Mapping[str, str], command: Sequence[str], ranks: int) -> Iterator[JobFolder]:
-    """Make the folder of the job that this process launches, and remove it at the end.
+    """Make the folder of the job that this process launches; remove it after the block.
 
     Args:
         env: the environment.
@@ -110,7 +110,7 @@ def job_folder(env: Mapping[str, str], command: Sequence[str], ranks: int) -> It
 
 
 def open_description(folder: str) -> TextIO | None:
-    """Open the file about a job, for `read_end`; return None if the job has none."""
+    """Open the file that describes a job, for `read_end`; return None if the job has no such file."""
     try:
         return open(os.path.join(folder, _FILE), encoding="utf-8")
     except OSError:
@@ -118,7 +118,7 @@ def open_description(folder: str) -> TextIO | None:
 
 
 def read_end(file: TextIO) -> JobOutcome | None:
-    """Return the outcome of a job, from the file that `open_description` has opened; None if there is none yet."""
+    """Read the outcome of a job from the file that `open_description` has opened; return None before its end."""
     with suppress(OSError, ValueError, KeyError, IndexError):
         file.seek(0)
         found = json.loads(file.read().splitlines()[1])
@@ -127,7 +127,7 @@ def read_end(file: TextIO) -> JobOutcome | None:
 
 
 def jobs(env: Mapping[str, str]) -> list[Job]:
-    """Return the jobs that run, oldest first.
+    """Return this user's running jobs on this host, oldest first.
 
     Raises:
         RendezvousError: the parent folder belongs to another user.
@@ -141,14 +141,14 @@ def jobs(env: Mapping[str, str]) -> list[Job]:
 
 
 def _sweep(parent: str) -> None:
-    """Remove the folders of launchers that were killed."""
+    """Remove the folders that killed launchers have left behind."""
     for folder, _, over in _read(parent):
         if over:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(parent: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Yield the folder of each job, the content of its file, and whether its launcher has ended."""
+    """Yield for each job its folder, the content of its description, and whether its launcher has ended."""
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(parent)):
             folder = os.path.join(parent, name)
@@ -169,7 +169,7 @@ def _has_launcher_ended(about: Mapping[str, Any], file: TextIO) -> bool:
 
 
 def _lock(file: TextIO, operation: int) -> bool:
-    """Take a lock; return whether that succeeded. Some file systems have no locks."""
+    """Lock a file; return whether that succeeded, since another process may hold the lock, or locks may be missing."""
     try:
         fcntl.flock(file, operation)
     except OSError:

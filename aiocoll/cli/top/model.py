@@ -1,4 +1,4 @@
-"""The content of `aiocoll top`: a verdict per group, the state of its ranks, and rates between two answers."""
+"""Content of `aiocoll top`: a verdict per group, the states of its ranks, and rates between two answers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from aiocoll.top.viewer import Process, State
 
 __all__ = ["GroupView", "HostLoad", "KindView", "Model", "PendingView", "RankView"]
 
-#: Seconds for which a group is shown after its last rank has left.
+#: Seconds for which a group is still shown after its last rank has left.
 KEPT: Final = 5.0
-#: Largest numbers of kinds of operations, and of pending operations, per group.
+#: Maximum number of kinds of operations, and of pending operations, shown per group.
 KINDS: Final = 6
 PENDING: Final = 5
 #: Number of rounds in the history of a group.
 HISTORY: Final = 60
-#: A rank is called late if the others wait for it this share of the time, and this many times longer than for any other
-#: rank. In a healthy job with as many ranks as cores, shares of 46 % and 32 % on two ranks were measured.
+#: A rank is late if others wait for it for at least this share of the time, and this many times longer than for any
+#: other rank. In a healthy job with as many ranks as cores, shares of 46 % and 32 % on two ranks were measured.
 LATE_SHARE: Final = 0.5
 LATE_FACTOR: Final = 2.0
-#: Share of the time in waits from which the load of the host is named as the reason.
+#: Share of the time in waits from which the verdict names the load of the host as the reason.
 WAIT_SHARE: Final = 0.2
-#: The host is called overloaded if its load average per core is larger.
+#: Load average per core above which the host counts as overloaded.
 OVERLOAD: Final = 1.5
 
 _Kind = tuple[str, str | None, str]
@@ -35,7 +35,7 @@ _Histogram = dict[float, int]
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """The view of a rank in a group. Rates are None until there are two answers.
+    """A row about one rank of a group. Rates are None until the rank has answered twice.
 
     Attributes:
         rank: number of the rank in the group.
@@ -73,7 +73,7 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class KindView:
-    """The operations of one kind in a group: rates per second of the rank with most, and percentiles of times."""
+    """A row about one kind of operation in a group: rates of the busiest rank, and percentiles of times."""
 
     op: str
     algorithm: str | None
@@ -86,7 +86,7 @@ class KindView:
 
 @dataclass(frozen=True, slots=True)
 class PendingView:
-    """Operations in flight that are the same on several ranks.
+    """An operation in flight, as one or several ranks report it.
 
     Attributes:
         op: name of the operation.
@@ -105,7 +105,7 @@ class PendingView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """The view of a group.
+    """Everything that `aiocoll top` shows about a group.
 
     Attributes:
         name: name of the group.
@@ -140,7 +140,7 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """The load of this host.
+    """The CPU load of this host.
 
     Attributes:
         average: load average of the last minute: processes that run or wait for a core.
@@ -158,18 +158,18 @@ class HostLoad:
 
 @dataclass(slots=True)
 class _Report:
-    """The last two reports of one rank about itself in one group."""
+    """The last two answers of a rank about one of its groups."""
 
     process: Process
     now: dict[str, Any]
     before: dict[str, Any] | None = None
-    #: Shares of the time between the reports in which it waited: for each rank, and for all. None if unknown.
+    #: Shares of the time between the two answers: waits of the rank for each other rank, and for any. None: unknown.
     waited: dict[int, float] | None = None
     waits: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Return the seconds between the two reports."""
+        """Return the seconds between the two answers."""
         return 0.0 if self.before is None else self.now["time"] - self.before["time"]
 
 
@@ -184,14 +184,14 @@ class _Group:
 
 
 class Model:
-    """The last answers of all ranks, by group."""
+    """The last answers of all ranks, by group, from which each round computes the views of the groups."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], _Group] = {}
         self._answers: dict[int, float] = {}
 
     def look(self, processes: Iterable[Process], now: float, load: HostLoad | None = None) -> list[GroupView]:
-        """Return the groups after another round of requests.
+        """Add the answers of a round of requests, and return the views of all groups.
 
         Args:
             processes: the processes that received a request.
@@ -202,9 +202,9 @@ class Model:
         for process in by_number.values():
             if self._answers.get(process.number) != process.answered:
                 self._answers[process.number] = process.answered
-                for said in process.groups:
-                    if "error" not in said:
-                        self._take(process, said)
+                for answer in process.groups:
+                    if "error" not in answer:
+                        self._take(process, answer)
         for key, group in list(self._groups.items()):
             if any(_is_shown(key, report) for report in group.reports.values()):
                 group.seen = now
@@ -212,33 +212,33 @@ class Model:
                 del self._groups[key]
         return [_group_view(key, group, by_number, now, load) for key, group in sorted(self._groups.items())]
 
-    def _take(self, process: Process, said: dict[str, Any]) -> None:
-        group = self._groups.setdefault((said["name"], said["id"]), _Group())
+    def _take(self, process: Process, answer: dict[str, Any]) -> None:
+        group = self._groups.setdefault((answer["name"], answer["id"]), _Group())
         group.has_news = True
-        known = group.reports.get(said["rank"])
-        is_same = known is not None and known.process is process and known.now["time"] < said["time"]
-        report = _Report(process, said, known.now if known is not None and is_same else None)
-        _measure_waits(report, group.ahead.setdefault(said["rank"], {}))
-        group.reports[said["rank"]] = report
+        known = group.reports.get(answer["rank"])
+        is_same = known is not None and known.process is process and known.now["time"] < answer["time"]
+        report = _Report(process, answer, known.now if known is not None and is_same else None)
+        _measure_waits(report, group.ahead.setdefault(answer["rank"], {}))
+        group.reports[answer["rank"]] = report
 
 
 def _is_shown(key: tuple[str, int], report: _Report) -> bool:
-    """Return whether the rank of a report is still in the group, and its process is alive."""
+    """Return whether a rank is still shown: it is in the group, and its process lives."""
     process = report.process
     if process.state in (State.GONE, State.CLOSED):
         return False
-    return any((said.get("name"), said.get("id")) == key for said in process.groups)
+    return any((answer.get("name"), answer.get("id")) == key for answer in process.groups)
 
 
 def _group_view(
     key: tuple[str, int], group: _Group, processes: Mapping[int, Process], now: float, load: HostLoad | None
 ) -> GroupView:
     reports = group.reports
-    any_said = next(iter(reports.values())).now
-    size = any_said["size"]
+    any_answer = next(iter(reports.values())).now
+    size = any_answer["size"]
     alive = [each for each in reports.values() if _is_shown(key, each)]
     waited_for, missing = _waiting_shares(alive)
-    states = _States(key, reports, alive, any_said["processes"], processes)
+    states = _States(key, reports, alive, any_answer["processes"], processes)
     ranks = [_rank_view(rank, reports.get(rank), states, now, waited_for, missing) for rank in range(size)]
     ranks.sort(
         key=lambda each: (
@@ -283,12 +283,12 @@ def _assess_group(
     is_open: bool,
     load: HostLoad | None,
 ) -> tuple[str, tuple[int, ...]]:
-    """Return the state of the group in one sentence, and the ranks that it blames; `ranks` has the worst first."""
+    """Return the verdict on a group and the ranks that it blames; `ranks` begins with the worst."""
     worst = ranks[0]
     same = tuple(sorted(each.rank for each in ranks if each.state == worst.state))
     waited = next((each for each in pending if set(each.missing) & set(same)), None)
     waits = "" if waited is None else f"; {_waiters(waited)}"
-    # The callers of a line that blocks the loop are in the notes below the table.
+    # Omit the callers of the line that blocks the loop: the notes below the table show them.
     detail = f": {worst.detail.partition(', called from')[0]}" if worst.detail and len(same) == 1 else ""
     if not is_open:
         if worst.state in ("stopped", "silent"):
@@ -329,7 +329,7 @@ def _waiters(waited: PendingView) -> str:
 
 
 def _waiting_shares(reports: Sequence[_Report]) -> tuple[dict[int, float] | None, dict[int, int]]:
-    """Return, by rank, the average share of the time in which others waited for it, and its number of missed calls.
+    """Return by rank the average share of time in which others waited for it, and by rank its number of missed calls.
 
     The shares are None before there are two answers.
     """
@@ -347,7 +347,7 @@ def _waiting_shares(reports: Sequence[_Report]) -> tuple[dict[int, float] | None
 
 
 def _measure_waits(report: _Report, ahead: dict[int, float]) -> None:
-    """Set `waited` and `waits` of a report: the waits of a rank since its previous answer.
+    """Compute the attributes `waited` and `waits` of a report: the rank's waits since its previous answer.
 
     The rank itself counts a wait only when the call ends. A wait of ten seconds would then appear as 1000 % in its last
     second. Instead it appears as 100 % in each of the ten seconds: waits in flight are counted in advance, and
@@ -380,7 +380,7 @@ def _measure_waits(report: _Report, ahead: dict[int, float]) -> None:
 
 
 class _States:
-    """The states of the ranks of a group, from all reports and the states of their processes."""
+    """The states of a group's ranks, derived from all reports and from the states of their processes."""
 
     def __init__(
         self,
@@ -404,7 +404,7 @@ class _States:
         return self._numbers[rank] if report is None else report.process.number
 
     def of(self, rank: int, report: _Report | None, now: float) -> tuple[str, str]:
-        """Return the state of a rank, and its details as text."""
+        """Return the state of a rank, and details about it as text."""
         number = self._numbers[rank]
         process = report.process if report is not None else None if number is None else self._processes.get(number)
         if process is not None:
@@ -417,13 +417,13 @@ class _States:
             if process.state == State.SILENT:
                 return "silent", f"process {process.number} lives and does not answer: {silent}"
         if report is not None:
-            said = report.now
+            answer = report.now
             if not _is_shown(self._key, report):
                 return "closed", "it has closed the group"
-            if said["blocked"] is not None:
+            if answer["blocked"] is not None:
                 return (
                     "blocked",
-                    f"its event loop has been blocked for {said['blocked'][0]:.1f} s, at {said['blocked'][1]}",
+                    f"its event loop has been blocked for {answer['blocked'][0]:.1f} s, at {answer['blocked'][1]}",
                 )
         if rank in self._lost:
             how, text = self._lost[rank]
@@ -476,7 +476,7 @@ def _rank_view(
 
 
 def _operations_between_reports(report: _Report) -> dict[_Kind, tuple[_Histogram, float]]:
-    """Return, by kind, the histogram and the bytes of operations that ended between the two answers."""
+    """Return, by kind, a histogram of the times and the bytes of operations that ended between two answers."""
     found: dict[_Kind, tuple[_Histogram, float]] = {}
     assert report.before is not None
     before = {tuple(row[:3]): row for row in report.before["operations"]}

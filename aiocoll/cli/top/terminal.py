@@ -32,7 +32,7 @@ except ImportError as error:
 
 __all__ = ["render", "watch"]
 
-#: Smallest number of rows of a group, and number of lines around them.
+#: Minimum number of rank rows of a group, and number of lines around these rows.
 LEAST: Final = 4
 AROUND: Final = 16
 
@@ -46,7 +46,7 @@ def watch(
     over: Callable[[], bool],
     interval: float,
 ) -> None:
-    """Show the groups that `sample` returns once per `interval`, until Ctrl-C or the end of the job."""
+    """Show the groups that `sample()` returns, updated every `interval` seconds, until Ctrl-C or the end of the job."""
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not over():
@@ -58,7 +58,7 @@ def watch(
 def render(
     title: str, groups: Sequence[GroupView], width: int, height: int, load: HostLoad | None = None
 ) -> RenderableType:
-    """Return the content of the screen, with as many ranks as fit above the other lines."""
+    """Return the content of the screen, with as many ranks as fit in `height` lines."""
     most = max(LEAST, height // max(1, len(groups)) - AROUND)
     about = " · ".join(filter(None, (title, format_host_load(load))))
     parts: list[RenderableType] = [Text(about, style="dim", overflow="ellipsis", no_wrap=True)]

@@ -1,4 +1,4 @@
-"""A web page on the loopback interface that shows the table and requests updates once a second.
+"""Web page of `aiocoll top` on the loopback interface, which updates its tables once a second.
 
 Each request needs the token of the printed address. The page has it in its query; update requests have it in a header,
 which no other page can make a browser send. Requests must name this server as their host, against DNS rebinding. The
@@ -22,13 +22,13 @@ from urllib.parse import parse_qs, urlsplit
 __all__ = ["Page", "serve"]
 
 HOST: Final = "127.0.0.1"
-#: Largest size of a request head in bytes; browsers send a few hundred.
+#: Maximum bytes of a request head. Browsers send a few hundred.
 LONGEST: Final = 8192
 #: Seconds to receive a request and to send the answer.
 MAX_WAIT: Final = 5.0
-#: Largest number of connections; a browser opens six at most.
+#: Maximum number of connections. A browser opens at most six.
 MOST: Final = 32
-#: Seconds for which one update serves all requests.
+#: Seconds for which an update is reused for further requests.
 FRESH: Final = 0.9
 
 _HEADERS: Final = (
@@ -46,7 +46,7 @@ _POLICY: Final = (
 
 
 class _RequestError(Exception):
-    """An error in a request, with the HTTP status of the response."""
+    """Raised for an invalid HTTP request, with the HTTP status of the response."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -54,7 +54,7 @@ class _RequestError(Exception):
 
 
 class Page:
-    """A server of the page.
+    """The HTTP server of the page.
 
     Args:
         title: title of the job.
@@ -76,7 +76,7 @@ class Page:
         self._connections = 0
 
     async def listen(self) -> asyncio.Server:
-        """Listen on a free port of the loopback."""
+        """Listen on a free port of the loopback interface."""
         server = await asyncio.start_server(self._connected, HOST, 0, limit=LONGEST)
         self.port = server.sockets[0].getsockname()[1]
         return server
@@ -155,7 +155,7 @@ def serve(title: str, news: Callable[[], dict[str, Any]], show_address: Callable
 
 
 def _parse(head: bytes) -> tuple[str, dict[str, list[str]], dict[str, str]]:
-    """Return path, query and headers of a request; header names are in lower case."""
+    """Parse the head of a request; return its path, query and headers, with header names in lower case."""
     first, *lines = head.decode("latin-1").split("\r\n")[:-2]
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
@@ -184,5 +184,5 @@ def _response(
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a string literal that cannot end the script around it."""
+    """Return a text as a JavaScript string literal that cannot end the script element around it."""
     return json.dumps(text).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

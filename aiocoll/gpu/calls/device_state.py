@@ -126,14 +126,16 @@ class DeviceState:
         else:
             call.join_program_order(self.order, ahead=True)
 
-    def compare_calls(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
+    def compare_calls(self, operation: Agreed, encoded: Sequence[memoryview]) -> Difference | None:
         """Compare the calls of all ranks, as rank 0; return their difference, or let them start in their turn."""
         # Fast path: usually all ranks send the same bytes.
-        alike = all(each == said[0] for each in said)
-        told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
+        all_equal = all(each == encoded[0] for each in encoded)
+        calls = (
+            [msgpack.unpackb(encoded[0])] * len(encoded) if all_equal else [msgpack.unpackb(each) for each in encoded]
+        )
         found = None
-        if not alike or operation.is_private():
-            found = compare(self.comm.name, [_describe_numbered_call(*each[:3]) for each in told])
+        if not all_equal or operation.is_private():
+            found = compare(self.comm.name, [_describe_numbered_call(*each[:3]) for each in calls])
         if found is None:
             self._complete.append(operation)
             self._begin_complete()

@@ -1,4 +1,4 @@
-"""Groups of Ray actors, from the side of the driver: forming, calling and repairing them."""
+"""Groups of Ray actors: the driver's code to form, call and repair them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util import get_node_ip_address
 
 from aiocoll.errors import GroupClosedError, GroupError
-from aiocoll.integrations.parts import Parts, State, wait_for_all
+from aiocoll.integrations.membership import Memberships, State, wait_for_all
 from aiocoll.integrations.programs import RankLostError, Ranks
-from aiocoll.integrations.ray.calls import ask, cause_of, checked, is_loss
+from aiocoll.integrations.ray.calls import call_actor, cause_of, check_actor, is_loss
 from aiocoll.log import logger
 from aiocoll.rendezvous.tickets import Meeting, Ticket
 
 __all__ = ["group"]
 
-#: Seconds between two calls of an actor that Ray restarts.
+#: Seconds between two attempts to reach an actor that Ray restarts.
 AGAIN = 0.1
-#: Seconds within which actors must leave the group.
+#: Seconds to wait until the actors have left the group.
 END = 5.0
 
 
@@ -60,11 +60,11 @@ class group:
     ) -> None:
         if not actors:
             raise ValueError("actors is empty: a group has at least one rank")
-        self._actors = {number: checked(actor, f"actors[{number}]") for number, actor in enumerate(actors)}
+        self._actors = {number: check_actor(actor, f"actors[{number}]") for number, actor in enumerate(actors)}
         self._replace = replace
         self._wait = wait
         self._given = {"host": get_node_ip_address(), **meeting}
-        self._parts = Parts(self._join, self._abort, self._given)
+        self._memberships = Memberships(self._join, self._abort, self._given)
         self._closed = False
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -83,7 +83,7 @@ class group:
 
     @property
     def actors(self) -> list[Any]:
-        """Handles of the actors, in the order of the first group. After a death the list may have a new handle."""
+        """Handles of the actors, in the order of the first group. A replaced actor has a new handle."""
         return list(self._actors.values())
 
     async def call(self, what: str | Callable[..., Any], *args: Any) -> list[Any]:
@@ -119,11 +119,11 @@ class group:
     async def aclose(self) -> None:
         """Make all actors leave the group. The actors continue to run."""
         self._closed = True
-        members = [self._actors[number] for number in self._parts.joined if number in self._actors]
-        await self._parts.end()
+        members = [self._actors[number] for number in self._memberships.joined if number in self._actors]
+        await self._memberships.end()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END):
-                await asyncio.gather(*(ask(actor, "aiocoll_leave") for actor in members), return_exceptions=True)
+                await asyncio.gather(*(call_actor(actor, "aiocoll_leave") for actor in members), return_exceptions=True)
 
     # -- calls
 
@@ -132,8 +132,8 @@ class group:
             calls = (self._call_one(number, method, args) for number in self._actors)
             results = await asyncio.gather(*calls, return_exceptions=True)
         except asyncio.CancelledError:
-            for number in self._parts.joined:
-                self._parts.report(number, "the driver cancelled the call")
+            for number in self._memberships.joined:
+                self._memberships.report(number, "the driver cancelled the call")
             raise
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -142,11 +142,11 @@ class group:
         return results
 
     async def _call_one(self, number: int, method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of one actor. If it fails, report its death or abort the group: the others must not wait."""
+        """Call a method of one actor. On failure, report its death or abort the group, so that no other actor waits."""
         try:
-            return await ask(self._actors[number], method, *args)
+            return await call_actor(self._actors[number], method, *args)
         except RayActorError as error:
-            self._parts.report(number, error)
+            self._memberships.report(number, error)
             raise
         except RayError as error:
             if not is_loss(error):
@@ -162,7 +162,7 @@ class group:
             if numbers[rank] not in self._actors:
                 await asyncio.get_running_loop().create_future()  # waits until the other ranks have ended
             try:
-                return await ask(self._actors[numbers[rank]], "aiocoll_run", ticket, program, args)
+                return await call_actor(self._actors[numbers[rank]], "aiocoll_run", ticket, program, args)
             except RayActorError as error:
                 raise RankLostError(str(error)) from error
 
@@ -173,40 +173,42 @@ class group:
             await self._mend()
         return results
 
-    # -- mending
+    # -- repairing the group
 
     async def _mend(self) -> None:
-        """Wait until all actors are in one group; make actors that are not in it join."""
+        """Wait until all actors are in one group; make actors outside the group join it."""
         async with asyncio.timeout(self._wait):
             while True:
                 try:
-                    if await self._are_whole():
-                        return await wait_for_all(ask(actor, "regrouped") for actor in self.actors)
+                    if await self._ensure_one_group():
+                        return await wait_for_all(call_actor(actor, "regrouped") for actor in self.actors)
                 except (GroupError, RayActorError) as error:
                     logger.info("the group of actors is not complete; trying again: %s", error)
                 await asyncio.sleep(AGAIN)
 
-    async def _are_whole(self) -> bool:
+    async def _ensure_one_group(self) -> bool:
         numbers = list(self._actors)
         states = zip(numbers, await asyncio.gather(*map(self._state, numbers)), strict=True)
-        return await self._parts.are_whole({number: state for number, state in states if number in self._actors})
+        return await self._memberships.ensure_one_group(
+            {number: state for number, state in states if number in self._actors}
+        )
 
     async def _join(self, number: int, ticket: Ticket) -> None:
-        await ask(self._actors[number], "aiocoll_join", ticket)
+        await call_actor(self._actors[number], "aiocoll_join", ticket)
 
     async def _abort(self, number: int, reason: str) -> None:
-        await ask(self._actors[number], "aiocoll_abort", reason)
+        await call_actor(self._actors[number], "aiocoll_abort", reason)
 
     async def _state(self, number: int) -> State | None:
-        """Return the state of an actor, after its restart; None if it died permanently and is not replaced."""
+        """Return an actor's report about its group; None if it died permanently and is not replaced."""
         while number in self._actors:
             try:
-                state: State | None = await ask(self._actors[number], "aiocoll_state")
+                state: State | None = await call_actor(self._actors[number], "aiocoll_state")
                 return state
             except ActorUnavailableError:
                 await asyncio.sleep(AGAIN)
             except RayActorError as error:
-                self._parts.report(number, error)
+                self._memberships.report(number, error)
                 self._substitute(number, error)
         return None
 
@@ -214,8 +216,8 @@ class group:
         """Replace an actor that has died permanently, or remove it if there is no replacement."""
         actor = None if self._replace is None else self._replace(number)
         if actor is not None:
-            self._actors[number] = checked(actor, f"replace({number})")
-        elif not self._parts.has_meeting or len(self._actors) == 1:
+            self._actors[number] = check_actor(actor, f"replace({number})")
+        elif not self._memberships.has_meeting or len(self._actors) == 1:
             raise RuntimeError(
                 f"actor {number} has died and is not replaced: {error}; pass replace=, or set max_restarts"
             ) from error

@@ -1,4 +1,4 @@
-"""Groups of `ray.util.collective` with the backend "aiocoll". Ray imports torch for it, if torch is installed."""
+"""The backend "aiocoll" of `ray.util.collective`. Ray imports torch with it, if torch is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPS = {
 
 
 class _Host:
-    """A named actor that holds the meeting of a group until all its ranks have left."""
+    """A named Ray actor that holds the meeting of a group until all ranks have left the group."""
 
     def __init__(self, world_size: int) -> None:
         self._meeting = Meeting(world_size, host=ray.util.get_node_ip_address())
@@ -31,11 +31,11 @@ class _Host:
         self._left = 0
 
     def ticket(self, rank: int) -> Ticket:
-        """Return the ticket of a rank."""
+        """Return the ticket with which a process joins as `rank`."""
         return self._meeting.ticket(rank)
 
     def leave(self) -> None:
-        """Record that a rank has left. The last rank to leave ends this actor."""
+        """Record that a rank has left the group. When the last rank has left, this actor ends."""
         self._left += 1
         if self._left == self._meeting.world_size:
             self._meeting.__exit__()
@@ -43,7 +43,7 @@ class _Host:
 
 
 class Group(BaseGroup):  # type: ignore[misc]
-    """A group of `ray.util.collective`. Each call gets its tensor as a list of one."""
+    """A group of `ray.util.collective`. Each call receives its tensor in a list with one entry."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
@@ -88,7 +88,7 @@ class Group(BaseGroup):  # type: ignore[misc]
         self._group.broadcast(tensor[0], broadcast_options.root_rank)
 
     def reducescatter(self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any) -> None:
-        """Reduce a list of tensors, with one of the results on each rank."""
+        """Reduce the r-th tensors of all ranks' lists into the tensor of rank r."""
         self._group.reduce_scatter(tensor[0], tensor_list[0], _OPS[reducescatter_options.reduceOp])
 
     def send(self, tensor: list[Any], send_options: Any) -> None:

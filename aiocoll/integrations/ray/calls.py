@@ -1,4 +1,4 @@
-"""Calls of actor methods, and the classification of their errors."""
+"""Calls of Ray actor methods, and the classification of their errors."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from aiocoll.errors import GroupRevokedError, PeerLostError
 
-__all__ = ["ask", "cause_of", "checked", "is_loss"]
+__all__ = ["call_actor", "cause_of", "check_actor", "is_loss"]
 
 
-def checked(actor: Any, name: str) -> Any:
-    """Return the handle of an actor, after the check that it can be a rank; `name` is its name in the error."""
+def check_actor(actor: Any, name: str) -> Any:
+    """Return `actor` after a check that it is an actor that can be a rank; the error calls it `name`."""
     if not hasattr(actor, "aiocoll_state"):
         raise TypeError(f"{name} must be the handle of an actor whose class derives from Member or BlockingMember")
     return actor
 
 
-async def ask(actor: Any, method: str, *args: Any) -> Any:
-    """Call a method of an actor; return its result. If this call is cancelled, also cancel an async method."""
+async def call_actor(actor: Any, method: str, *args: Any) -> Any:
+    """Call a method of an actor and return its result. A cancellation also cancels the method, if it is async."""
     reference = getattr(actor, method).remote(*args)
     try:
         return await reference
@@ -31,13 +31,13 @@ async def ask(actor: Any, method: str, *args: Any) -> Any:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the exception that an actor's method raised."""
+    """Return the exception that an actor's method raised, which Ray wraps in `RayTaskError`."""
     found: BaseException = error.cause if isinstance(error, RayTaskError) else error
     return found
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether a call failed because a rank was lost."""
+    """Return whether the error of an actor's method was caused by a lost rank."""
     cause = cause_of(error)
     lost = isinstance(cause, PeerLostError) and cause.how != "left"
     return lost or isinstance(cause, (RayActorError, GroupRevokedError))

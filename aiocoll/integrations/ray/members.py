@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from aiocoll.blocking import BlockingGroup, make_blocking_group
 from aiocoll.errors import GroupRevokedError
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.integrations.parts import Part, State
+from aiocoll.integrations.membership import Membership, State
 from aiocoll.loops import LoopThread
 from aiocoll.rendezvous.tickets import Ticket
 
@@ -21,21 +21,21 @@ G = TypeVar("G", ProcessGroup, BlockingGroup)
 
 
 class _Rank(Generic[G]):
-    """The common base of both kinds of actors.
+    """The common base of actors with and without async methods.
 
     It has no coroutine functions, because a single one would make every derived actor async.
     """
 
-    _aiocoll_part: Part | None = None
+    _aiocoll_membership: Membership | None = None
 
     @property
     def group(self) -> G:
-        """The group of all actors. After a death and repair it is a new group.
+        """The group of all actors. It is replaced by a new group when the driver repairs it after a death.
 
         Raises:
             GroupRevokedError: there is no group at present: the actor was restarted, or the group is being repaired.
         """
-        group = None if self._aiocoll_part is None else self._aiocoll_part.group
+        group = None if self._aiocoll_membership is None else self._aiocoll_membership.group
         if group is None:
             raise GroupRevokedError(
                 "this actor has no group: it has not joined one since its start, or its group is being repaired"
@@ -46,8 +46,8 @@ class _Rank(Generic[G]):
         raise NotImplementedError
 
     def aiocoll_state(self) -> State | None:
-        """Return the state of this actor in the group; None if it is not a rank."""
-        return None if self._aiocoll_part is None else self._aiocoll_part.state()
+        """Return this actor's report to the driver about its group; None if the actor is not a rank."""
+        return None if self._aiocoll_membership is None else self._aiocoll_membership.state()
 
 
 class Member(_Rank[ProcessGroup]):
@@ -63,23 +63,23 @@ class Member(_Rank[ProcessGroup]):
         """
 
     async def aiocoll_join(self, ticket: Ticket) -> None:
-        """Start to join a group by a ticket, after leaving the present group."""
+        """Leave the present group, then start to join a group with the ticket."""
         await self.aiocoll_leave()
-        self._aiocoll_part = Part(ticket)
+        self._aiocoll_membership = Membership(ticket)
 
     def aiocoll_abort(self, reason: str) -> None:
         """Abort the group on all ranks."""
-        if self._aiocoll_part is not None:
-            self._aiocoll_part.abort(reason)
+        if self._aiocoll_membership is not None:
+            self._aiocoll_membership.abort(reason)
 
     async def aiocoll_leave(self) -> None:
         """Leave the group, if there is one."""
-        left, self._aiocoll_part = self._aiocoll_part, None
+        left, self._aiocoll_membership = self._aiocoll_membership, None
         if left is not None:
             await left.leave()
 
     async def aiocoll_run(self, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a program as the rank of a ticket; return its result."""
+        """Run a program on this actor as the rank of a ticket; return its result."""
         with ticket.as_default():
             made = program(*args)
             return await made if inspect.isawaitable(made) else made
@@ -98,25 +98,25 @@ class BlockingMember(_Rank[BlockingGroup]):
         """Prepare for a new group; see `Member.regrouped`."""
 
     def aiocoll_join(self, ticket: Ticket) -> None:
-        """Start to join a group by a ticket, after leaving the present group."""
+        """Leave the present group, then start to join a group with the ticket."""
         self.aiocoll_leave()
         self._aiocoll_loop = LoopThread("aiocoll-blocking")
-        self._aiocoll_part = self._aiocoll_loop.start(partial(Part, ticket)).result()
+        self._aiocoll_membership = self._aiocoll_loop.start(partial(Membership, ticket)).result()
 
     def aiocoll_abort(self, reason: str) -> None:
         """Abort the group on all ranks."""
-        if self._aiocoll_part is not None and self._aiocoll_loop is not None:
-            self._aiocoll_loop.start(partial(self._aiocoll_part.abort, reason))
+        if self._aiocoll_membership is not None and self._aiocoll_loop is not None:
+            self._aiocoll_loop.start(partial(self._aiocoll_membership.abort, reason))
 
     def aiocoll_leave(self) -> None:
         """Leave the group, if there is one."""
-        left, self._aiocoll_part = self._aiocoll_part, None
+        left, self._aiocoll_membership = self._aiocoll_membership, None
         if left is not None and self._aiocoll_loop is not None:
             self._aiocoll_loop.start(left.leave).result()
             self._aiocoll_loop.close()
 
     def aiocoll_run(self, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a program as the rank of a ticket; return its result."""
+        """Run a program on this actor as the rank of a ticket; return its result."""
         with ticket.as_default():
             made = program(*args)
             return asyncio.run(made) if inspect.iscoroutine(made) else made

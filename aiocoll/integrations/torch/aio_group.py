@@ -1,4 +1,4 @@
-"""`AioGroup`: a torch group whose calls aiocoll carries out."""
+"""`AioGroup`: a torch process group whose calls aiocoll carries out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = BACKEND
 
 
 class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
-    """A torch group over a group of aiocoll.
+    """A torch process group that wraps an aiocoll group.
 
     It is a `ProcessGroup` and not a `Backend`: torch wraps the works of a Python backend, and the wrapper forwards only
     `wait` and `get_future`.
@@ -104,7 +104,7 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Close the group; called by `destroy_process_group`."""
-        if dist.GroupMember.WORLD is not self:  # with the default group torch destroys all others
+        if dist.GroupMember.WORLD is not self:  # torch destroys all other groups with the default one
             self.carriers.destroy()
         if self._closes:
             self._closes = False

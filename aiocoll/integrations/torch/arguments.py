@@ -11,16 +11,25 @@ import torch.distributed as dist
 
 from aiocoll.elements.ops import ReduceOp
 
-__all__ = ["Copies", "check_device", "check_devices", "flat", "only", "reduce_op", "seconds", "to_timedelta"]
+__all__ = [
+    "Copies",
+    "check_device",
+    "check_devices",
+    "flat_tensors",
+    "reduce_op",
+    "seconds",
+    "sole_tensor",
+    "to_timedelta",
+]
 
-#: Seconds of the longest timeout that torch takes.
+#: The longest timeout that torch accepts, in seconds.
 _LONGEST = 1e8
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _OPS: dict[Any, ReduceOp] = {getattr(dist.ReduceOp.RedOpType, name): getattr(ReduceOp, name) for name in _NAMES}
 
 
 def reduce_op(op: Any) -> ReduceOp:
-    """Return the reduction of aiocoll for a reduction of torch; None stands for SUM."""
+    """Convert a torch reduction to aiocoll's reduction; None stands for SUM."""
     if op is None:
         return ReduceOp.SUM
     kind = getattr(op, "op", op)
@@ -32,7 +41,7 @@ def reduce_op(op: Any) -> ReduceOp:
 
 
 def seconds(timeout: Any) -> float | None:
-    """Return the seconds of a timeout, or of the timeout in options; None stands for the default of the group."""
+    """Return a timeout, or the timeout in torch's options, in seconds; None stands for the group's default."""
     timeout = getattr(timeout, "timeout", timeout)
     if timeout is None:
         return None
@@ -41,12 +50,12 @@ def seconds(timeout: Any) -> float | None:
 
 
 def to_timedelta(timeout: float) -> timedelta:
-    """Return a timeout in seconds as torch takes it; aiocoll may have none."""
+    """Convert a timeout in seconds to the timedelta that torch requires; no timeout (inf) becomes the longest one."""
     return timedelta(seconds=min(timeout, _LONGEST))
 
 
-def only(tensors: Any) -> torch.Tensor:
-    """Return the tensor of a call that takes one tensor per rank, in a list or by itself."""
+def sole_tensor(tensors: Any) -> torch.Tensor:
+    """Return the only tensor in an argument that is a tensor, or a list with one tensor."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -55,13 +64,13 @@ def only(tensors: Any) -> torch.Tensor:
     return found
 
 
-def flat(lists: Any) -> list[torch.Tensor]:
-    """Return the tensors of a call that takes one list of tensors per rank, in another list or by itself."""
+def flat_tensors(lists: Any) -> list[torch.Tensor]:
+    """Return the list of tensors in an argument that is such a list, or a list that contains it."""
     return list(lists[0]) if lists and isinstance(lists[0], (list, tuple)) else list(lists)
 
 
 class Copies:
-    """Copies of the outputs that an operation cannot write to directly.
+    """Temporary outputs for an operation, in place of output tensors that share memory.
 
     An operation writes each element of its outputs once. But an expanded tensor has several elements at one address.
     Also, a program may pass one tensor twice. Gloo accepts both. The operation writes to copies of such tensors, and
@@ -76,7 +85,7 @@ class Copies:
         return bool(self._pairs)
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy if several elements of the tensor have the same address."""
+        """Return the tensor, or a copy if several elements of the tensor share memory."""
         check_device(tensor)
         if tensor.layout != torch.strided or not _is_expanded(tensor):
             return tensor
@@ -85,7 +94,7 @@ class Copies:
         return copy
 
     def outputs(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors to write to: a copy replaces each tensor whose memory another one has, too."""
+        """Return the output tensors, with a copy in place of each tensor that shares its memory with an earlier one."""
         seen: set[tuple[int, int]] = set()
         found = []
         for tensor in tensors:
@@ -101,7 +110,7 @@ class Copies:
         return found
 
     def write_back(self) -> None:
-        """Copy the results to the tensors of the caller; of several with the same memory, the last result counts."""
+        """Copy the results to the caller's tensors. If several tensors share memory, the last result counts."""
         for tensor, copy in self._pairs:
             for dimension, stride in enumerate(tensor.stride()):
                 if stride == 0 and tensor.shape[dimension] > 1:
@@ -111,7 +120,7 @@ class Copies:
 
 
 def check_device(tensor: torch.Tensor) -> None:
-    """Raise `ValueError` for a tensor of another device than the CPU."""
+    """Raise `ValueError` if a tensor is not on the CPU."""
     if tensor.device.type != "cpu":
         raise ValueError(
             f"a tensor is on {tensor.device}, but backend 'aio' carries CPU tensors: pass tensors of one device to a "
@@ -120,7 +129,7 @@ def check_device(tensor: torch.Tensor) -> None:
 
 
 def check_devices(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise `ValueError` if one of the tensors is on another device than the CPU."""
+    """Raise `ValueError` if one of the tensors is not on the CPU."""
     for tensor in tensors:
         check_device(tensor)
 

@@ -1,4 +1,4 @@
-"""`attach`: a torch group over a group of the program's own event loop."""
+"""`attach`: a temporary torch group that wraps a `ProcessGroup` of the program's own event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["attach"]
 
 @contextlib.asynccontextmanager
 async def attach(pg: ProcessGroup) -> AsyncIterator[dist.ProcessGroup]:
-    """Make a torch group over `pg`, a group of the running event loop, for the time of a block.
+    """Wrap `pg`, a group of the running event loop, in a torch group until the end of the block.
 
         async with aiocoll.new_group() as pg, aiocoll.torch.attach(pg):
             await asyncio.to_thread(train)  # calls torch.distributed
@@ -49,7 +49,7 @@ async def attach(pg: ProcessGroup) -> AsyncIterator[dist.ProcessGroup]:
     parts.comm.raise_if_revoked()
     _check_default_group(pg)
     thread = RunningLoop()
-    store = GroupStore(pg.store, thread)  # C++ keeps no reference to the part in Python: this frame does
+    store = GroupStore(pg.store, thread)  # keep a reference here, because C++ keeps none to the Python object
     group = await asyncio.to_thread(_make_torch_group, pg, thread, store)
     try:
         yield group
@@ -64,11 +64,11 @@ async def attach(pg: ProcessGroup) -> AsyncIterator[dist.ProcessGroup]:
 def _check_default_group(pg: ProcessGroup) -> None:
     if not dist.is_initialized():
         return
-    here, there = (pg.rank(), pg.size()), (dist.get_rank(), dist.get_world_size())
-    if here != there:
+    own, of_torch = (pg.rank(), pg.size()), (dist.get_rank(), dist.get_world_size())
+    if own != of_torch:
         raise ValueError(
-            f"group {pg.group_name!r} has rank {here[0]} of {here[1]} here, but torch's default group has rank "
-            f"{there[0]} of {there[1]}: attach a group of the same ranks, or call destroy_process_group first"
+            f"group {pg.group_name!r} has rank {own[0]} of {own[1]} here, but torch's default group has rank "
+            f"{of_torch[0]} of {of_torch[1]}: attach a group of the same ranks, or call destroy_process_group first"
         )
 
 
@@ -85,9 +85,9 @@ def _make_torch_group(pg: ProcessGroup, thread: RunningLoop, store: GroupStore) 
 
 
 def _destroy(group: AioGroup) -> None:
-    """Destroy a torch group, unless the program has done so."""
+    """Destroy a torch group, unless the program has destroyed it."""
     if dist.distributed_c10d.GroupMember.WORLD is group:
         dist.destroy_process_group()
     else:
-        with contextlib.suppress(ValueError):  # destroyed
+        with contextlib.suppress(ValueError):  # raised if the program has destroyed it
             dist.destroy_process_group(group)

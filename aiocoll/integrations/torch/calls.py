@@ -14,7 +14,15 @@ import torch.distributed as dist
 
 from aiocoll.errors import CollectiveTimeoutError
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.integrations.torch.arguments import Copies, check_device, check_devices, flat, only, reduce_op, seconds
+from aiocoll.integrations.torch.arguments import (
+    Copies,
+    check_device,
+    check_devices,
+    flat_tensors,
+    reduce_op,
+    seconds,
+    sole_tensor,
+)
 from aiocoll.integrations.torch.carriers import Carriers, alias, routed
 from aiocoll.integrations.torch.work import TorchWork
 from aiocoll.loops import LoopThread
@@ -24,7 +32,7 @@ __all__ = ["Calls"]
 
 
 class Calls:
-    """The calls of a group of torch.
+    """The calls of a torch group, as a mixin.
 
     Attributes:
         pg: the group of aiocoll.
@@ -34,7 +42,7 @@ class Calls:
     """
 
     def setup_calls(self, pg: ProcessGroup, thread: LoopThread, backend: str) -> None:
-        """Initialize this base class, whose constructor torch's classes would not call."""
+        """Initialize this mixin, whose `__init__` torch's classes would not call."""
         self.pg = pg
         self.thread = thread
         self.count = 0
@@ -43,8 +51,8 @@ class Calls:
         self._prefix = f"{backend}:"
         # The works of the coalescing block; None outside a block.
         self._block: list[TorchWork] | None = None
-        # Works in flight: C++ keeps no reference to the Python object.
-        self._flying: set[TorchWork] = set()
+        # References to works in flight, because C++ keeps none to the Python objects.
+        self._pending_works: set[TorchWork] = set()
 
     # -- reductions
 
@@ -81,7 +89,7 @@ class Calls:
     @routed
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Reduce a tensor to one rank, in place."""
-        tensor = only(tensors)
+        tensor = sole_tensor(tensors)
         root, limit = _rooted(opts, timeout)
         chosen = reduce_op(op if isinstance(opts, int) else opts.reduceOp)
         copies = Copies()
@@ -90,8 +98,8 @@ class Calls:
 
     @routed
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
-        """Reduce lists of tensors, and leave one result on each rank."""
-        output, inputs = only(output_tensors), flat(input_tensors)
+        """Reduce the r-th tensors of all ranks' lists into the output of rank r."""
+        output, inputs = sole_tensor(output_tensors), flat_tensors(input_tensors)
         op, limit = _reduction(opts, None)
         copies = Copies()
         inner = copies.writable(output)
@@ -107,7 +115,7 @@ class Calls:
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Reduce a tensor over all ranks, and leave one part of the result on each rank."""
+        """Reduce a tensor over all ranks, and store the r-th part of the result in the output of rank r."""
         op, limit = _reduction(opts, timeout)
         check_devices([output, input])
         call: Callable[[], Any] = lambda: self.pg.reduce_scatter_tensor(output, input, op, timeout=limit)  # noqa: E731
@@ -117,7 +125,7 @@ class Calls:
 
     @routed
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce several tensors over all ranks, and leave one part of each result on each rank."""
+        """Reduce several tensors over all ranks, and store the r-th part of each result in the outputs of rank r."""
         op, limit = _reduction(opts, None)
         check_devices([*outputs, *inputs])
 
@@ -133,7 +141,7 @@ class Calls:
     @routed
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Send the tensor of one rank to all ranks."""
-        tensor = only(tensors)
+        tensor = sole_tensor(tensors)
         root, limit = _rooted(opts, timeout)
         copies = Copies()
         inner = copies.writable(tensor)
@@ -143,8 +151,8 @@ class Calls:
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Collect the tensors of all ranks on all ranks."""
-        outputs, tensor, limit = flat(output_tensors), only(input_tensors), seconds(timeout or opts)
+        """Gather the tensors of all ranks into a list on every rank."""
+        outputs, tensor, limit = flat_tensors(output_tensors), sole_tensor(input_tensors), seconds(timeout or opts)
         copies = Copies()
         inner = copies.outputs(outputs)
         check_device(tensor)
@@ -153,7 +161,7 @@ class Calls:
 
     @routed
     def allgather_coalesced(self, output_lists: Any, input_list: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        """Collect several tensors of all ranks on all ranks, in one list of outputs per rank."""
+        """Gather several tensors of each rank on every rank, in one list of outputs per sending rank."""
         copies, limit = Copies(), seconds(opts)
         outputs = [tensor for each in output_lists for tensor in each]
         check_devices(input_list)
@@ -173,7 +181,7 @@ class Calls:
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Collect the tensors of all ranks in one tensor on all ranks."""
+        """Gather the tensors of all ranks into one tensor on every rank."""
         limit = seconds(timeout or opts)
         check_devices([output, input])
         call: Callable[[], Any] = lambda: self.pg.allgather_into_tensor(output, input, timeout=limit)  # noqa: E731
@@ -183,7 +191,7 @@ class Calls:
 
     @routed
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Collect several tensors of all ranks, each in one tensor, on all ranks."""
+        """Gather several tensors of each rank, each into one output tensor, on every rank."""
         limit = seconds(opts)
         check_devices([*outputs, *inputs])
         call: Callable[[], Any] = lambda: self.pg.allgather_into_tensor_coalesced(  # noqa: E731
@@ -197,9 +205,9 @@ class Calls:
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Collect the tensors of all ranks on one rank."""
-        (root, limit), tensor = _rooted(opts, timeout), only(input_tensors)
-        outputs = flat(output_tensors) if self._rank == root else []
+        """Gather the tensors of all ranks into a list on the root."""
+        (root, limit), tensor = _rooted(opts, timeout), sole_tensor(input_tensors)
+        outputs = flat_tensors(output_tensors) if self._rank == root else []
         copies = Copies()
         inner = copies.outputs(outputs) if self._rank == root else None
         check_device(tensor)
@@ -208,7 +216,7 @@ class Calls:
 
     @routed
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Collect the tensors of all ranks in one tensor on one rank."""
+        """Gather the tensors of all ranks into one tensor on the root."""
         parts = []
         if self._rank == opts.rootRank:
             parts = list(output.view(self.pg.size(), *input.shape).unbind())
@@ -218,9 +226,9 @@ class Calls:
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Send each rank one of the tensors of the root."""
-        (root, limit), output = _rooted(opts, timeout), only(output_tensors)
-        inputs = flat(input_tensors) if self._rank == root else None
+        """Send the r-th tensor of the root to rank r."""
+        (root, limit), output = _rooted(opts, timeout), sole_tensor(output_tensors)
+        inputs = flat_tensors(input_tensors) if self._rank == root else None
         copies = Copies()
         inner = copies.writable(output)
         check_devices(inputs or [])
@@ -229,7 +237,7 @@ class Calls:
 
     @routed
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
-        """Send a tensor to each rank, and receive a tensor from each rank."""
+        """Send the r-th input tensor to rank r, and receive from rank r into the r-th output tensor."""
         copies, limit = Copies(), seconds(opts)
         outputs = copies.outputs(output_tensors)
         check_devices(input_tensors)
@@ -260,7 +268,7 @@ class Calls:
     @routed
     def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
         """Send a tensor to one rank."""
-        tensor = only(tensors)
+        tensor = sole_tensor(tensors)
         check_device(tensor)
         return self._call("send", lambda: self.pg.send(tensor, dst, tag), [tensor])
 
@@ -276,8 +284,8 @@ class Calls:
 
     def _receive(self, name: str, call: Callable[[torch.Tensor], Any], tensors: Any) -> TorchWork:
         copies = Copies()
-        tensor = copies.writable(only(tensors))
-        return self._call(name, lambda: call(tensor), [only(tensors)], copies=copies)
+        tensor = copies.writable(sole_tensor(tensors))
+        return self._call(name, lambda: call(tensor), [sole_tensor(tensors)], copies=copies)
 
     # -- barriers
 
@@ -287,7 +295,7 @@ class Calls:
         return self._call("barrier", lambda: self.pg.barrier(timeout=limit), [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have called the barrier; rank 0 names the missing ranks in torch's words."""
+        """Wait until all ranks have called the barrier; on timeout, rank 0's error names the missing ranks."""
         limit = seconds(timeout)
         work = self._call("monitored_barrier", lambda: self.pg.monitored_barrier(limit, wait_all_ranks), [])
         try:
@@ -297,20 +305,20 @@ class Calls:
             if not isinstance(cause, CollectiveTimeoutError):
                 raise
             shown = self.pg.timeout if limit is None else limit
-            raise dist.DistBackendError(_missing(self._rank, cause, shown, wait_all_ranks)) from cause
+            raise dist.DistBackendError(_barrier_error_text(self._rank, cause, shown, wait_all_ranks)) from cause
 
-    # -- blocks
+    # -- blocks of tensors
 
     @routed
     def start_coalescing(self, device: Any = None) -> None:
-        """Begin a block. Its calls start at once, and the work of the block ends with the last call."""
+        """Begin a coalescing block. Its calls start at once, and the work of the block ends with the last call."""
         self._block = []
 
     _start_coalescing = alias(start_coalescing, "_start_coalescing")
 
     @routed
     def end_coalescing(self, device: Any = None) -> TorchWork:
-        """End the block, and return its work."""
+        """End the coalescing block; return a work for all of its calls."""
         block, self._block = self._block or [], None
 
         def call() -> Any:
@@ -340,20 +348,20 @@ class Calls:
         work = TorchWork(self.thread, self._rank, name, outputs, call, event)
         if self._block is not None:
             self._block.append(work)
-        self._flying.add(work)
-        work.add_done_callback(lambda _: self._flying.discard(work))
+        self._pending_works.add(work)
+        work.add_done_callback(lambda _: self._pending_works.discard(work))
         return work
 
 
 def _reduction(opts: Any, timeout: timedelta | None) -> tuple[Any, float | None]:
-    """Return reduction and timeout (in seconds) of options; `opts` may also be a reduction."""
+    """Return the reduction, and the timeout in seconds, from torch's options; `opts` may also be a reduction."""
     if opts is None or not hasattr(opts, "reduceOp"):
         return reduce_op(opts), seconds(timeout)
     return reduce_op(opts.reduceOp), seconds(opts)
 
 
 def _rooted(opts: Any, timeout: timedelta | None) -> tuple[int, float | None]:
-    """Return root and timeout (in seconds) of options; `opts` may also be a root."""
+    """Return the root, and the timeout in seconds, from torch's options; `opts` may also be a root."""
     return (opts, seconds(timeout)) if isinstance(opts, int) else (opts.rootRank, seconds(opts))
 
 
@@ -383,7 +391,7 @@ async def _all(works: list[Work[Any]]) -> None:
 
 
 async def _all_ended(works: list[TorchWork]) -> None:
-    """Wait for all works of a block; raise the first error after the last work has ended."""
+    """Wait for all works of a coalescing block; raise the first error after the last work has ended."""
     for work in works:
         if not work.is_completed():
             await work.started.ended()
@@ -392,8 +400,8 @@ async def _all_ended(works: list[TorchWork]) -> None:
             raise error
 
 
-def _missing(rank: int, cause: CollectiveTimeoutError, limit: float, wait_all_ranks: bool) -> str:
-    """Return torch's error message for a barrier that some ranks did not reach."""
+def _barrier_error_text(rank: int, cause: CollectiveTimeoutError, limit: float, wait_all_ranks: bool) -> str:
+    """Return the error message, worded as in torch, for a `monitored_barrier` that some ranks did not reach."""
     if rank:
         return (
             f"[Rank {rank}] Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "

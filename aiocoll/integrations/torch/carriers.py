@@ -1,4 +1,4 @@
-"""Carriers: the backends that carry out a group's calls on the tensors of each kind of device."""
+"""Choice of the backend that carries out a torch group's call, by the device of its tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKEND = "aio"
 
 
 class Carriers:
-    """The backends of one group by kind of device. aiocoll carries CPU tensors, and torch's backends carry others.
+    """The backends of one torch group by kind of device: aiocoll for CPU tensors, torch's backends for other devices.
 
     The first call on a tensor of another device makes a torch group of the same ranks with the backends of all other
     devices. So all ranks make that call.
@@ -32,7 +32,7 @@ class Carriers:
         self._others: Any = None
 
     def find(self, group: dist.ProcessGroup, device: str) -> Any:
-        """Return the torch group for the tensors of a device; None for those that aiocoll carries.
+        """Return the torch group that carries out calls on tensors of `device`; None if aiocoll does.
 
         Args:
             group: the group of these carriers.
@@ -50,10 +50,10 @@ class Carriers:
         return list(_configuration(group))
 
     def destroy(self) -> None:
-        """Destroy the torch group of the other devices."""
+        """Destroy the torch group that carries out calls on other devices than the CPU."""
         others, self._others = self._others, None
         if others is not None:
-            with contextlib.suppress(ValueError):  # destroyed with torch's default group
+            with contextlib.suppress(ValueError):  # raised if it was destroyed with torch's default group
                 dist.destroy_process_group(others)
 
     def _make(self, group: dist.ProcessGroup, device: str) -> Any:
@@ -68,7 +68,7 @@ class Carriers:
             return None
         if device not in backends:
             raise ValueError(
-                f"a tensor is on {device}, and the backends of this group are {shown!r}: add one for "
+                f"a tensor is on {device}, and the backends of this group are {shown!r}: add a backend for "
                 f"{device}, such as 'cpu:aio,cuda:nccl', or use the group that aiocoll.torch.group(pg) returns"
             )
         if self._others is None:
@@ -85,7 +85,7 @@ class Carriers:
 
 
 def routed(method: C, name: str = "") -> C:
-    """Decorate a call: torch's backends carry it out for the tensors of other devices than the CPU.
+    """Decorate a method: for tensors on other devices than the CPU, call the same method of torch's backend.
 
     Args:
         method: of a group with `carriers`.
@@ -102,7 +102,7 @@ def routed(method: C, name: str = "") -> C:
 
 
 def alias(call: C, name: str) -> C:
-    """Return a routed call under the name that it has in another version of torch."""
+    """Return the routed method `call` for a version of torch in which its name is `name`."""
     return routed(call.__wrapped__, name)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -119,7 +119,7 @@ def _device_of(arguments: Iterable[Any]) -> str | None:
 
 
 def _configuration(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backends by kind of device, as the program has chosen them."""
+    """Return the backend that the program has chosen for each kind of device."""
     try:
         pairs = [pair.partition(":") for pair in dist.get_backend_config(group).split(",")]
     except TypeError:  # torch has not registered the group yet

@@ -1,4 +1,4 @@
-"""Conversion of errors: torch programs get `DistBackendError`, whose cause is the error of aiocoll."""
+"""Conversion of aiocoll's errors to torch's `DistBackendError`, with aiocoll's error as the cause."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["to_torch"]
 
 
 def to_torch(error: BaseException, call: str, rank: int) -> BaseException:
-    """Return the error that a torch program gets: its text has the rank, torch's words for the kind, and our text.
+    """Convert an error for torch programs: the text has the rank, torch's words for the kind, and the original text.
 
     Errors of other classes, such as `TypeError`, are returned unchanged.
 

@@ -1,4 +1,4 @@
-"""`GroupStore`: the keys of a group as a store of torch."""
+"""`GroupStore`: the store of a `ProcessGroup` as a torch store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class GroupStore(dist.Store):  # type: ignore[misc]
-    """A torch store over `ProcessGroup.store`, for threads other than that of the event loop.
+    """A torch store that wraps `ProcessGroup.store`, for all threads but the event loop's thread.
 
     Args:
         store: the keys of a group.
@@ -37,11 +37,11 @@ class GroupStore(dist.Store):  # type: ignore[misc]
         return self._run(lambda: self._store.get(key, self.timeout))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the decimal number of a key, and return the sum."""
+        """Add `amount` to the decimal number under a key, and return the sum."""
         return self._run(lambda: self._store.add(key, amount))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store a value if the present value is the expected one; return the value afterwards."""
+        """Store `desired` if the present value is `expected`; return the value afterwards."""
         return self._run(lambda: self._store.compare_set(key, expected, desired))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -65,7 +65,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]
         return self._run(self._store.list_keys)
 
     def append(self, key: str, value: bytes) -> None:
-        """Append to the value of a key."""
+        """Append `value` to the value under a key."""
         self._run(lambda: self._store.append(key, value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""`Overlap`: averages of gradients during backward, for programs with an event loop."""
+"""`Overlap`: averaging of gradients while `backward` runs, for torch programs with an event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Overlap"]
 
 
 class Overlap:
-    """A gradient averager that works while backward computes the gradients of further layers.
+    """A gradient averager that reduces finished buckets while `backward` computes further gradients.
 
         overlap = Overlap(pg, model)
         ...
@@ -55,11 +55,11 @@ class Overlap:
         self._missing = [len(bucket) for bucket in self._buckets]
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._note(number))
+                parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._on_gradient(number))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank; the first `backward` after the block averages the sums.
+        """Only accumulate gradients on this rank in the block; the first `backward` afterwards averages the sums.
 
         Yields:
             None.
@@ -81,15 +81,15 @@ class Overlap:
             GroupError: an operation fails.
         """
         self._works, self._missing = [], [len(bucket) for bucket in self._buckets]
-        # At its return all hooks and the `_start` of each full bucket have run.
+        # When this returns, all hooks and the `_start_average` of each full bucket have run.
         await asyncio.to_thread(loss.backward)
         if not self._synchronizes:
             return
         unused: list[torch.nn.Parameter] = []
         if self._find_unused:
-            unused = await self._fill()
+            unused = await self._average_incomplete()
         elif any(self._missing):
-            raise RuntimeError("some parameters have no gradient: find_unused=True counts missing gradients as zero")
+            raise RuntimeError("some parameters have no gradient: pass find_unused=True to use zeros for them")
         for number, work, sent in self._works:
             await work
             if self._compress is not None:
@@ -108,13 +108,13 @@ class Overlap:
         for index, buffer in enumerate(self._model.buffers()):
             await self._pg.broadcast(buffer, 0, key=f"{self._name} buffer {index}")
 
-    def _note(self, number: int) -> None:
-        """Record a computed gradient; runs in the thread of backward."""
+    def _on_gradient(self, number: int) -> None:
+        """Record that `backward` has computed a gradient of bucket `number`; runs in the thread of `backward`."""
         self._missing[number] -= 1
         if self._missing[number] == 0 and self._synchronizes:
-            self._loop.call_soon_threadsafe(self._start, number)
+            self._loop.call_soon_threadsafe(self._start_average, number)
 
-    def _start(self, number: int) -> None:
+    def _start_average(self, number: int) -> None:
         """Start the average of a bucket; runs on the event loop."""
         gradients: list[Any] = [parameter.grad for parameter in self._buckets[number]]
         if self._compress is not None:
@@ -122,8 +122,8 @@ class Overlap:
         work = self._pg.allreduce_coalesced(gradients, ReduceOp.AVG, key=f"{self._name} bucket {number}")
         self._works.append((number, work, gradients))
 
-    async def _fill(self) -> list[torch.nn.Parameter]:
-        """Average the incomplete buckets with zeros; return the parameters that no rank has used."""
+    async def _average_incomplete(self) -> list[torch.nn.Parameter]:
+        """Average the incomplete buckets, with zeros for missing gradients; return parameters that no rank has used."""
         parameters = [parameter for bucket in self._buckets for parameter in bucket]
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         await self._pg.allreduce(used, ReduceOp.MAX, key=f"{self._name} used")
@@ -132,12 +132,12 @@ class Overlap:
                 parameter.grad = torch.zeros_like(parameter)
         for number, missing in enumerate(self._missing):
             if missing:
-                self._start(number)
+                self._start_average(number)
         return [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if not is_used]
 
 
 def _buckets(model: torch.nn.Module, nbytes: int) -> list[list[torch.nn.Parameter]]:
-    """Return buckets of parameters from the last layer to the first, the same ones on all ranks."""
+    """Divide the parameters, from the last layer to the first, into buckets, which are the same on all ranks."""
     buckets: list[list[torch.nn.Parameter]] = [[]]
     for parameter in reversed([each for each in model.parameters() if each.requires_grad]):
         if sum(each.nbytes for each in buckets[-1]) >= nbytes and buckets[-1]:

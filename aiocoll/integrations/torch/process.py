@@ -1,4 +1,4 @@
-"""Parts that all torch groups of a process share: the event loop in a thread, the pool that completes futures."""
+"""Resources that all torch groups of a process share: the event loop's thread, and the thread pool for futures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from aiocoll.numerals import to_float
 
 __all__ = ["Closable", "process", "set_switch_interval"]
 
-#: Number of threads that complete futures. A callback may wait for a work whose future another thread completes.
+#: Number of threads that complete futures. With several, a callback may wait for a work that another thread completes.
 _THREADS = 8
-#: Seconds to close the groups that the program has not destroyed, at the end of the interpreter.
+#: Time limit in seconds to close, when the interpreter exits, the groups that the program has not destroyed.
 _END = 2.0
 #: Seconds after which a thread gives up the GIL. Python's default of 5 ms delays each step of a collective.
 _SWITCH_INTERVAL = 0.0005
@@ -27,19 +27,19 @@ _VARIABLE = "AIOCOLL_SWITCH_INTERVAL"
 
 
 class Closable(Protocol):
-    """A torch group that is closed at the end of the process."""
+    """A torch group that is closed when the interpreter exits."""
 
     @property
     def pg(self) -> ProcessGroup:
-        """The group of aiocoll."""
+        """The aiocoll group behind the torch group."""
 
     @property
     def thread(self) -> LoopThread:
-        """The thread with the event loop of the group."""
+        """The thread whose event loop carries out the group's calls."""
 
 
 class _Process:
-    """The shared parts, created by the first group. A forked child creates its own.
+    """The shared resources, created by the first group. A forked child creates its own.
 
     Attributes:
         groups: the open torch groups.
@@ -61,17 +61,17 @@ class _Process:
         return self._thread
 
     def pool(self) -> ThreadPoolExecutor:
-        """Return the pool that completes futures."""
+        """Return the thread pool that completes the futures of works."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_THREADS, "aiocoll-futures")
         return self._pool
 
     def forget(self) -> None:
-        """Forget the groups and the pool of the parent, in a forked child."""
+        """Forget the parent's groups and thread pool, in a forked child."""
         self.groups, self.world, self._pool = WeakSet(), None, None
 
     def _end(self) -> None:
-        """Close the groups that the program has not destroyed, so that this rank does not count as lost."""
+        """Close the groups that the program has not destroyed, so that other ranks do not count this rank as lost."""
         thread = self._thread
         if thread is None or thread.is_closed():
             return

@@ -1,4 +1,4 @@
-"""Rendezvous of torch under `aiocoll run`, where ``MASTER_PORT`` belongs to a store of aiocoll."""
+"""torch's rendezvous ``env://`` under `aiocoll run`, whose own store listens on ``MASTER_PORT``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _Handler = Callable[..., Iterator[tuple[dist.Store, int, int]]]
 
 
 def meet_under_launcher() -> None:
-    """Make torch's ``env://`` work under `aiocoll run`: rank 0 serves a torch store at another port."""
-    # `torch.distributed.rendezvous` is a function of that name.
+    """Make torch's ``env://`` work under `aiocoll run`: let rank 0 serve a torch store on another port."""
+    # Import by name, because the attribute `torch.distributed.rendezvous` is a function, not the module.
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     if not getattr(handlers["env"], "of_aiocoll", False):
         handlers["env"] = _wrapped(handlers["env"])
@@ -51,7 +51,7 @@ def _meet(timeout: timedelta) -> Iterator[tuple[dist.Store, int, int]]:
     if store is None:
         store = dist.TCPStore(host, port, pg.size(), False, timeout)
     yield store, pg.rank(), pg.size()
-    raise RuntimeError("the ranks of a torch world cannot meet again: use aiocoll.elastic")
+    raise RuntimeError("the ranks of a torch world cannot meet again; use aiocoll.elastic to continue after a loss")
 
 
 async def _open_world(timeout: float) -> ProcessGroup:
@@ -63,7 +63,7 @@ def _make_server(pg: ProcessGroup, timeout: timedelta) -> dist.TCPStore:
 
 
 def _own_host() -> str:
-    """Return the address of this host on the network of the launcher, by which other ranks reach it."""
+    """Return this host's address on the route to ``MASTER_ADDR``, by which other ranks reach it."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if is_loopback(master):
         return "127.0.0.1"

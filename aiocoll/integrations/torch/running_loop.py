@@ -1,4 +1,4 @@
-"""`RunningLoop`: the event loop of a user's program behind the interface of `LoopThread`."""
+"""`RunningLoop`: the program's own running event loop, with the methods of `LoopThread`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RunningLoop"]
 
 
 class RunningLoop(LoopThread):
-    """The running event loop, for calls from other threads of the program.
+    """The running event loop of the program, on which other threads start calls.
 
     The program owns the loop, so `close` does nothing. A wait on the thread of the loop raises `RuntimeError`.
     """

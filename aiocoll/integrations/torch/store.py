@@ -1,4 +1,4 @@
-"""`TorchStore`: a torch store as a store of aiocoll, on which ranks meet."""
+"""`TorchStore`: a torch store as an aiocoll store, on which ranks meet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["TorchStore", "host_of", "is_loopback"]
 
 
 class TorchStore(Store):
-    """A torch store as a store of aiocoll.
+    """An aiocoll store that wraps a torch store.
 
     Waiting calls poll, because a blocking `get` of torch's `TCPStore` would occupy the only connection of the process.
 
@@ -38,7 +38,7 @@ class TorchStore(Store):
         return _numeric(*host_of(self._store))
 
     async def aclose(self) -> None:
-        """Release the torch store, and leave it open."""
+        """Release the reference to the torch store, which stays open."""
         self._store = None
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
@@ -58,13 +58,13 @@ class TorchStore(Store):
         if command in ("list_keys", "num_keys"):
             keys = [key for key in store.list_keys() if key.startswith(arguments[0])]
             return keys if command == "list_keys" else len(keys)
-        if command == "hold":  # torch removes no key when its client disconnects
+        if command == "hold":  # a torch store does not change held keys when a client disconnects
             command = "compare_set"
         return getattr(store, command)(*arguments)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         if command == "queue_pop":
-            raise StoreError("a torch store has no queues: use a store of aiocoll")
+            raise StoreError("a torch store has no queues: use an aiocoll store")
         keys = keys_of(arguments)
         poll = Poll(Runtime.of(running_loop()), timeout)
         while not await self._call("check", (keys,)):
@@ -77,7 +77,7 @@ class TorchStore(Store):
 
 
 def host_of(store: Any) -> tuple[str, int]:
-    """Return host and port of the server of a torch store; the host is empty for a store without a server."""
+    """Return the host and port of a torch store's server; the host is empty for a store without a server."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else ("", 0)

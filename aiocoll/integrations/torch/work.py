@@ -1,4 +1,4 @@
-"""`TorchWork`: the work of a torch call that a `LoopThread` carries out."""
+"""`TorchWork`: the work of a torch call that runs on the event loop of a `LoopThread`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         return made
 
     async def _run_profiled(self, call: Callable[[], Any]) -> None:
-        """Run the call, and end its profiler event on this thread, so that the profiler shows it as asynchronous.
+        """Run the call, and end its profiler event on the loop's thread, so that the profiler shows it as asynchronous.
 
         The event ends before the work, so that it is complete when the program reads the profile.
         """
@@ -79,7 +79,7 @@ class TorchWork(dist.Work):  # type: ignore[misc]
 
     @property
     def started(self) -> Started[Any]:
-        """The call as started on the event loop, from `LoopThread.start`."""
+        """The handle of the call on the event loop, from `LoopThread.start`."""
         return self._started
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -108,10 +108,10 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         return self._outputs
 
     def get_future(self) -> dist.Future[list[torch.Tensor]]:
-        """Return a future of the outputs. Its callbacks run in a pool of threads, because they may wait for works."""
+        """Return a future of the outputs. Its callbacks run in a thread pool, because they may wait for works."""
         if self._future is None:
             source = self._source = Future()
-            # C++ sees an error that a callback raises, but not one that `set_exception` sets.
+            # Chain a callback: C++ receives an error that a callback raises, but not one that `set_exception` sets.
             self._future = source.then(self._value)
             self._started.add_done_callback(self._complete)
         return self._future

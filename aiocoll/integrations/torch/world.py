@@ -1,4 +1,4 @@
-"""Construction of torch groups: worlds that meet on torch's store, subgroups split from their world."""
+"""Construction of torch groups: a world whose ranks meet on torch's store, or a subgroup of the world."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from aiocoll.runtime import random_bytes
 
 __all__ = ["attached", "group", "make_group"]
 
-#: The group, and its event loop, over which `attach` makes a torch group in this thread.
+#: The group, and its event loop, that `attach` wraps in a torch group in this context; None outside `attach`.
 attached: ContextVar[tuple[ProcessGroup, LoopThread] | None] = ContextVar("attached", default=None)
 
-#: Key under which rank 0 stores the job key in torch's store. An empty value: the ranks need none from there.
+#: Key in torch's store under which rank 0 stores the job key. The value is empty if no job key must be sent.
 _KEY = "aiocoll/key"
 _KEY_BYTES = 32
 #: Environment variables with a job key of the user.
@@ -31,7 +31,7 @@ _VARIABLES = {"AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FILE"}
 
 
 def make_group(options: Any, backend_options: Any) -> AioGroup:
-    """Make a group; torch calls this function on every member.
+    """Make a torch group with backend "aio"; torch calls this function on every member.
 
     Args:
         options: torch's options: store, rank, size, timeout, global ranks.
@@ -59,7 +59,7 @@ def make_group(options: Any, backend_options: Any) -> AioGroup:
 
 
 async def _meet(options: Any, timeout: float, given: GroupOptions | None) -> ProcessGroup:
-    """Meet the other ranks on torch's store."""
+    """Meet the other ranks on torch's store, and return the aiocoll group."""
     store = TorchStore(options.store, timeout)
     host, _ = host_of(options.store)
     key = None
@@ -77,7 +77,7 @@ async def _meet(options: Any, timeout: float, given: GroupOptions | None) -> Pro
 
 
 def _parent(ranks: list[int]) -> tuple[ProcessGroup, LoopThread] | None:
-    """Return the group from which to split a group of these ranks, and its event loop; no ranks stand for all ranks."""
+    """Return the group from which to split a group of `ranks`, and its loop; an empty list stands for all ranks."""
     if not ranks:
         return None if process.world is None else (process.world, process.thread())
     world = dist.GroupMember.WORLD
@@ -85,7 +85,7 @@ def _parent(ranks: list[int]) -> tuple[ProcessGroup, LoopThread] | None:
 
 
 def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
-    """Return the group of aiocoll behind a torch group, to await calls next to torch's calls.
+    """Return the aiocoll group behind a torch group, to await its calls next to torch's calls.
 
     It belongs to the event loop of `loop_thread`, or to the loop of the program if `attach` made the torch group. Make
     its calls in coroutines on that loop.

@@ -1,4 +1,4 @@
-"""The contract of devices: calls on device arrays, as tests."""
+"""The contract of device backends: tests of calls on device arrays."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from aiocoll.testing.ranks import run_ranks
 
 __all__ = ["DeviceContract", "ToDevice", "ToHost"]
 
-#: Copies an array of the host to the device of a rank. All ranks are in this process.
+#: A function that copies a host array to the device of a rank. All ranks are in this process.
 ToDevice = Callable[[NDArray[Any], int], Any]
-#: Copies an array of a device to the host.
+#: A function that copies a device array to the host.
 ToHost = Callable[[Any], NDArray[Any]]
 
 _SIZES = pytest.mark.parametrize("size", [1, 2, 3])
@@ -43,7 +43,7 @@ class DeviceContract:
 
     @pytest.fixture
     def dtypes(self) -> tuple[str, ...]:
-        """Return dtypes that the device can add."""
+        """Return dtypes whose sums the device can compute."""
         return ("float32", "float64", "int32", "int64")
 
     # -- the backend and the arrays
@@ -172,7 +172,7 @@ class DeviceContract:
     async def test_many_calls_in_flight_end_with_their_own_results(self, to_device: ToDevice, to_host: ToHost) -> None:
         async def main(pg: ProcessGroup) -> None:
             works = [pg.allreduce(to_device(np.full(10, each), pg.rank())) for each in range(100)]
-            gc.collect()  # the arrays are held by their calls alone
+            gc.collect()  # now only the pending calls hold the arrays
             for each, work in enumerate(works):
                 assert to_host(await work).tolist() == [2 * each] * 10
 

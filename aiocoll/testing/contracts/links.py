@@ -25,12 +25,12 @@ from aiocoll.transport.stream.plain_stream import PlainStream
 
 __all__ = ["LinkContract", "Linked", "MakeLinks", "Recorder", "TransportContract", "frame", "payload"]
 
-#: A function that makes both ends of a link, not started.
+#: A function that makes both ends of a link, without starting them.
 MakeLinks = Callable[[], Awaitable[Sequence[Any]]]
 #: A context manager that makes both ends of a link, each with a `Recorder`, and closes them at its end.
 Linked = Callable[[], AbstractAsyncContextManager[tuple[Any, Any]]]
 
-#: Payload sizes around every size at which a link uses another code path.
+#: Payload sizes next to every limit between two code paths of links.
 _SIZES = sorted(
     {0, 1, 2, 31, 32, 33, 1000, SEGMENT - 1, SEGMENT}
     | {edge + around for edge in (16 * 1024, 64 * 1024, 64 * 1024 - HEADER_SIZE) for around in (-1, 0, 1)}
@@ -38,12 +38,12 @@ _SIZES = sorted(
 
 
 def payload(op: int, nbytes: int) -> bytes:
-    """Return `nbytes` bytes that are different for every operation `op`."""
+    """Return `nbytes` bytes of test data that differ between operation numbers `op`."""
     return np.arange(op, op + nbytes, dtype="uint32").astype("uint8").tobytes()
 
 
 class Recorder:
-    """A sink that records frames as `(op, payload)`. `place` may return the memory for the payload of a header."""
+    """A link's sink that records frames as `(op, payload)`. `place(header)` may return memory for the payload."""
 
     def __init__(self, place: Callable[[Header], memoryview | None] | None = None) -> None:
         self.frames: list[tuple[int, bytes]] = []
@@ -109,7 +109,7 @@ class LinkContract:
 
     @pytest.fixture
     def copies_frames(self) -> bool:
-        """Return whether a link accepts any number of frames at once, as a link in memory does."""
+        """Return whether a link accepts any number of frames without a reader, as a link in memory does."""
         return False
 
     @pytest.fixture
@@ -284,7 +284,7 @@ class LinkContract:
     async def test_what_the_sink_cannot_take_is_handed_out_once_and_the_peer_hears_why(
         self, linked: Linked, error: type[Exception]
     ) -> None:
-        """The peer receives the reason after all frames in flight, and before the end of the link."""
+        """The peer receives the error of the sink after all frames in flight, and before the end of the link."""
         async with linked() as (near, far):
             near.start()
             far.start()
@@ -344,7 +344,7 @@ class TransportContract(LinkContract):
 
     @pytest.fixture
     async def make_links(self, transport: str) -> AsyncIterator[MakeLinks]:
-        """Yield a function that makes links by the carriers of two ranks."""
+        """Yield a function that makes a link between the carriers of two ranks."""
         runtime = Runtime.of(asyncio.get_running_loop())
         make = find_transport(transport).make_carrier
         assert make is not None, f"{transport} has no carrier"
@@ -398,7 +398,7 @@ class TransportContract(LinkContract):
 
 
 class _Carriers:
-    """A hook that collects the carriers of a group's operations."""
+    """A hook that collects the names of the carriers that a group's operations use."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()

@@ -31,17 +31,17 @@ class StoreContract:
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> Store:
-        """Return a handle on the store."""
+        """Open the store, and return it."""
         return open_store()
 
     @pytest.fixture
     def other(self, open_store: OpenStore) -> Store:
-        """Return another handle on the same store."""
+        """Open the same store a second time, as another process would, and return it."""
         return open_store()
 
     @pytest.fixture
     def close_store(self) -> CloseStore:
-        """Return a function that closes a handle."""
+        """Return a function that closes an opened store."""
         return lambda store: store.aclose()
 
     @pytest.fixture
@@ -137,7 +137,7 @@ class StoreContract:
         async with asyncio.TaskGroup() as tasks:
             values = tasks.create_task(store.multi_get(["a", "b"]))
             await asyncio.sleep(0)
-            # One command per change, so that a store that polls sees the same changes as one that is notified.
+            # Use one command per change, so that stores that poll see the same values as stores that are notified.
             await other.set("a", b"old")
             await other.delete_key("a")
             await other.set("b", b"2")
@@ -210,7 +210,7 @@ class StoreContract:
             pop.cancel()
             (popped,) = await asyncio.gather(pop, return_exceptions=True)
             await asyncio.gather(*pushes)
-            # The item of the cancelled pop is back in the queue before its store makes the next call.
+            # A cancelled pop puts its item back before the store carries out its next call.
             assert await store.check([])
             items = [] if isinstance(popped, asyncio.CancelledError) else [popped]
             items += [await other.queue_pop("q", timeout=10) for _ in range(3 - len(items))]

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from aiocoll.integrations.torch.arguments import Copies, check_device, flat, only, reduce_op, seconds  # noqa: E402
+from aiocoll.integrations.torch.arguments import Copies, check_device, flat_tensors, reduce_op, seconds, sole_tensor  # noqa: E402
 from aiocoll.integrations.torch.errors import to_torch  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -43,12 +43,12 @@ def test_unset_timeout_is_that_of_the_group() -> None:
 
 def test_lists_of_torch_have_one_list_per_rank() -> None:
     x, y = torch.ones(1), torch.ones(2)
-    assert only([x]) is x
-    assert only(x) is x
-    assert flat([[x, y]])[1] is y
-    assert flat([x, y])[1] is y
+    assert sole_tensor([x]) is x
+    assert sole_tensor(x) is x
+    assert flat_tensors([[x, y]])[1] is y
+    assert flat_tensors([x, y])[1] is y
     with pytest.raises(ValueError, match="got 2 tensors: backend 'aio' takes one tensor per rank"):
-        only([x, y])
+        sole_tensor([x, y])
 
 
 def test_plain_and_strided_tensors_are_not_copied() -> None:

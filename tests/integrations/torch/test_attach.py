@@ -43,7 +43,9 @@ def test_end_of_the_block_destroys_the_torch_group_alone(results: list[dict[str,
 
 def test_wait_on_the_thread_of_the_loop_is_refused(results: list[dict[str, Any]]) -> None:
     for found in results:
-        assert found["on the loop"].startswith("RuntimeError: this would block the event loop that completes it")
+        assert found["on the loop"].startswith(
+            "RuntimeError: this wait would block the event loop that completes the call"
+        )
 
 
 def test_group_of_another_size_is_refused(results: list[dict[str, Any]]) -> None:

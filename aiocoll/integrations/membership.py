@@ -1,4 +1,4 @@
-"""Processes of any execution engine that stay in one group: the part of each process, and the part of the driver."""
+"""Membership of an execution engine's processes in one group, which is repaired after deaths."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from aiocoll.errors import GroupError, RendezvousError, StoreError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.rendezvous.tickets import Meeting, Ticket
 
-__all__ = ["Part", "Parts", "State", "wait_for_all"]
+__all__ = ["Membership", "Memberships", "State", "wait_for_all"]
 
 
 class State(NamedTuple):
-    """The state of a process in the group, as it reports it to the driver.
+    """A process's report to the driver about its group.
 
     Attributes:
         begun: whether it has been a rank.
@@ -30,8 +30,8 @@ class State(NamedTuple):
     size: int
 
 
-class Part:
-    """A process as a rank: an elastic program that only keeps its group, which other code of the process uses.
+class Membership:
+    """The membership of this process in a group: a task that joins the group and rejoins after failures.
 
     It must be created on the group's event loop.
 
@@ -45,7 +45,7 @@ class Part:
     def __init__(self, ticket: Ticket) -> None:
         self.group: ProcessGroup | None = None
         self._begun = False
-        self._task = asyncio.create_task(self._stay_in_group(ticket), name="aiocoll part")
+        self._task = asyncio.create_task(self._stay_in_group(ticket), name="aiocoll membership")
 
     async def _stay_in_group(self, ticket: Ticket) -> None:
         async with aclosing(elastic(init_method=ticket, wait=0.0, mend_timeout=inf)) as groups:
@@ -55,7 +55,7 @@ class Part:
                 self.group = None
 
     def state(self) -> State | None:
-        """Return the state for the driver, from any thread; None if the process is no longer a rank.
+        """Return the report for the driver; None if the process is no longer a rank. Any thread may call this.
 
         Raises:
             BaseException: the error that ended it, unless it is an error of the group, the rendezvous or the store.
@@ -69,7 +69,7 @@ class Part:
         return State(self._begun, "", 0) if group is None else State(True, group.group_name, group.size())
 
     def abort(self, reason: str) -> None:
-        """Abort the group. Its ranks then agree on a new one."""
+        """Abort the group. Its ranks then agree on a new group."""
         aborted, self.group = self.group, None
         if aborted is not None:
             aborted.abort(reason)
@@ -80,12 +80,12 @@ class Part:
         await asyncio.wait([self._task])
 
 
-class Parts:
-    """The driver's view of the processes in a group.
+class Memberships:
+    """The memberships of all processes, as the driver manages them.
 
     Args:
-        join: called with the number of a process and a ticket; makes that process replace its `Part` by a new one.
-        abort: called with the number of a process and a reason; calls `Part.abort` in that process.
+        join: called with the number of a process and a ticket; creates a new `Membership` in that process.
+        abort: called with the number of a process and a reason; calls `Membership.abort` in that process.
         given: arguments of `aiocoll.Meeting`, except the number of ranks.
     """
 
@@ -103,7 +103,7 @@ class Parts:
 
     @property
     def has_meeting(self) -> bool:
-        """Return whether there is a meeting."""
+        """Return whether the driver holds a meeting for the processes."""
         return self._meeting is not None
 
     @property
@@ -111,17 +111,17 @@ class Parts:
         """Numbers of the processes that have a ticket."""
         return list(self._tickets)
 
-    async def are_whole(self, states: Mapping[int, State | None]) -> bool:
-        """Return whether all processes are in one group; make processes without a part join.
+    async def ensure_one_group(self, states: Mapping[int, State | None]) -> bool:
+        """Return whether all processes are in one group; if not, make processes without a group join it.
 
         Args:
-            states: the states of all processes, by their numbers. If no process has been a rank, but one has no part,
-                all processes meet again, in this order. Otherwise they would wait for that process.
+            states: the states of all processes, by their numbers. If no process has been a rank, but one has no
+                membership, all processes meet again, in this order. Otherwise they would wait for that process.
         """
         present = {number: state for number, state in states.items() if state is not None}
         absent = states.keys() - present.keys()
         begun = any(state.begun for state in present.values())
-        # A group may still contain a process that has ended in order, because its ranks have not noticed.
+        # The other ranks may not have noticed that a process has ended in an orderly way; their group must be aborted.
         outdated = [number for number, state in present.items() if state.size > len(present)]
         await wait_for_all(self._abort(number, "some of its ranks have ended") for number in outdated)
         if absent and not (begun and self._meeting is not None):
@@ -142,7 +142,7 @@ class Parts:
         await wait_for_all(self._join(number, ticket) for number, ticket in tickets.items())
 
     def report(self, number: int, reason: object) -> None:
-        """Report the death of a process to the ranks."""
+        """Report the death of a process to the ranks of the group."""
         ticket = self._tickets.pop(number, None)
         if ticket is not None and self._meeting is not None:
             self._meeting.report_death(ticket, str(reason))
