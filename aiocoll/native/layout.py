@@ -33,30 +33,31 @@ __all__ = [
     "STATUS",
 ]
 
-#: Bytes of a cache line.
+#: Number of bytes in a cache line.
 LINE: Final = 64
 
 #: Number of chunks in a queue if both of its ends run the accelerator. Together they are as large as a second-level
-#: cache, since overwriting data that another core has just read is slow. With queues of 256 KiB, an allreduce of 1 MiB
-#: takes twice as long.
+#: cache, because it is slow to overwrite data that another core has just read. With queues of 256 KiB, an allreduce of
+#: 1 MiB takes twice as long.
 CHUNKS: Final = 8
-#: Number of chunks in a queue if an end runs pure Python. The chunks are larger, since Python needs 3 µs per chunk.
+#: Number of chunks in a queue if one of its ends runs pure Python. The chunks are larger, because Python needs 3 µs per
+#: chunk.
 LARGE_CHUNKS: Final = 4
 
-#: Number of small slots in a lane, which come first. It is twice the number of operations that can be in flight without
+#: Number of small slots at the start of a lane. It is twice the number of operations that can be in flight without
 #: frames, because a rank may finish all of these before a peer has read the first.
 SMALL_SLOTS: Final = 128
 MIDDLE_SLOTS: Final = 4
 #: Number of slots in a lane.
 SLOTS: Final = SMALL_SLOTS + MIDDLE_SLOTS
 
-# Words of an outbox.
+# Indices of the words in an outbox, before its lanes.
 STATUS: Final = 0
 """Even while the rank checks all its links before it sleeps, odd while it must be woken."""
 CORE: Final = 8
 """CPU core that the rank ran on when it last waited for long."""
 
-# Words of a lane. The rows of words are indexed by slot number.
+# Indices of the words in a lane. Each row has one word per slot.
 _ROW: Final = SLOTS + -SLOTS % 8
 POSTS: Final = 0
 """Number of posts for the lane's reader."""
@@ -73,7 +74,7 @@ LANE_CONSUMED: Final = COMMON_CONSUMED + _ROW
 LANE_WORDS: Final = LANE_CONSUMED + _ROW
 """Number of words in a lane."""
 
-# Private state of the two ends of a chunk queue. Python and C share these indices.
+# Indices in the private state of the two ends of a chunk queue, which Python and C share.
 CHUNK_NUMBER: Final = 0
 """At the writer: number of chunks written. At the reader: number of the next chunk."""
 CHUNK_HOLDER: Final = 1
