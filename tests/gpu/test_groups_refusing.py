@@ -64,7 +64,7 @@ async def test_all_ranks_refuse_nonblocking_communicators(
         assert gpu.cuda.calls["copy_to_host"] == (0 if way == "nccl" else world_size)
     assert len(set(texts)) == 1
     assert f" cannot use CUDA arrays: {named} {SETTING}=0, with which NCCL's calls return" in texts[0]
-    assert texts[0].endswith(": unset it and make a new group")
+    assert texts[0].endswith("; unset it and make a new group")
     assert f"CUDA arrays are refused: {named} {SETTING}=0" in caplog.text
 
 

@@ -198,7 +198,7 @@ def open_readable(fd: int, nbytes: int) -> mmap.mmap:
 def _open_sealed(fd: int, nbytes: int, name: str, is_sealed: Callable[[int], bool], access: int) -> mmap.mmap:
     try:
         if not (0 < nbytes == os.fstat(fd).st_size and is_sealed(fd)):
-            raise ProtocolError(f"a peer passed {name} that is not sealed memory of {nbytes} bytes")
+            raise ProtocolError(f"a peer passed {name} that does not have {nbytes} sealed bytes")
         return _map(fd, nbytes, access)
     finally:
         os.close(fd)
