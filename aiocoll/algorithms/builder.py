@@ -14,7 +14,7 @@ from aiocoll.algorithms.program import Action, ActionKind, Program, Region
 __all__ = ["Builder", "Deps", "chunks", "single_rank_reduction"]
 
 Deps: TypeAlias = tuple[int, ...]
-"""Indices of actions."""
+"""Indices of the actions in a program on which another action depends."""
 
 _EMPTY = Region(0, 0, 0)
 

@@ -156,9 +156,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
 )
 
 _IN_RANK_ORDER = frozenset({"oneround", "bruck", "pairwise", "linear", "fold"})
-"""Reductions that fold all inputs of an element in rank order at one place."""
+"""Algorithms in which one rank reduces all inputs of an element, in rank order."""
 _ON_EVERY_RANK = frozenset({"exchange", "oneround", "bruck"})
-"""Reductions that every rank repeats. Results are equal only if the kernel does not depend on an element's position."""
+"""Algorithms that reduce on every rank: results are equal only if kernels ignore the position of an element."""
 
 
 class Algorithm(NamedTuple):

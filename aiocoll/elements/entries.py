@@ -100,7 +100,7 @@ def merge_entries(parts: Sequence[Entries], dtype: DType, divide: Callable[[Arra
     sums = np.zeros((len(places), *parts[0].values.shape[1:]), np.float32 if dtype.kind == "half" else dtype.storage)
     with np.errstate(all="ignore"):
         for part in parts:
-            # Each part has each index at most once, so no addition is lost.
+            # Each part has each index at most once. With a repeated index, NumPy's `+=` would lose additions.
             sums[np.searchsorted(places, part.places)] += _widen(part.values, dtype)
     if divide is not None:
         divide(sums.reshape(-1))

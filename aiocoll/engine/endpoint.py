@@ -103,7 +103,7 @@ class Endpoint:
 
     @cached_property
     def loop_end(self) -> LoopEnd:
-        """Closes open groups at the end of the loop; its owner calls `forget` when all groups are closed."""
+        """The part that closes open groups at the end of the loop. Its owner calls `forget` when all are closed."""
         return LoopEnd()
 
     def set_cards(self, cards: Mapping[int, Card]) -> None:

@@ -25,7 +25,7 @@ AFTER = 0.1
 
 
 class StrayPosts:
-    """Finds unread posts in the outboxes of one endpoint's peers.
+    """The search for unread posts in the outboxes of one endpoint's peers.
 
     Args:
         runtime: clock and timers.

@@ -109,7 +109,7 @@ class _Kernels:
 
 
 class _Cuda:
-    """The interface `Cuda` by `cupy.cuda.runtime`. The driver carries out calls without the GIL or a context."""
+    """The interface `Cuda` by `cupy.cuda.runtime`; by the driver if CuPy would hold the GIL or make a context."""
 
     # CuPy's own functions, without a Python wrapper, because every collective calls them.
     current = staticmethod(_named("cudaGetDevice")(runtime.getDevice))

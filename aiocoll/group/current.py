@@ -1,4 +1,4 @@
-"""The current group of a context variable. A task inherits it from the task that starts it."""
+"""The current group, kept in a context variable. A task inherits it from the task that starts it."""
 
 from __future__ import annotations
 

@@ -95,11 +95,11 @@ class ConnKind(IntEnum):
     CONTROL = 1
     DATA = 2
     HEARTBEAT = 3
-    """Heartbeats of one byte each, in both directions; no frames."""
+    """A connection for heartbeats of one byte each, in both directions, without frames."""
     STRIPE = 4
     """A further connection of a data link."""
     PROBE = 5
-    """A single measurement of the path between two hosts; no frames."""
+    """A connection for one measurement of the path between two hosts, without frames."""
 
 
 class Status(IntEnum):
@@ -116,7 +116,7 @@ class Status(IntEnum):
     WRONG_WORLD_SIZE = 6
     WRONG_KIND = 7
     WRONG_CERTIFICATE = 8
-    """The client's certificate does not have the name of the claimed rank."""
+    """The client's certificate does not contain the name of the rank that the client claims to be."""
 
 
 class Identity(NamedTuple):

@@ -71,10 +71,10 @@ class Link(Protocol):
     """A framed, ordered, reliable connection to one peer."""
 
     peer: int
-    """Rank of the other end in the job."""
+    """The rank at the other end of the link, numbered as in the job."""
     kind: ConnKind
     sink: Sink
-    """May be replaced before the first frame is read."""
+    """The receiver of frames and events. May be replaced before the first frame is read."""
 
     @property
     def carrier(self) -> str:

@@ -42,10 +42,10 @@ class FrameKind(IntEnum):
     DATA = 1
     """A segment of a message that belongs to an operation."""
     READY = 2
-    """No payload: the message is ready, and its bytes wait for a GRANT. With a `step`, a point-to-point message could
+    """No payload: the message is ready, and the sender waits for a GRANT. With a `step`, a point-to-point message could
     also go from device to device: it is one of `step` such messages in batch number `offset` of its sender."""
     GRANT = 3
-    """No payload: the receiver has entered the operation. The sender may ignore its windows."""
+    """No payload: the receiver has entered the operation. The sender may send all data of the operation."""
     WINDOW = 4
     """No payload: the receiver has consumed `offset` bytes of eager data."""
     CONTROL = 5

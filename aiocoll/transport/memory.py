@@ -251,9 +251,9 @@ class MemoryTransport:
         """Do nothing, because all frames arrive in the order in which they were written, even across links."""
 
     async def aclose(self) -> None:
-        """Leave the hub."""
+        """Leave the hub, so that peers can open no more links to this rank."""
         self.close()
 
     def close(self) -> None:
-        """Leave the hub."""
+        """Leave the hub, so that peers can open no more links to this rank."""
         self._hub.ranks.pop(self._rank, None)

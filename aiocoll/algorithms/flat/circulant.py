@@ -114,7 +114,7 @@ def bruck(rank: int, world_size: int, count: int) -> Program:
 
 
 def barrier(rank: int, world_size: int) -> Program:
-    """Return the program of a barrier: in round k, rank-2^k signals, also for all ranks whose signals it got."""
+    """Return the program of a barrier: in round k, wait for rank-2^k, whose signal stands for all signals it got."""
     build = Builder(0)
     received: Deps = ()
     distance = 1

@@ -105,7 +105,7 @@ RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
 )
 
 _REPEATED = frozenset({("allreduce", "leaders")})
-"""Reductions that several ranks repeat.
+"""Algorithms in which several ranks carry out the same reduction.
 
 Results are equal only if the kernel does not depend on an element's position.
 """

@@ -55,7 +55,7 @@ class Goodbyes:
         self.notes: set[int] = set()
 
     def mark(self, rank: int, frames: bool, notes: bool) -> None:
-        """Record a member's goodbye: it sends no more frames, no more control messages, or no more of both."""
+        """Record a member's goodbye: from now on, it sends no frames, no control messages, or neither."""
         if frames:
             self.frames.add(rank)
         if notes:

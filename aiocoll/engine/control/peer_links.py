@@ -29,7 +29,7 @@ REACH = 2.0
 
 
 class PeerLinks:
-    """Opens control links between two ranks other than the hub, on demand. The control plane owns the open links.
+    """The opener of control links between two ranks other than the hub, on demand. The control plane owns the links.
 
     Args:
         context: the endpoint's context.

@@ -171,7 +171,7 @@ class ControlPlane:
         return None
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        """Handle a control frame."""
+        """Handle a frame that has arrived on a control link."""
         if header[0] != FrameKind.CONTROL:
             raise ProtocolError(f"rank {link.peer} sent a frame of kind {header[0]} on a control link")
         self._receiver.receive(link.peer, payload, CONTROL)

@@ -1,4 +1,4 @@
-"""Detection of dead ranks: the event loop's part of the watchdog.
+"""Detection of dead ranks: the part that runs in the event loop, and uses the watchdog thread.
 
 The hub monitors all ranks, and all ranks monitor the hub. A process of the same host is checked while an operation
 waits for it. A rank whose process is not visible from here exchanges heartbeats. Ranks of one process need neither.
@@ -201,7 +201,7 @@ class FailureDetector:
             self._check_until(rank, self._context.runtime.time() + GRACE, cut=False)
 
     def check_process(self, rank: int) -> None:
-        """If the process of `rank` is gone, notify all ranks. While a link is being opened, no broken link shows it."""
+        """If the process of `rank` is gone, notify all ranks. A link that is still being opened cannot show that."""
         if not self._stopped and self._state(rank) == GONE:
             self._on_lost(rank, "killed", 0.0)
 

@@ -48,7 +48,7 @@ Start = Callable[[int, Bucket, list[NDArray[Any] | None], Ended], None]
 
 
 class Packer:
-    """Packs, starts and unpacks the buckets of a flush.
+    """The part of a flush that packs, starts and unpacks its buckets.
 
     Args:
         comm: the communicator.

@@ -56,7 +56,7 @@ class Matching:
         self._closed = False
 
     def next_id(self, tag: int) -> int:
-        """Return the id of the next message to a peer with `tag`.
+        """Return the id for the next message that this rank sends with `tag`.
 
         All messages share one counter, so a new tag needs no memory.
         """

@@ -149,7 +149,7 @@ class Operation:
 
     @property
     def single_copy_from(self) -> float:
-        """The size in bytes from which the peer reads a message in this process's memory, because that is faster."""
+        """The minimum size in bytes of a message that the peer reads in place in this process's memory."""
         sizes = self.comm.tuning.single_copy
         return sizes.reduced if self.reduces else sizes.moved
 

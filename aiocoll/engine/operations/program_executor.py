@@ -103,7 +103,7 @@ class ProgramExecutor(Operation):
 
     @property
     def single_copy_from(self) -> float:
-        """The size in bytes from which the peer reads a message in this process's memory, because that is faster."""
+        """The minimum size in bytes of a message that the peer reads in place in this process's memory."""
         sizes, limit = self.comm.tuning.single_copy, self._plan.single_copy_from
         if limit is not None:
             return limit

@@ -28,7 +28,7 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 def messages_between_two(kind: str, sizes: tuple[Any, ...], rank: int, root: int) -> tuple[int, ...]:
-    """Return the number of elements of each message in a collective of `BETWEEN_TWO`. Both ranks know the numbers."""
+    """Return the number of elements of each message in a collective listed in `BETWEEN_TWO`. Both ranks know it."""
     other = 1 - rank
     if kind == "alltoall":
         return sizes[0][other], sizes[1][other]

@@ -342,7 +342,7 @@ class _ShutdownExchange(Post):
 
 
 def connect_at_once() -> None:
-    """Let NCCL connect the ranks when it creates a communicator. Otherwise its first calls would block for all ranks.
+    """Let NCCL connect the ranks when it creates a communicator. Otherwise, its first calls would wait for all ranks.
 
     All ranks need the same setting, so this is called before each creation. A value that the user has set stays.
     """

@@ -159,14 +159,14 @@ class ChunkQueueWriter(_QueueEnd):
         return True
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int = 0) -> bool:
-        """Write a reference to the next chunk. The chunk must not change until the reader takes it, or `invalidate`."""
+        """Write a reference to the next chunk, which must not change until it is taken or `invalidate` is called."""
         if not self.is_taken(self.state[CHUNK_NUMBER] - self._count + 1):
             return False
         self._announce(identity, group, fingerprint, segment, offset, length)
         return True
 
     def is_taken(self, number: int) -> bool:
-        """Return whether the reader has taken the first `number` chunks. If not, it wakes this rank when it has."""
+        """Return whether the reader has taken the first `number` chunks. If not, the reader will wake this rank."""
         words = self._words
         if words[self._taken] >= number:
             return True
@@ -308,7 +308,7 @@ class ChunkQueueReader(_QueueEnd):
 
 
 class Chunks:
-    """The two chunk queues of a link: this rank writes one, and reads the other, both with chunks by reference.
+    """The two chunk queues of a link (this rank writes one and reads the other), with the segments that they refer to.
 
     For the peer, this rank calls `take`, then `put` or `point` for each chunk, then `leave`. For each chunk from the
     peer it calls `look`, `read`, `is_void` and `free`.
@@ -377,7 +377,7 @@ class Chunks:
         return self.writer.put(identity, group, fingerprint, chunk, length)
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int) -> bool:
-        """Write a reference to the next chunk. The chunk must not change until the peer takes it, or `invalidate`."""
+        """Write a reference to the next chunk, which must not change until it is taken or `invalidate` is called."""
         return self.writer.point(identity, group, fingerprint, segment, offset, length)
 
     def length(self) -> int:
@@ -385,7 +385,7 @@ class Chunks:
         return self.reader.length()
 
     def is_taken(self, number: int) -> bool:
-        """Return whether the peer has taken the first `number` chunks. If not, it wakes this rank when it has."""
+        """Return whether the peer has taken the first `number` chunks. If not, the peer will wake this rank."""
         return self.writer.is_taken(number)
 
     def invalidate(self, identity: int, group: int) -> None:

@@ -68,25 +68,25 @@ ENTRIES = 256
 #: Bytes of ring data allocated from the beginning: enough for some small frames.
 FIRST = 8 * 1024
 _FEW = 8
-"""Largest number of ranks per host with large links, of at most 3 MiB each. In larger worlds a rank has many links."""
+"""Maximum number of ranks on a host for large links (up to 3 MiB each). With more ranks, each has many links."""
 
 _MORE_LANES = 8
-"""Spare lanes for links opened while another link to the same rank is open or opening. One of the two is given up."""
+"""Number of spare lanes, for links opened while another link to the same rank exists. One of the two is closed."""
 
 
 class Direction(NamedTuple):
     """The layout of one direction of a link: indices of 8-byte words, offsets in bytes and sizes in bytes."""
 
     writer_waiting: int
-    """Word: set while the ring's writer waits for space."""
+    """Index of the word that is set while the writer of the frame ring waits for space."""
     taken: int
-    """Word: number of entries that the ring's reader has taken."""
+    """Index of the word with the number of entries that the reader of the frame ring has taken."""
     chunk_writer_waiting: int
-    """Word: set while the writer of the chunk queue waits for space."""
+    """Index of the word that is set while the writer of the chunk queue waits for space."""
     chunks_taken: int
-    """Word: number of chunks that the reader of the queue has taken."""
+    """Index of the word with the number of chunks that the reader of the chunk queue has taken."""
     pieces: int
-    """Word: twice the number of pieces that its reader has read in place, plus one while it reads another piece."""
+    """Index of the word with twice the number of pieces read in place, plus one while another piece is being read."""
     lines: int
     """Offset of the lines that describe chunks, one line per chunk of the queue."""
     ring: int

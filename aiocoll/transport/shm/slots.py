@@ -214,7 +214,7 @@ class LaneWriter(_Writer):
         self.common_consumed = self.consumed = _NO_WORDS
 
     def forget(self) -> None:
-        """Release the views of this rank's own words, too."""
+        """Release all views of the memory, including those of this rank's own words."""
         super().forget()
         self.words = self.common_named = self._named = _NO_WORDS
 
@@ -425,7 +425,7 @@ class SlotReader(_Slots):
         self._arrays = self._arrays[0], np.frombuffer(self._consumed, np.uint64)
 
     def forget(self) -> None:
-        """Release the words of both ranks, too. Afterwards nothing can be read."""
+        """Release all views of the memory, including those of both ranks' words. Afterwards nothing can be read."""
         super().forget()
         self._named = self._consumed = _NO_WORDS
         self._arrays = np.frombuffer(_NO_WORDS, np.uint64), np.frombuffer(_NO_WORDS, np.uint64)

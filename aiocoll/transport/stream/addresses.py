@@ -49,7 +49,7 @@ _OUTAGES = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, err
 
 
 def host_identity(override: str | None = None) -> str:
-    """Return a name of this host that only processes share which can connect by an abstract unix socket.
+    """Return an identity of this host, equal in two processes if they can connect by an abstract unix socket.
 
     On Linux it depends on the kernel (its boot id) and the network namespace. Containers that share the network are one
     host; containers that do not are different hosts, even on one machine. On other systems it depends on the hardware
