@@ -99,7 +99,7 @@ BUCKETS: Final = 64
 SHIFT: Final = 24
 ROW: Final = BUCKET + BUCKETS
 #: Added to each duration, because `frexp` returns the exponent 0 for a duration of exactly 0.
-TRIFLE: Final = 2.0**-SHIFT
+SMALLEST_DURATION: Final = 2.0**-SHIFT
 #: Index of the bucket for the exponent 0.
 ONE: Final = BUCKET + SHIFT
 
@@ -388,7 +388,7 @@ class Journal:
             counters = self.counters.doubles
             counters[row] += nbytes
             counters[row + SECONDS] += seconds
-            counters[row + ONE + frexp(seconds + TRIFLE)[1]] += 1.0
+            counters[row + ONE + frexp(seconds + SMALLEST_DURATION)[1]] += 1.0
             if peer >= 0 and is_collective:
                 row = self.wait_row(peer, now)
                 waits = self.waits.doubles

@@ -93,10 +93,10 @@ def _encode(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]])
     listed = sorted(missing)
     if len(listed) > LISTED:
         upto = listed[LISTED] - 1
-    return {"upto": upto, "missing": listed[:LISTED], "keyed": _fitting(keyed)}
+    return {"upto": upto, "missing": listed[:LISTED], "keyed": _fit_into_report(keyed)}
 
 
-def _fitting(keyed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+def _fit_into_report(keyed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Return as many of the first entries of `keyed` as fit into a report."""
     room = KEY_NBYTES
     for number, (key, _) in enumerate(keyed):

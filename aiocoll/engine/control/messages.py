@@ -277,7 +277,7 @@ def _shape(check: Check, *paths: str) -> _Shape:
     return _Shape(check, frozenset(paths))
 
 
-def _passed(value: Any, scope: Scope) -> None:
+def _check_relayed(value: Any, scope: Scope) -> None:
     """Check that a relayed message is a map. Its content is checked later, as a message of the original sender."""
     if type(value) is not dict:
         refuse(value, "a note")
@@ -285,8 +285,8 @@ def _passed(value: Any, scope: Scope) -> None:
 
 SHAPES: dict[str, _Shape] = {
     # Messages of the control plane, see `aiocoll.engine.control.star`.
-    "relay": _shape(fields(t=_TEXT, to=job_rank, note=_passed), CONTROL),
-    "relayed": _shape(fields(t=_TEXT, note=_passed, **{"from": job_rank}), CONTROL),
+    "relay": _shape(fields(t=_TEXT, to=job_rank, note=_check_relayed), CONTROL),
+    "relayed": _shape(fields(t=_TEXT, note=_check_relayed, **{"from": job_rank}), CONTROL),
     "formed": _shape(fields(t=_TEXT), CONTROL),
     "known": _shape(fields(t=_TEXT), CONTROL),
     "waits": _shape(fields(t=_TEXT), CONTROL),
@@ -356,7 +356,7 @@ def _ended(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> No
         raise SchemaError(f"ranks: {ranks} contains the receiving rank {facts.rank}, or the same rank twice")
 
 
-def _own_call(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
+def _check_own_call(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     """Check that the call described in a message is the sender's own."""
     ranks = facts.ranks_of(message["g"], peer)
     call = message["mine"] if "mine" in message else message["theirs"]
@@ -399,8 +399,8 @@ _RULES: dict[str, Iterable[Rule]] = {
     "end": [_check_linked],
     "bye": [_check_linked],
     "ended": [_ended],
-    "report": [_own_call, _splits],
-    "disagree": [_own_call],
+    "report": [_check_own_call, _splits],
+    "disagree": [_check_own_call],
     "query": [_splits],
     "absent": [_splits],
     "status": [_splits],

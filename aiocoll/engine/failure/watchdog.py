@@ -49,7 +49,7 @@ BLOCKED_AFTER = 1.0
 #: Seconds for which processes are checked after each request of the loop. The loop requests it once a second.
 ATTENTION = 2.5
 #: Maximum bytes per read of a heartbeat connection: more than an hour of unread heartbeats.
-GULP = 8192
+READ_NBYTES = 8192
 #: Maximum seconds to wait for the end of the thread. It ends immediately unless the host hangs.
 JOIN_TIMEOUT = 1.0
 
@@ -131,7 +131,7 @@ class Watchdog:
         self._ending = False
         self._arriving: deque[tuple[int, ByteStream]] = deque()
         self._heartbeats: dict[int, _Heartbeat] = {}
-        self._received = memoryview(bytearray(GULP))
+        self._received = memoryview(bytearray(READ_NBYTES))
         self._observed: Collection[int] = ()
         self._attentive_until = 0.0
         self._stopped: dict[int, float] = {}

@@ -75,7 +75,7 @@ def _arrays(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[t
     for bucket in layout.buckets:
         if bucket.plan is None:
             for position in bucket.members:
-                for array in _read_by(members[position]):
+                for array in _arrays_read_by(members[position]):
                     yield position, array, False
             continue
         for position in bucket.members:
@@ -84,7 +84,7 @@ def _arrays(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[t
                     yield position, array, buffer in bucket.writes
 
 
-def _read_by(member: DeferredCompletion) -> Sequence[NDArray[Any]]:
+def _arrays_read_by(member: DeferredCompletion) -> Sequence[NDArray[Any]]:
     """Return the host arrays that a recorded call without a plan reads."""
     call = member.call
     return () if call.is_on_device or call.arrays is None else call.arrays
@@ -103,7 +103,7 @@ def _own_their_memory(layout: Layout, members: Sequence[DeferredCompletion]) -> 
     seen: set[int] = set()
     for bucket in layout.buckets:
         if bucket.plan is None:
-            if any(map(_read_by, map(members.__getitem__, bucket.members))):
+            if any(map(_arrays_read_by, map(members.__getitem__, bucket.members))):
                 return False  # for so few calls, the fast path does not pay off
             continue
         arrays = [members[position].arrays for position in bucket.members]

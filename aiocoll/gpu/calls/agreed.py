@@ -228,8 +228,8 @@ class Agreed(VerifiedOperation):
 
     def broadcast_verdict(self, numbers: Mapping[int, int], staged: bool) -> None:
         """On rank 0, send each rank the verdict to start the call, with the call's number on that rank."""
-        said = {number: msgpack.packb([number, staged]) for number in set(numbers.values())}
-        self._send({rank: said[numbers[rank]] for rank in self.comm.others})
+        verdicts = {number: msgpack.packb([number, staged]) for number in set(numbers.values())}
+        self._send({rank: verdicts[numbers[rank]] for rank in self.comm.others})
         self._device_state.decided(self, numbers[0], staged)
 
     # -- carrying it out

@@ -127,14 +127,14 @@ class DeviceState:
         else:
             call.join_program_order(self.order, ahead=True)
 
-    def compare_calls(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
+    def compare_calls(self, operation: Agreed, packed: Sequence[memoryview]) -> Difference | None:
         """On rank 0, compare the calls of all ranks; return their difference, or let them start in their turn."""
         # Fast path: usually, all ranks send the same bytes.
-        alike = all(each == said[0] for each in said)
-        told = [msgpack.unpackb(said[0])] * len(said) if alike else [msgpack.unpackb(each) for each in said]
+        are_equal = all(each == packed[0] for each in packed)
+        calls = [msgpack.unpackb(packed[0])] * len(packed) if are_equal else [msgpack.unpackb(each) for each in packed]
         found = None
-        if not alike or operation.is_private():
-            found = compare(self.comm.name, [_describe_numbered_call(*each[:3]) for each in told])
+        if not are_equal or operation.is_private():
+            found = compare(self.comm.name, [_describe_numbered_call(*each[:3]) for each in calls])
         if found is None:
             self._complete.append(operation)
             self._begin_complete()
