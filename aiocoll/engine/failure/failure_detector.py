@@ -29,7 +29,7 @@ __all__ = ["FailureDetector"]
 ASK_AGAIN = 1.0
 #: Seconds after the end of a process in which its last messages, such as a goodbye, may still arrive.
 LAST_WORDS = 0.05
-#: Seconds to wait for the end of a process after its connections broke. The kernel closes them near the end of a
+#: Seconds to wait for the end of a process after its connections broke. The kernel closes connections near the end of a
 #: process exit, and on a loaded host the rest of the exit may take a while.
 GRACE = 0.3
 #: Seconds between two checks of a process whose connections broke.

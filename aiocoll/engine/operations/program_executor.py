@@ -252,8 +252,8 @@ class ProgramExecutor(Operation):
         kernel = plan.kernel
         assert kernel is not None
         own = self._slice(plan.sources[index][0], first, count)
-        # When NumPy adds a single element in place, it uses another code path, which picks the other NaN of two. So
-        # write to a temporary array.
+        # When NumPy adds a single element in place, it uses another code path, which returns the other one of two NaNs.
+        # So write to a temporary array.
         out = place if count > 1 else np.empty_like(place)
         try:
             if action.incoming_first:
